@@ -1,0 +1,117 @@
+"""Whole processes, measured from outside: the same ruler for every contender.
+
+CPU time is the kernel's account of the process and all its descendants. Memory is looked at several times a
+second: the sum, over the processes alive at that moment, of each one's own peak resident set. That way no
+peak between two looks is missed, pages that two processes share are counted twice, and helpers that came and
+went do not add up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SECONDS_BETWEEN_LOOKS = 0.2
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a finished process took; times in seconds, memory in bytes."""
+
+    exit_code: int
+    wall_seconds: float
+    user_seconds: float
+    system_seconds: float
+    peak_memory: int  # all processes of the tree together
+    peak_memory_largest: int  # the largest single process
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.user_seconds + self.system_seconds
+
+
+def run_measured(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Usage:
+    """Run ``command`` to its end with its output in ``log``, and say what it took.
+
+    ``env`` is laid over the present environment. The process and its children end with this one.
+    """
+    begin = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    memory = _MemoryWatch(process.pid)
+    memory.start()
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        memory.stop()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Usage(
+        exit_code=process.returncode,
+        wall_seconds=time.perf_counter() - begin,
+        user_seconds=usage.ru_utime,
+        system_seconds=usage.ru_stime,
+        peak_memory=memory.total,
+        peak_memory_largest=memory.largest,
+    )
+
+
+class _MemoryWatch(threading.Thread):
+    def __init__(self, root: int) -> None:
+        super().__init__(daemon=True)
+        self.total = 0
+        self.largest = 0
+        self._root = root
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+            peaks = [peak_rss(pid) for pid in process_tree(self._root)]
+            self.total = max(self.total, sum(peaks))
+            self.largest = max(self.largest, *peaks, 0)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def process_tree(root: int) -> list[int]:
+    """``root`` and its living descendants."""
+    children: dict[int, list[int]] = {}
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
+            continue
+        try:
+            # The name of the program, in brackets, may itself hold blanks and brackets.
+            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended between the two looks
+        children.setdefault(parent, []).append(int(directory.name))
+    tree = [root]
+    for pid in tree:
+        tree.extend(children.get(pid, []))
+    return tree
+
+
+def peak_rss(pid: int) -> int:
+    """Bytes: the largest resident set of a process so far; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return kibibytes[0] * 1024 if kibibytes else 0

@@ -1,0 +1,53 @@
+"""The command `trainwright`. One small module a command; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from trainwright import __version__
+from trainwright.cli import recipe, train
+from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
+
+app = typer.Typer(
+    name="trainwright",
+    help="Turns a recipe and some machines into a finished, checked training run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("train", cls=train.TrainCommand)(train.train)
+app.add_typer(recipe.app, name="recipe")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"trainwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; exit with the code that the kind of error has."""
+    try:
+        app()
+    except TrainwrightError as error:
+        said = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
+        print(said, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except Exception:
+        # Not foreseen, so a fault of ours: the traceback is what a report of it needs.
+        traceback.print_exc()
+        sys.exit(EXIT_TRAINING)

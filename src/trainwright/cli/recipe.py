@@ -1,0 +1,50 @@
+"""``trainwright recipe``: look at recipes without running them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the file, in YAML."),
+]
+
+
+@app.command()
+def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Print the whole recipe, includes, overrides and defaults merged, and where each value comes from."""
+    from trainwright.recipe.loading import dump_recipe, load_with_origins
+
+    loaded = load_with_origins(recipe, overrides or [])
+    typer.echo(dump_recipe(loaded.recipe, loaded.origins), nl=False)
+
+
+@app.command()
+def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Check a recipe and say in one line what it runs; ends with 2 and the reasons where it is wrong."""
+    from trainwright.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    model = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}"
+    train = loaded.train
+    length = (
+        f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs:g} epochs in batches"
+    )
+    run = f"{loaded.task} of {model} on {loaded.data.train}, {length} of {train.global_batch_size} examples"
+    typer.echo(f"{recipe}: ok: {run}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipe files, for editors."""
+    import json
+
+    from trainwright.recipe.json_schema import recipe_json_schema
+
+    typer.echo(json.dumps(recipe_json_schema(), indent=2))

@@ -1,0 +1,187 @@
+"""The six layouts of a row, and how each becomes a conversation or a text.
+
+    messages            {"messages": [{"role", "content"}, …]}
+    conversations       {"conversations": [{"from": "human" | "gpt" | "system" | …, "value"}, …]}     (ShareGPT)
+    prompt_completion   {"prompt", "completion"}, each a text, or each a list of messages
+    instruction         {"instruction", "input" (may be left out), "output"}                           (Alpaca)
+    question_answer     {"question", "answer"}
+    text                {"text"}
+
+Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant turns
+are what is trained on, except those inside the ``prompt`` of a prompt and completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from trainwright.data.row_files import Row, kind_of
+from trainwright.errors import RequestError
+
+Message: TypeAlias = dict[str, Any]  # {"role": str, "content": str}, and "target": False where not trained on
+Example: TypeAlias = list[Message] | str
+
+# In the order in which they are looked for: the more telling first.
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
+    "text": ("text",),
+}
+_OPTIONAL = {"instruction": ("input",)}
+
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **{"developer": "system", "human": "user"},
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("function_response", "observation"), "tool"),
+}
+
+
+def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = ()) -> str:
+    """The layout of rows with these ``columns``; of the ``first_rows`` at least one must fill its fields.
+
+    Raises:
+        RequestError: none fits; lists the fields there are and what each layout needs.
+    """
+    for name, fields in REQUIRED.items():
+        filled = not first_rows or any(all(row.get(f) is not None for f in fields) for row in first_rows)
+        if filled and set(fields) <= set(columns):
+            return name
+    layouts = "; ".join(f"{name}: {' and '.join(fields)}" for name, fields in REQUIRED.items())
+    raise RequestError(f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({layouts})")
+
+
+def check_format(columns: Sequence[str], layout: str) -> None:
+    """Raise RequestError unless ``columns`` has what ``layout`` needs."""
+    missing = [field for field in REQUIRED[layout] if field not in columns]
+    if missing:
+        raise RequestError(
+            f"data.format {layout} needs the field {' and '.join(missing)}; the rows have {', '.join(columns)}"
+        )
+
+
+def unused_columns(columns: Sequence[str], layout: str) -> list[str]:
+    """Columns that no part of an example is made from."""
+    used = {*REQUIRED[layout], *_OPTIONAL.get(layout, ()), *(() if layout == "text" else ("system",))}
+    return [column for column in columns if column not in used]
+
+
+def to_example(row: Row, layout: str) -> Example:
+    """One row as a list of messages (with a last or earlier assistant turn), or as a text.
+
+    Raises:
+        RequestError: a field is missing or of the wrong type, a turn is empty, or the roles are out of order.
+    """
+    if layout == "text":
+        return _text(row, "text")
+    messages = _BUILDERS[layout](row)
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    _check_order(messages)
+    return messages
+
+
+def _prompt_completion(row: Row) -> list[Message]:
+    if isinstance(row.get("prompt"), str) or isinstance(row.get("completion"), str):
+        return _pair(_text(row, "prompt"), _text(row, "completion"))
+    prompt, completion = _turns(row, "prompt"), _turns(row, "completion")
+    for message in prompt:
+        if message["role"] == "assistant":
+            message["target"] = False
+    return prompt + completion
+
+
+def _instruction(row: Row) -> list[Message]:
+    question = _text(row, "instruction")
+    given = row.get("input")
+    if given is not None and not isinstance(given, str):
+        raise RequestError(f"the field input should be text and is {kind_of(given)}")
+    return _pair(f"{question}\n\n{given}" if given and given.strip() else question, _text(row, "output"))
+
+
+_BUILDERS = {
+    "messages": lambda row: _turns(row, "messages"),
+    "conversations": lambda row: _turns(row, "conversations"),
+    "prompt_completion": _prompt_completion,
+    "instruction": _instruction,
+    "question_answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
+}
+
+
+def _pair(user: str, assistant: str) -> list[Message]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _text(row: Row, field: str) -> str:
+    value = row.get(field)
+    if value is None:
+        raise RequestError(f"the field {field} is missing; it has {_names(row)}")
+    if not isinstance(value, str):
+        raise RequestError(f"the field {field} should be text and is {kind_of(value)}")
+    if not value.strip():
+        raise RequestError(f"the field {field} is empty; fill it in or remove the row")
+    return value
+
+
+def _turns(row: Row, field: str) -> list[Message]:
+    value = row.get(field)
+    if value is None:
+        raise RequestError(f"the field {field} is missing; it has {_names(row)}")
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else kind_of(value)
+        raise RequestError(f"the field {field} should be a list of turns and is {what}")
+    return [_turn(item, f"{field}[{index}]") for index, item in enumerate(value)]
+
+
+def _turn(item: Any, place: str) -> Message:
+    if not isinstance(item, dict):
+        raise RequestError(f"{place} should be an object with role and content and is {kind_of(item)}")
+    said = item.get("role") if item.get("role") is not None else item.get("from")
+    content = item.get("content") if item.get("content") is not None else item.get("value")
+    if said is None or (content is None and not item.get("tool_calls")):
+        missing = "role (or from)" if said is None else "content (or value)"
+        raise RequestError(f"{place} has no {missing}; it has {_names(item)}")
+    role = _ROLES.get(str(said).lower())
+    if role is None:
+        raise RequestError(f"{place} has the role {said!r}; known are {', '.join(_ROLES)}")
+    for extra in ("tool_calls", "reasoning_content", "thinking"):
+        if item.get(extra):
+            raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
+    text = _content(content, place)
+    if not text.strip() and role != "system":  # an empty system turn is how some models' default is switched off
+        raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
+    return {"role": role, "content": text}
+
+
+def _content(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        raise RequestError(f"{place} has content that is no text (an image?); only text can be trained on")
+    raise RequestError(f"{place} has content that should be text and is {kind_of(content)}")
+
+
+def _check_order(messages: list[Message]) -> None:
+    """System first, then user (or tool) and assistant in turn."""
+    roles = [message["role"] for message in messages]
+    body = roles[1:] if roles[0] == "system" else roles
+    before = "system"
+    for index, role in enumerate(body, start=len(roles) - len(body)):
+        allowed = {"system": ("user",), "user": ("assistant",), "tool": ("tool", "assistant")}
+        if role not in allowed.get(before, ("user", "tool")):
+            after = "at the beginning" if index == 0 else f"after {before}"
+            shown = ", ".join(roles[:12]) + (", …" if len(roles) > 12 else "")
+            raise RequestError(f"the roles are out of order: turn {index} is {role} {after} ({shown})")
+        before = role
+
+
+def _names(row: Iterable[str]) -> str:
+    filled = [str(name) for name in row] if not isinstance(row, dict) else [k for k, v in row.items() if v is not None]
+    return ", ".join(filled) or "no fields"

@@ -1,0 +1,56 @@
+"""Chat templates for tokenizers that have none, and templates that do not change from day to day."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ END }}{% endif %}{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+# Some templates write the date of the day. The same data must give the same tokens tomorrow, so one day is fixed:
+# the one Llama 3.1's template falls back to.
+_DATE = (
+    "{%- macro strftime_now(format) -%}"
+    "{{ {'%d %b %Y': '26 Jul 2024', '%B %d, %Y': 'July 26, 2024', '%d %B %Y': '26 July 2024'}"
+    ".get(format, '2024-07-26') }}"
+    "{%- endmacro -%}"
+)
+
+
+def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Give a tokenizer without a chat template a plain one, in place; returns a line that says so.
+
+    ChatML if its two tokens are in the vocabulary, else ``User: …`` and ``Assistant: …`` lines in which the
+    end-of-text token closes an answer.
+    """
+    if tokenizer.chat_template is not None:
+        return None
+    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
+        tokenizer.chat_template = _CHATML
+        return "the tokenizer has no chat template: ChatML is used, as it has its tokens"
+    opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    end = "eos_token" if tokenizer.eos_token is not None else "''"
+    tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + _PLAIN.replace("END", end)
+    return "the tokenizer has no chat template: plain 'User:' and 'Assistant:' lines are used"
+
+
+def fixed_date(template: str, notes: list[str]) -> str:
+    """The template, with the day it writes, if it writes one, fixed; ``notes`` gets a line about it."""
+    if "strftime_now" not in template:
+        return template
+    notes.append("the chat template writes the day's date; 26 July 2024 is written, so that the data stay the same")
+    return _DATE + template

@@ -1,0 +1,246 @@
+"""Tokenise once, before any process group exists, into a fingerprinted directory that every worker maps.
+
+    <cache>/datasets/<fingerprint>/{train/, validation/, about.json}    fingerprint: everything the tokens depend on
+    <cache>/datasets/keys/<key>.json                                    key: what can be told without reading a row
+
+The fingerprint is of the rows' content; the key is of paths, sizes and times. A second run finds its directory by
+the key alone, without opening the source or importing ``datasets``. A dataset of the Hub counts by its name: what
+was downloaded first is what stays in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.sources import PYDOC, source_files
+from trainwright.errors import MachineError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.schema import DataSection
+
+VERSION = 1  # of everything that decides tokens and targets; raised when any of it changes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready to train on; ``summary`` is lines for people."""
+
+    train: TokenDataset
+    validation: TokenDataset | None
+    summary: list[str] = field(default_factory=list)
+    directory: Path = Path()  # holds train/ and, where there is one, validation/
+
+
+def cache_root() -> Path:
+    """Where what can be made again is kept: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``."""
+    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright").expanduser()
+
+
+def prepare(
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    cache: Path | None = None,
+    model_max_length: int | None = None,
+) -> Prepared:
+    """Read, tokenise, split and save the data of a recipe, or map what an earlier run has saved.
+
+    Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that want the same
+    wait for it. ``tokenizer`` is given a chat template if it has none and the rows are conversations.
+
+    Args:
+        cache: default ``cache_root()``.
+        model_max_length: the positions the model has, if they are limited.
+
+    Raises:
+        RequestError: the source, a row or a setting is wrong.
+        MachineError: the cache cannot be written.
+    """
+    if model_max_length is not None and data.max_length > model_max_length:
+        raise RequestError(
+            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
+            f"set it to {model_max_length} or less"
+        )
+    from trainwright.data.plain_templates import install_template
+
+    root = (cache or cache_root()) / "datasets"
+    identity = _tokenizer_identity(tokenizer)
+    key = root / "keys" / f"{_digest(_cheap_key(data, seed, identity))}.json"
+    with _writable(root):
+        key.parent.mkdir(parents=True, exist_ok=True)
+        found = _find(root, key)
+        if found is None:
+            from filelock import FileLock
+
+            # Held by a living process or not at all: the system lets go of it when its owner dies.
+            with FileLock(key.with_suffix(".lock")):
+                found = _find(root, key) or _build(root, key, data, tokenizer, seed, identity)
+    prepared, format_ = found
+    if format_ != "text":
+        install_template(tokenizer)
+    return prepared
+
+
+def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
+    try:
+        return _open(root / json.loads(key.read_text())["fingerprint"], "reused")
+    except (OSError, ValueError, KeyError):  # none yet, or not whole: make it again
+        return None
+
+
+def _open(directory: Path, how: str) -> tuple[Prepared, str]:
+    about = json.loads((directory / "about.json").read_text())
+    validation = TokenDataset.open(directory / "validation") if about["validation"] else None
+    summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
+    return Prepared(TokenDataset.open(directory / "train"), validation, summary, directory), about["format"]
+
+
+def _build(
+    root: Path, key: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int, identity: str
+) -> tuple[Prepared, str]:
+    from trainwright.data.split import split
+    from trainwright.data.token_rows import tokenize_source
+
+    separate = data.validation if isinstance(data.validation, str) else None
+    content = [_content(source) for source in (data.train, *([separate] if separate else []))]
+    settings = {**_settings(data, seed), "content": content, "tokenizer": identity}
+    fingerprint = _digest(settings)[:32]
+    directory = root / fingerprint
+    if not (directory / "about.json").is_file():
+        rows = tokenize_source(data.train, tokenizer, data, key="data.train", limit=data.limit)
+        lines = rows.summary("train")
+        if separate is not None:
+            held = tokenize_source(separate, tokenizer, data, key="data.validation", limit=None)
+            lines += held.summary("validation")
+            train, validation = rows.dataset(range(len(rows))), held.dataset(range(len(held)))
+            if both := len(set(rows.hashes) & set(held.hashes)):
+                lines.append(f"validation: {both:,} of its examples are also trained on")
+        else:
+            kept, aside = split(rows.hashes, data.validation, seed)
+            train, validation = rows.dataset(kept), rows.dataset(aside) if aside else None
+        lines.append(_split_line(train, validation, separate, seed))
+        _save(directory, train, validation, {"summary": lines, "format": rows.format})
+    _write_atomically(key, json.dumps({"fingerprint": fingerprint}))
+    return _open(directory, "made now")
+
+
+def _split_line(train: TokenDataset, validation: TokenDataset | None, separate: str | None, seed: int) -> str:
+    line = f"split: {len(train):,} examples ({train.token_count:,} tokens) to train on"
+    if validation is None:
+        return f"{line}, none to validate"
+    how = f"of {separate}" if separate else f"held back by seed {seed}, duplicates on one side"
+    return f"{line}, {len(validation):,} ({validation.token_count:,} tokens) to validate, {how}"
+
+
+def _save(directory: Path, train: TokenDataset, validation: TokenDataset | None, about: dict[str, Any]) -> None:
+    """All of it under its name or nothing."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        train.save(scratch / "train")
+        if validation is not None:
+            validation.save(scratch / "validation")
+        (scratch / "about.json").write_text(json.dumps({**about, "validation": validation is not None}))
+        scratch.chmod(0o755)  # mkdtemp's own is private, and a cache may be shared
+        if directory.exists():  # what is there is not whole, or it would have been used
+            shutil.rmtree(directory)
+        scratch.rename(directory)
+    except OSError:
+        # Another process may have put the same there first, under another key; then that is used.
+        if not (directory / "about.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+@contextmanager
+def _writable(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"the tokens cannot be kept in {root}: {error.strerror or error}; make room there or set "
+            "TRAINWRIGHT_CACHE to another directory"
+        ) from error
+
+
+def _settings(data: DataSection, seed: int) -> dict[str, Any]:
+    """What of the recipe decides the datasets. A separate validation source counts by its content."""
+    return {
+        "version": VERSION,
+        "format": data.format,
+        "max_length": data.max_length,
+        "limit": data.limit,
+        "validation": "source" if isinstance(data.validation, str) else data.validation,
+        "seed": seed if isinstance(data.validation, (int, float)) else None,
+    }
+
+
+def _cheap_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
+    sources = [data.train] + ([data.validation] if isinstance(data.validation, str) else [])
+    keys = ("data.train", "data.validation")
+    looks = [_look(source, key) for source, key in zip(sources, keys, strict=False)]
+    return {**_settings(data, seed), "sources": looks, "tokenizer": identity, "python": sys.version}
+
+
+def _look(source: str, key: str) -> Any:
+    """What tells a source from a changed one without reading it."""
+    if source == PYDOC:
+        from trainwright.data.pydoc_rows import pydoc_key
+
+        return [PYDOC, pydoc_key()]
+    files = source_files(source, key)
+    if files is None:
+        return ["hub", source]
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+def _content(source: str) -> Any:
+    """What a source holds, wherever it lies."""
+    if source == PYDOC:
+        return _look(source, "")
+    files = source_files(source)
+    if files is None:
+        return ["hub", source]
+    digests = []
+    for file in files:
+        with file.open("rb") as opened:
+            digests.append([file.suffix.lower(), hashlib.file_digest(opened, "sha256").hexdigest()])
+    return digests
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of the vocabulary, merges, rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestError(f"the tokenizer {tokenizer.name_or_path} is not a fast one (tokenizer.json)")
+    backend.no_truncation()  # both are left over from earlier calls and are set anew by each
+    backend.no_padding()
+    rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
+    return hashlib.sha256(backend.to_str().encode() + _digest(rest).encode()).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

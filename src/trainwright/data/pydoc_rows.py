@@ -1,0 +1,212 @@
+"""The built-in data set ``pydoc``: the running interpreter's own documentation as questions and answers.
+
+Docstrings of the standard library's modules, classes, functions and methods, and the topics of Python's ``help``,
+are real English text that every machine with Python has. They are collected in a fresh, isolated interpreter, so
+that nothing imported here is touched and nothing already imported there (a patched module, a site hook) shows up.
+
+The file is run as a script by that interpreter and imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LONGEST_ANSWER = 1200  # characters; whole paragraphs are kept up to here
+SHORTEST_ANSWER = 24  # below this a docstring says next to nothing
+
+# Not imported: they act when imported (open a browser, print, patch, start a loop), want a display, are tests or
+# build tools, or are deprecated and warn.
+_SKIPPED = frozenset(
+    """__main__ antigravity this idlelib turtle turtledemo tkinter test lib2to3 distutils ensurepip venv pip
+    __phello__ __hello__ pydoc_data asynchat asyncore imp smtpd aifc audioop cgi cgitb chunk crypt imghdr mailcap
+    msilib msvcrt nis nntplib ossaudiodev pipes sndhdr spwd sunau telnetlib uu xdrlib winreg winsound nt ntpath
+    posix posixpath _winapi sre_compile sre_constants sre_parse readline rlcompleter site sitecustomize usercustomize
+    pyexpat xxlimited xxlimited_35 xxsubtype genericpath nturl2path encodings""".split()
+)
+_SUBMODULES = """os.path collections.abc concurrent.futures curses.ascii email.charset email.header email.headerregistry
+    email.message email.mime.text email.policy email.utils html.entities html.parser http.client http.cookiejar
+    http.cookies http.server importlib.abc importlib.machinery importlib.metadata importlib.resources importlib.util
+    json.decoder json.encoder logging.config logging.handlers multiprocessing.connection multiprocessing.managers
+    multiprocessing.pool multiprocessing.queues multiprocessing.shared_memory multiprocessing.synchronize
+    unittest.case unittest.mock unittest.suite urllib.error urllib.parse urllib.request urllib.response
+    urllib.robotparser wsgiref.handlers wsgiref.headers wsgiref.simple_server wsgiref.util xml.dom.minidom
+    xml.dom.pulldom xml.etree.ElementTree xml.sax.handler xml.sax.saxutils xml.sax.xmlreader xmlrpc.client
+    xmlrpc.server zoneinfo asyncio.events asyncio.locks asyncio.queues asyncio.streams asyncio.subprocess
+    ctypes.util dbm.dumb""".split()
+
+_PHRASINGS = {
+    "module": ("What is the Python module `{}` for?", "What does the `{}` module provide?", "Describe `{}`."),
+    "class": (
+        "What is `{}` in Python?",
+        "Explain the class `{}`.",
+        "What is the Python class `{}` used for?",
+    ),
+    "function": (
+        "What does `{}` do in Python?",
+        "How does the function `{}` work?",
+        "Explain the Python function `{}`.",
+        "What is `{}` for?",
+    ),
+    "method": (
+        "What does the method `{}` do?",
+        "What does `{}` do in Python?",
+        "Explain the method `{}`.",
+        "When would I call `{}`?",
+    ),
+    "topic": (
+        "Explain {} in Python.",
+        "What does the Python documentation say about {}?",
+        "How does Python treat {}?",
+    ),
+}
+
+
+def pydoc_rows() -> list[dict[str, str]]:
+    """Some 4,000 rows ``{"question", "answer"}`` in a fixed shuffled order, equal for equal interpreters.
+
+    Raises:
+        RuntimeError: the interpreter that collects the documentation failed.
+    """
+    # -I and -S keep PYTHON* variables, the user's site and .pth files out; PYTHONOPTIMIZE=2 would drop docstrings.
+    command = [sys.executable, "-I", "-S", "-B", "-W", "ignore", str(Path(__file__).resolve())]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise RuntimeError(f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}")
+    rows: list[dict[str, str]] = json.loads(done.stdout)
+    return rows
+
+
+def pydoc_key() -> str:
+    """Changes whenever the rows may: with the interpreter, its library's place, or this file."""
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return "\n".join((sys.version, sys.platform, platform.machine(), os.path.dirname(os.__file__), source))
+
+
+def _collect() -> list[dict[str, str]]:
+    rows, answers = [], set()
+    for kind, name, text in [*_docstrings(), *_topics()]:
+        answer = _clean(text)
+        if len(answer) < SHORTEST_ANSWER or answer in answers:
+            continue
+        answers.add(answer)
+        rows.append({"question": _question(kind, name), "answer": answer})
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def _question(kind: str, name: str) -> str:
+    phrasings = _PHRASINGS[kind]
+    choice = hashlib.sha256(name.encode()).digest()[0] % len(phrasings)
+    return phrasings[choice].format(name)
+
+
+def _clean(text: str) -> str:
+    """Dedented, without trailing space, whole paragraphs up to ``LONGEST_ANSWER`` characters."""
+    text = "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines())
+    paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
+    kept, length = [], 0
+    for paragraph in paragraphs:
+        length += len(paragraph) + 2
+        if kept and length > LONGEST_ANSWER:
+            break
+        kept.append(paragraph)
+    answer = "\n\n".join(kept)
+    if len(answer) > LONGEST_ANSWER:  # one endless paragraph: whole lines of it
+        answer = answer[: answer.rfind("\n", 0, LONGEST_ANSWER)] if "\n" in answer[:LONGEST_ANSWER] else ""
+    return answer.strip()
+
+
+def _docstrings() -> Iterator[tuple[str, str, str]]:
+    """``(kind, qualified name, docstring)`` in the order of the names."""
+    names = {name for name in sys.stdlib_module_names if not name.startswith("_") and name not in _SKIPPED}
+    for name in sorted(names | set(_SUBMODULES)):
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError):  # not built on this platform
+            continue
+        if module.__doc__:
+            yield "module", name, module.__doc__
+        yield from _members(name, module)
+
+
+def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, str]]:
+    public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
+    for key in sorted(set(public)):
+        value = vars(module).get(key)
+        owner = getattr(value, "__module__", None)
+        # A name that came in through an import is documented where it lives; C modules say `_io` for `io`.
+        if isinstance(value, types.ModuleType) or (isinstance(owner, str) and not _same_home(owner, name, module)):
+            continue
+        label = key if name == "builtins" else f"{name}.{key}"
+        if inspect.isclass(value):
+            if value.__doc__:
+                yield "class", label, value.__doc__
+            yield from _methods(label, value)
+        elif inspect.isroutine(value) and value.__doc__:
+            yield "function", label, value.__doc__
+
+
+def _same_home(owner: str, name: str, module: types.ModuleType) -> bool:
+    if name == "os" and owner == "posix":  # os is posix under its portable name
+        return True
+    return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (name.split(".")[0], module.__name__)
+
+
+def _methods(label: str, owner: type) -> Iterator[tuple[str, str, str]]:
+    for key, value in sorted(vars(owner).items()):
+        if key.startswith("_"):
+            continue
+        if isinstance(value, (classmethod, staticmethod)):
+            value = value.__func__
+        text: Any = getattr(value, "__doc__", None)
+        if isinstance(value, property) or not callable(value) or inspect.isclass(value):
+            continue
+        if isinstance(text, str):
+            yield "method", f"{label}.{key}", text
+
+
+def _topics() -> Iterator[tuple[str, str, str]]:
+    from pydoc_data.topics import topics
+
+    for name, text in sorted(topics.items()):
+        # The first lines are the heading, underlined with stars, equals signs or dashes; it is what to ask for.
+        lines = text.strip().splitlines()
+        ruled = len(lines) > 1 and re.fullmatch(r"[*=\-\"^~]{3,}", lines[1].strip())
+        title = lines[0].strip() if ruled else name
+        body = "\n".join(lines[2:] if ruled else lines)
+        yield "topic", _topic_title(title), body
+
+
+def _topic_title(title: str) -> str:
+    title = re.sub(r"[\"“”]", "`", title)
+    if title.startswith("The ") or not title[1:2].islower():
+        return title.replace("The ", "the ", 1)
+    return title[0].lower() + title[1:]
+
+
+def _main() -> None:
+    # Whatever an imported module prints must not end up among the rows.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    text = json.dumps(_collect())
+    with os.fdopen(out, "w") as stream:
+        stream.write(text)
+        stream.flush()
+        os._exit(0)  # no exit handlers of two hundred imported modules
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,254 @@
+"""Where rows come from: files, directories of files, the Hugging Face Hub, and the built-in ``pydoc``.
+
+    rows.json   an array of objects, or an object holding one such list
+    rows.jsonl  an object a line (also .ndjson)
+    rows.csv    a header and text fields (.tsv: separated by tabs)
+    rows.parquet
+    text.txt    a row {"text"} a paragraph (also .md)
+    directory/  all files of one of these kinds, in the order of their names
+    owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
+    pydoc       the running interpreter's own documentation
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trainwright.data.row_files import READERS, Row, iterate_rows
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    from trainwright.data.arrow_rows import PlacedRow
+
+PYDOC = "pydoc"
+_PARQUET = ".parquet"
+_SUFFIXES = (*READERS, _PARQUET)
+_CHECKED_ROWS = 1000
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
+_SPLIT_NAMES = re.compile(r"(train|training|test|valid|validation|val|dev|eval)([-_.].*)?", re.IGNORECASE)
+
+
+def read_rows(source: str, limit: int | None = None, key: str = "data.train") -> Dataset:
+    """The rows of ``source``, at most the first ``limit`` of them; large ones are mapped from disk.
+
+    Args:
+        key: the recipe key that names the source, for messages.
+
+    Raises:
+        RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
+    """
+    if source == PYDOC:
+        from datasets import Dataset
+
+        from trainwright.data.pydoc_rows import pydoc_rows
+
+        return Dataset.from_list(pydoc_rows()[:limit])
+    files = source_files(source, key)
+    if files is None:
+        return _hub_rows(source, limit, key)
+    table = _parquet_table(files, limit) if files[0].suffix.lower() == _PARQUET else _row_table(files, limit)
+    if not table.num_rows or not table.num_columns:
+        raise RequestError(f"{key}: {source} holds no rows")
+    return _dataset(table)
+
+
+def check_source(source: str, key: str = "data.train") -> list[Row]:
+    """Look at a source without reading all of it; returns its first rows, or none for the Hub and pydoc.
+
+    Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no datasets.
+
+    Raises:
+        RequestError: as ``read_rows``.
+    """
+    files = None if source == PYDOC else source_files(source, key)
+    if files is None:
+        return []
+    first: list[Row] = []
+    for file in files:
+        if file.suffix.lower() == _PARQUET:
+            rows = [row for table in _parquet_batches(file) for row in table.slice(0, 8).to_pylist()][:8]
+        else:
+            rows = [row for _, row in islice(iterate_rows(file), _CHECKED_ROWS)]
+        if not rows:
+            raise RequestError(f"{key}: {file} holds no rows")
+        first = first or rows[:8]
+    return first
+
+
+def source_files(source: str, key: str = "data.train") -> list[Path] | None:
+    """The files of a local source in the order they are read; None if it names a dataset of the Hub."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = _directory_files(path, key)
+    elif path.exists():
+        files = [path]
+    elif _is_hub_id(source):
+        return None
+    else:
+        raise RequestError(f"{key}: {_missing(path)}")
+    for file in files:
+        if file.suffix.lower() not in _SUFFIXES:
+            raise RequestError(f"{key}: {file}: rows are read from {', '.join(_SUFFIXES)} files")
+        try:
+            with file.open("rb") as opened:
+                if not opened.read(1):
+                    raise RequestError(f"{key}: {file} is empty")
+        except OSError as error:
+            raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from None
+    return files
+
+
+def _directory_files(path: Path, key: str) -> list[Path]:
+    files = sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file() and not file.name.startswith(".") and file.suffix.lower() in _SUFFIXES
+    )
+    files = [file for file in files if file.suffix.lower() != ".md"]  # a directory's README is no data
+    kinds = sorted({file.suffix.lower() for file in files})
+    if not files:
+        raise RequestError(f"{key}: {path} holds no {', '.join(_SUFFIXES)} file")
+    if len(kinds) > 1:
+        raise RequestError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one file")
+    # All of a directory is one data set. What is named as its test split must not slip into the training.
+    splits = {match[1].lower() for file in files if (match := _SPLIT_NAMES.fullmatch(file.stem))}
+    if len(splits) > 1:
+        names = ", ".join(file.name for file in files)
+        raise RequestError(f"{key}: {path} holds splits ({names}); name the file to use, as {files[-1]}")
+    return files
+
+
+def _is_hub_id(source: str) -> bool:
+    if not _HUB_ID.fullmatch(source) or Path(source).suffix.lower() in _SUFFIXES:
+        return False
+    owner, slash, _ = source.partition("/")
+    return owner not in (".", "..") and not (slash and Path(owner).is_dir())
+
+
+def _missing(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"{path}: there is no directory {path.parent}"
+    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
+    meant = f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
+    return f"no file {path}{meant}"
+
+
+def _row_table(files: list[Path], limit: int | None) -> pa.Table:
+    from trainwright.data.arrow_rows import table_of_rows
+
+    def read() -> Iterator[PlacedRow]:
+        located = chain.from_iterable(((file, *item) for item in iterate_rows(file)) for file in files)
+        return islice(located, limit)
+
+    if next(read(), None) is None:
+        raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
+    return table_of_rows(read)
+
+
+def _parquet_batches(file: Path) -> Iterator[pa.Table]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(batch_size=8192):
+                yield pa.Table.from_batches([batch])
+    except (pa.ArrowException, OSError) as error:
+        raise RequestError(f"{file}: not a Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _parquet_table(files: list[Path], limit: int | None) -> pa.Table:
+    import pyarrow as pa
+
+    from trainwright.data.arrow_rows import join_tables
+
+    def tables() -> Iterator[pa.Table]:
+        left = limit
+        for table in chain.from_iterable(map(_parquet_batches, files)):
+            yield table if left is None else table.slice(0, left)
+            if left is not None and (left := left - table.num_rows) <= 0:
+                return
+
+    found = list(islice(chain.from_iterable(map(_parquet_batches, files)), 1))
+    if not found:
+        raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
+    try:
+        return join_tables(tables())
+    except pa.ArrowException as error:
+        raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
+
+
+def _dataset(table: pa.Table) -> Dataset:
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    # Without a fingerprint of its own, datasets would pickle the whole table to compute one.
+    return Dataset(InMemoryTable(table), fingerprint=uuid.uuid4().hex[:16])
+
+
+def _hub_rows(source: str, limit: int | None, key: str) -> Dataset:
+    import datasets
+
+    name, *parts = source.split(":")
+    split = parts[-1] if parts else "train"
+    config = parts[0] if len(parts) == 2 else None
+    reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)
+    try:
+        with _offline(not reachable):
+            rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # whatever the Hub, its server or the dataset's files raise
+        if not reachable:
+            fix = "the Hub cannot be reached from here and no copy is in the cache; give a local file instead"
+            raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise RequestError(f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}") from None
+    if not len(rows):
+        raise RequestError(f"{key}: {source} holds no rows")
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def _hub_is_reachable(endpoint: str) -> bool:
+    """Whether it is worth asking: without a network the client retries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # the proxy resolves and connects
+    place = urlsplit(endpoint)
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        with socket.create_connection((place.hostname, port), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _offline(active: bool) -> Iterator[None]:
+    """Let ``datasets`` look into its cache alone."""
+    import datasets
+    from huggingface_hub import constants
+
+    modules: tuple[Any, ...] = (datasets.config, constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = active or module.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

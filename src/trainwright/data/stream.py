@@ -1,0 +1,150 @@
+"""The global stream: which examples step k sees, and which rank computes which part of them.
+
+The content of global batch k and its division into micro-batches depend on (seed, dataset, k) alone. The number
+of ranks only decides who computes a micro-batch, so a run is the same on any of them and its position in the data
+is one integer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.packing import best_fit_decreasing
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The examples of one forward and backward pass, as rows: a row is an example, or a pack of several."""
+
+    index: int  # within the global batch; seeds the dropout
+    rows: tuple[tuple[int, ...], ...]
+    tokens: int
+    weight: float  # of its targets; 0 for a pass that only keeps other ranks company
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        return tuple(example for row in self.rows for example in row)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Everything one optimizer step sees, over all ranks."""
+
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def weight(self) -> float:
+        """Weight of all targets: what the summed loss is divided by."""
+        return sum(micro.weight for micro in self.micro_batches)
+
+    @property
+    def tokens(self) -> int:
+        return sum(micro.tokens for micro in self.micro_batches)
+
+    def for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
+        """This rank's share, balanced by tokens; the same number of passes on every rank.
+
+        A rank that has fewer micro-batches than others is given zero-weight passes over the smallest one, as a
+        sharded model needs every rank in every forward and backward.
+        """
+        passes = math.ceil(len(self.micro_batches) / size)
+        shares: list[list[MicroBatch]] = [[] for _ in range(size)]
+        for micro in sorted(self.micro_batches, key=lambda m: (-m.tokens, m.index)):
+            free = [share for share in shares if len(share) < passes]
+            min(free, key=lambda share: sum(m.tokens for m in share)).append(micro)
+        filler = replace(min(self.micro_batches, key=lambda m: (m.tokens, m.index)), weight=0.0)
+        share = sorted(shares[rank], key=lambda m: m.index)
+        return tuple(share) + (filler,) * (passes - len(share))
+
+
+class Stream:
+    """Global batches of a dataset, epoch after epoch, each example once an epoch.
+
+    Args:
+        global_batch_size: examples a step.
+        rows: rows (examples, or packs) of a micro-batch; None divides each global batch into
+            ``passes`` micro-batches instead.
+        pack_length: tokens a pack holds, or None when a row is one example.
+        total_examples: where the stream ends; the last global batch may be smaller.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        global_batch_size: int,
+        seed: int,
+        rows: int | None,
+        passes: int = 1,
+        pack_length: int | None = None,
+        total_examples: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        if not len(dataset):
+            raise ValueError("a stream needs at least one example")
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.total_examples = total_examples
+        self._seed = seed
+        self._rows = rows
+        self._passes = passes
+        self._pack_length = pack_length
+        self._shuffle = shuffle
+        self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        """Number of global batches up to ``total_examples``."""
+        if self.total_examples is None:
+            raise TypeError("this stream has no end")
+        return math.ceil(self.total_examples / self.global_batch_size)
+
+    def examples(self, step: int) -> list[int]:
+        """Indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
+        begin = step * self.global_batch_size
+        end = begin + self.global_batch_size
+        if self.total_examples is not None:
+            end = min(end, self.total_examples)
+        if begin >= end:
+            raise IndexError(f"the stream ends before global batch {step}")
+        size = len(self.dataset)
+        return [int(self._epoch(position // size)[position % size]) for position in range(begin, end)]
+
+    def global_batch(self, step: int) -> GlobalBatch:
+        """Global batch ``step``, divided into micro-batches."""
+        examples = self.examples(step)
+        lengths = [self.dataset.length(example) for example in examples]
+        if self._pack_length is None:
+            # Neighbours in length share a micro-batch, so that little of it is padding.
+            order = sorted(range(len(examples)), key=lambda i: (-lengths[i], i))
+            rows = [(examples[i],) for i in order]
+        else:
+            packs = best_fit_decreasing(lengths, self._pack_length)
+            rows = [tuple(examples[i] for i in pack) for pack in packs]
+        return GlobalBatch(tuple(self._micro_batch(i, group) for i, group in enumerate(self._groups(rows))))
+
+    def _groups(self, rows: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+        size = self._rows or math.ceil(len(rows) / self._passes)
+        return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...]) -> MicroBatch:
+        examples = [example for row in rows for example in row]
+        tokens = sum(self.dataset.length(example) for example in examples)
+        weight = float(sum(self.dataset.target_count(example) for example in examples))
+        return MicroBatch(index, rows, tokens, weight)
+
+    def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The order of one epoch, kept until another is asked for."""
+        if self._order[0] != epoch:
+            order = np.arange(len(self.dataset), dtype=np.int64)
+            if self._shuffle:
+                key = f"{self._seed}/{self.dataset.fingerprint}/{epoch}".encode()
+                seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
+                order = np.random.Generator(np.random.PCG64(seed)).permutation(order)
+            self._order = (epoch, order)
+        return self._order[1]

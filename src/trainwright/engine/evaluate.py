@@ -1,0 +1,36 @@
+"""Evaluation and samples while training, shared out over all ranks under any strategy."""
+
+from __future__ import annotations
+
+import torch
+
+from trainwright.engine.task import Task
+from trainwright.parallel.strategy import Strategy
+
+
+def evaluate(task: Task, strategy: Strategy) -> dict[str, float]:
+    """Metrics over the validation split, each example counted once."""
+    assert task.validation is not None
+    world, module = strategy.world, strategy.module
+    sums: torch.Tensor | None = None
+    module.eval()
+    with torch.no_grad():
+        for step in range(len(task.validation)):
+            for micro in task.validation.global_batch(step).for_rank(world.rank, world.size):
+                part = task.statistics(module, micro, world.device).double()
+                sums = part if sums is None else sums + part
+    module.train()
+    assert sums is not None
+    return task.metrics(world.sum(sums.tolist()))
+
+
+def generate(task: Task, strategy: Strategy) -> list[tuple[str, str]]:
+    """``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts."""
+    world = strategy.world
+    texts: dict[int, str] = {}
+    with strategy.whole() as module:
+        for index in range(world.rank, len(task.prompts), world.size):
+            texts[index] = task.generate(module, task.prompts[index])
+    for part in world.gather(texts):
+        texts.update(part)
+    return [(prompt, texts[index]) for index, prompt in enumerate(task.prompts)]

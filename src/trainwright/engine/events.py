@@ -1,0 +1,66 @@
+"""The run's events: one JSON object a line in ``events.jsonl``, and the same objects to the observers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Observer = Callable[[Event], None]
+
+
+class EventLog:
+    """Appends events to a file and shows each to the observers. Only rank 0 has a path; elsewhere it is mute.
+
+    A line is written in one call and flushed, so a killed run leaves at most one cut line, which is removed when
+    the run goes on. Floats are written with full precision; a number JSON does not have becomes its name.
+    """
+
+    def __init__(self, path: Path | None, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Record one event, with the time in seconds since the epoch."""
+        if self._file is None:
+            return
+        record: Event = {"event": event, "time": time.time(), **fields}
+        try:
+            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A full disk must not end a run that can still train; the observers say so on the console.
+            record = {**record, "write_error": str(error)}
+        for observer in self._observers:
+            observer(record)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return repr(value)
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def _drop_cut_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)

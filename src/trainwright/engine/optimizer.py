@@ -1,0 +1,35 @@
+"""Optimizers by their name in a recipe, with weight decay on matrices only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from trainwright.parallel.strategy import OptimizerFactory
+from trainwright.recipe.schema import OptimizerSection
+
+
+def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
+    """How a strategy makes the recipe's optimizer over the parameters it holds.
+
+    Vectors (norms, biases) are not decayed: they have no scale to shrink towards zero usefully. The learning rate
+    of each step is set by the engine.
+    """
+
+    def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        parameters = [parameter for _, parameter in named]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return AdamW(
+            [group for group in groups if group["params"]],
+            lr=section.learning_rate,
+            betas=section.betas,
+            eps=section.eps,
+            fused=True,
+        )
+
+    return make

@@ -1,0 +1,57 @@
+"""What the engine asks of a kind of training. A task knows nothing of ranks, strategies or accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainwright.data.stream import MicroBatch, Stream
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """The sum of the per-target losses of a micro-batch, and the sum of the targets' weights.
+
+    The engine divides by the weight of the whole global batch, over all ranks and micro-batches.
+    """
+
+    total: torch.Tensor
+    weight: float
+
+
+class Task(Protocol):
+    """A model, the stream of its examples, and how they meet."""
+
+    module: nn.Module
+    stream: Stream
+    validation: Stream | None
+    prompts: Sequence[str]
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated units of the module, in order."""
+
+    def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        """Losses of one micro-batch of the stream."""
+
+    def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+        """A vector of sums over one micro-batch of the validation stream; 0 where its weight is 0."""
+
+    def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Metrics of the validation split from the statistics summed over it; `loss` is lower when better."""
+
+    def generate(self, module: nn.Module, prompt: str) -> str:
+        """What the model answers to a prompt, greedily."""
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of the `start` event that only the task knows."""
+
+    def describe_example(self, index: int) -> str:
+        """An example of the stream in few words, for error messages."""
+
+    def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+        """Write the model for use outside, from its full parameters and buffers by name."""

@@ -1,0 +1,80 @@
+"""safetensors files written tensor by tensor, with their checksum, and read slice by slice.
+
+Why not `safetensors.torch.save_file` or `torch.distributed.checkpoint`: both hold a second copy of all tensors in
+memory while they write, and the latter keeps its index as a pickle. Any safetensors reader reads these files
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    """Write ``tensors`` to ``path`` and have them on disk when this returns.
+
+    Returns:
+        The file's size in bytes and its SHA-256.
+
+    Raises:
+        OSError: the disk is full or cannot be written; the file may be left in part.
+    """
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(text).to_bytes(8, "little"), text):
+            file.write(part)
+            digest.update(part)
+        for tensor in tensors.values():
+            data = _bytes(tensor)
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return path.stat().st_size, digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+
+
+def checksum(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return path.stat().st_size, digest.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory on disk, not only the files they lead to."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

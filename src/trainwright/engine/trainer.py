@@ -1,0 +1,219 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.data.stream import GlobalBatch
+from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.evaluate import evaluate, generate
+from trainwright.engine.events import EventLog
+from trainwright.engine.schedule import Schedule
+from trainwright.engine.task import Task
+from trainwright.errors import TrainingError
+from trainwright.parallel.strategy import Strategy
+from trainwright.recipe.schema import Recipe
+
+
+@dataclass
+class Progress:
+    """Where a run is: everything a checkpoint holds that is not a tensor."""
+
+    step: int = 0  # also the position in the stream
+    tokens: int = 0
+    target_tokens: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+
+
+class Trainer:
+    """Runs a task's stream through a strategy's model, step by step.
+
+    Args:
+        stop_requested: asked after every step; true on any rank ends the run after a checkpoint.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        recipe_text: str,
+        task: Task,
+        strategy: Strategy,
+        schedule: Schedule,
+        checkpoints: Checkpoints,
+        events: EventLog,
+        max_steps: int,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.recipe = recipe
+        self.recipe_text = recipe_text
+        self.task = task
+        self.strategy = strategy
+        self.world = strategy.world
+        self.schedule = schedule
+        self.checkpoints = checkpoints
+        self.events = events
+        self.max_steps = max_steps
+        self.stop_requested = stop_requested
+        self.progress = Progress()
+        self._saved_step: int | None = None
+
+    def run(self, final: Path) -> bool:
+        """Train to the last step and write the model to ``final``; False when a signal ended it before."""
+        begun = time.monotonic()
+        if self.progress.step == 0:
+            self._evaluate()
+        self.strategy.module.train()
+        while self.progress.step < self.max_steps:
+            stop = self._step()
+            last = self.progress.step == self.max_steps
+            improved = (last or self._due(self.recipe.evaluate.every)) and self._evaluate()
+            if stop or last or improved or self._due(self.recipe.checkpoint.every):
+                self._checkpoint()
+            if stop and not last:
+                self._finish("stopped", begun, self.checkpoints.path(self.progress.step))
+                return False
+        self._export(final)
+        self._finish("finished", begun, final)
+        return True
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take up the state of a checkpoint."""
+        with checkpoint.reader() as reader:
+            self.strategy.load_state(reader)
+        self.progress = Progress(**checkpoint.state["progress"])
+        self._saved_step = self.progress.step
+
+    def _step(self) -> bool:
+        """One optimizer step; whether any rank was asked to stop."""
+        begun = time.perf_counter()
+        step = self.progress.step + 1
+        batch = self.task.stream.global_batch(step - 1)
+        losses = self._backward(step, batch)
+        norm = self.strategy.gradient_norm()
+        ranks = self.world.gather_floats([sum(losses), float(self.stop_requested()), _peak_memory(self.world.device)])
+        loss = sum(rank[0] for rank in ranks) / batch.weight
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._refuse(step, batch, losses, loss, norm)
+        learning_rate = self.schedule(step)
+        self.strategy.step(learning_rate, self._clip(norm))
+        self.progress.step = step
+        self.progress.tokens += batch.tokens
+        self.progress.target_tokens += round(batch.weight)
+        seconds = time.perf_counter() - begun
+        self.events.emit(
+            "step",
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            tokens=self.progress.tokens,
+            target_tokens=self.progress.target_tokens,
+            tokens_per_second=batch.tokens / seconds,
+            step_time=seconds,
+            memory_bytes=int(max(rank[2] for rank in ranks)),
+        )
+        return any(rank[1] for rank in ranks)
+
+    def _backward(self, step: int, batch: GlobalBatch) -> list[float]:
+        """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches."""
+        share = batch.for_rank(self.world.rank, self.world.size)
+        totals = []
+        for micro in share:
+            # By the micro-batch and not by the rank: dropout is the same on any number of processes.
+            torch.manual_seed(_dropout_seed(self.recipe.train.seed, step, micro.index))
+            part = self.task.loss(self.strategy.module, micro, self.world.device)
+            assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
+            # A pass that only keeps other ranks company has weight 0 and adds nothing.
+            total = part.total if micro.weight else part.total * 0.0
+            self.strategy.backward(total / batch.weight, last=micro is share[-1])
+            totals.append(total.detach())
+        return torch.stack(totals).tolist()
+
+    def _clip(self, norm: float) -> float:
+        """What gradients are multiplied by to have at most the recipe's norm."""
+        limit = self.recipe.optimizer.max_grad_norm
+        return 1.0 if limit is None or norm <= limit else limit / norm
+
+    def _refuse(self, step: int, batch: GlobalBatch, losses: list[float], loss: float, norm: float) -> None:
+        """Stop before a loss or gradient that is no number reaches the weights, naming the examples."""
+        share = batch.for_rank(self.world.rank, self.world.size)
+        own = [m.examples for m, value in zip(share, losses, strict=True) if not math.isfinite(value)]
+        bad = sorted({example for examples in sum(self.world.gather(own), []) for example in examples})
+        examples = bad or sorted(example for micro in batch.micro_batches for example in micro.examples)
+        shown = "; ".join(f"{index}: {self.task.describe_example(index)}" for index in examples[:4])
+        detail = (
+            f"loss {loss} and gradient norm {norm} at step {step}; the weights are those of step {step - 1}. "
+            f"Examples in the batch: {', '.join(map(str, examples))} ({shown})"
+        )
+        self.strategy.discard_gradients()
+        self.events.emit("fault", kind="non_finite", rank=self.world.rank, detail=detail, action="stop", step=step)
+        raise TrainingError(f"training stopped: {detail}")
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _evaluate(self) -> bool:
+        """Measure on the validation split and sample; whether this is a new best that is to be kept."""
+        step, progress, improved = self.progress.step, self.progress, False
+        if self.task.validation is not None:
+            begun = time.monotonic()
+            metrics = evaluate(self.task, self.strategy)
+            self.events.emit("evaluate", step=step, metrics=metrics, seconds=time.monotonic() - begun)
+            improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
+            if improved:
+                progress.best_loss, progress.best_step = metrics["loss"], step
+        for prompt, text in generate(self.task, self.strategy):
+            self.events.emit("generate", step=step, prompt=prompt, text=text)
+        return improved and self.recipe.checkpoint.keep_best
+
+    def _checkpoint(self) -> None:
+        """Write a checkpoint; when that fails the earlier ones are still there and training goes on."""
+        step = self.progress.step
+        if self._saved_step == step:
+            return
+        state: dict[str, Any] = {"progress": asdict(self.progress)}
+        try:
+            saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self.recipe_text)
+        except CheckpointError as error:
+            self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action="continue", step=step)
+            return
+        self._saved_step = step
+        self.events.emit(
+            "checkpoint", step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds
+        )
+        if self.world.is_main:
+            self.checkpoints.prune(self.progress.best_step)
+
+    def _export(self, final: Path) -> None:
+        tensors = self.strategy.parameters()
+        if self.world.is_main:
+            self.task.export(tensors, final)
+        for _ in tensors:  # every rank takes part in gathering
+            pass
+        self.world.barrier()
+
+    def _finish(self, status: str, begun: float, path: Path) -> None:
+        seconds = time.monotonic() - begun
+        self.events.emit("finish", status=status, step=self.progress.step, seconds=seconds, path=path)
+
+
+def _dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Peak bytes of this process: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,0 +1,33 @@
+"""Errors a user meets, each with the exit code the command ends with."""
+
+from __future__ import annotations
+
+EXIT_FINISHED = 0
+EXIT_REQUEST = 2
+EXIT_MACHINE = 3
+EXIT_TRAINING = 4
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
+
+
+class TrainwrightError(Exception):
+    """An error with a message for the user; its traceback is of no use to them."""
+
+    exit_code = EXIT_TRAINING
+
+
+class RequestError(TrainwrightError, ValueError):
+    """The recipe, the arguments or the data are wrong. The message names the key or file and the fix."""
+
+    exit_code = EXIT_REQUEST
+
+
+class MachineError(TrainwrightError):
+    """The machine cannot do what was asked. The message says what it can do."""
+
+    exit_code = EXIT_MACHINE
+
+
+class TrainingError(TrainwrightError):
+    """Training began and failed. The message names the rank and the first error."""
+
+    exit_code = EXIT_TRAINING

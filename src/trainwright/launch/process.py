@@ -1,0 +1,168 @@
+"""What every process of a run does first: it dies with its parent, writes to its log, knows its console.
+
+`stop_requested` is here too, as this is the module that code running in a worker looks at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainwright import errors
+from trainwright.errors import EXIT_STOPPED, TrainingError, TrainwrightError
+from trainwright.launch.stop import START_METHOD, Stopping, restore_default_signals, stop_requested
+
+__all__ = [
+    "Stopped",
+    "console",
+    "die_with_parent",
+    "enter_process",
+    "limit_threads",
+    "preload_libraries",
+    "run_in_child",
+    "stop_requested",
+]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_console: TextIO | None = None
+
+
+class Stopped(TrainwrightError):
+    """The run was asked to stop before its first step."""
+
+    exit_code = EXIT_STOPPED
+
+
+def console() -> TextIO | None:
+    """What was standard output before it went to the log; None where that is not kept (rank > 0)."""
+    return _console
+
+
+def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
+    """Tie this process to `parent` (a pid) and send all it writes, C libraries included, to `log`."""
+    global _console
+    if parent is not None:
+        die_with_parent(parent)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if keep_console:
+        _console = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding or "utf-8", errors="replace")
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Line by line, so that the log tells what happened even when the process is killed.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` (its pid) dies, however it dies (prctl(2))."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it died between the fork and the line above
+        os._exit(EXIT_STOPPED)
+
+
+def limit_threads(cores: int, processes: int) -> int:
+    """Share the cores among the processes by OMP_NUM_THREADS, which the user's own value overrides.
+
+    To be called before torch is imported: OpenMP reads the variable when its library is loaded.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    return threads_allowed()
+
+
+def threads_allowed() -> int:
+    """OMP_NUM_THREADS as a number; of a list (one value a nesting level) the first; 1 without it."""
+    first = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else 1
+
+
+def preload_libraries() -> None:
+    """Import once, in the parent, what every forked process needs. Starts no thread and runs no operation."""
+    # Ask the driver's management library whether there are GPUs: initialising CUDA itself in the parent
+    # would make it unusable in every forked worker.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch.distributed.launcher.api  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> None:
+    """Run `work` in a process of its own, so that the threads it starts do not stay in this one.
+
+    A TrainwrightError is raised again here, with its type and message. Raises TrainingError with the
+    traceback for any other exception or when the process is killed, Stopped when a stop is requested.
+    """
+    context: Any = multiprocessing.get_context(START_METHOD)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(work, log, os.getpid(), sender), name="prepare")
+    child.start()
+    sender.close()
+    try:
+        answer = _await_answer(receiver, stopping)
+    finally:
+        if child.is_alive() and stopping.requested:
+            child.kill()
+        child.join()
+    if answer is None:
+        raise TrainingError(f"preparation ended with exit code {child.exitcode} and no message; see {log}")
+    kind, message = answer
+    if kind == "done":
+        return
+    raise getattr(errors, kind, TrainingError)(message)
+
+
+def _await_answer(
+    receiver: multiprocessing.connection.Connection, stopping: Stopping
+) -> tuple[str, str] | None:
+    while not receiver.poll(0.1):
+        if stopping.requested:
+            raise Stopped("stopped before the first step; nothing was kept")
+    try:
+        answer: tuple[str, str] = receiver.recv()
+    except EOFError:
+        return None
+    return answer
+
+
+def _child(
+    work: Callable[[], None], log: Path, parent: int, sender: multiprocessing.connection.Connection
+) -> None:
+    restore_default_signals()
+    # A ctrl-C at the terminal reaches the parent too, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enter_process(log, parent=parent, keep_console=True)
+    try:
+        work()
+        answer = ("done", "")
+    except TrainwrightError as error:
+        answer = (type(error).__name__, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        answer = ("", f"preparation failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    sender.send(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's own ending: libraries' thread pools may not be joinable.
+    os._exit(0)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(EXIT_STOPPED)

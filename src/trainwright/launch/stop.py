@@ -1,0 +1,151 @@
+"""How a run is asked to stop: signals reach the launcher, the launcher raises one flag, the workers read it.
+
+The flag is a byte of shared memory, so every worker learns of the request exactly once however many
+signals were sent and to whom (a terminal's ctrl-C goes to the whole group, a scheduler's SIGTERM may too).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# Wrappers such as make or a notebook pass on a ctrl-C that the terminal has already sent to everyone:
+# a second signal this soon after the first is the same request.
+_SAME_REQUEST_SECONDS = 1.0
+# A SIGTERM to a worker that the launcher knows nothing of after this long is the elastic agent closing
+# the group because another worker failed.
+_LAUNCHER_DECIDES_SECONDS = 1.0
+CLOSED_BY_LAUNCHER = 128 + signal.SIGTERM
+
+
+class Flag(Protocol):
+    """Shared or local memory that is zero until a stop is requested."""
+
+    value: int
+
+
+class _LocalFlag:
+    value = 0
+
+
+_flag: Flag = _LocalFlag()
+
+
+def stop_requested() -> bool:
+    """True once this run was asked to stop. Ranks may see it at different moments: agree before acting."""
+    return bool(_flag.value)
+
+
+class Stopping:
+    """The launcher's side: while entered, the first stop signal raises the flag and a second SIGINT kills.
+
+    `kill` is called on that second SIGINT, in the main thread; it may raise.
+    """
+
+    def __init__(self, notice: Callable[[str], None] | None = None) -> None:
+        self.flag: Flag = multiprocessing.get_context(START_METHOD).RawValue(ctypes.c_byte, 0)
+        self.kill: Callable[[], None] = _interrupt
+        self.killed = False
+        self._notice = notice or _write_stderr
+        self._first = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopping:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the user wants the run to outlive the terminal
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def requested(self) -> bool:
+        return bool(self.flag.value)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.flag.value:
+            self.flag.value = 1
+            self._first = now
+            self._notice("stopping: each worker finishes its step and a checkpoint is written")
+        elif number == signal.SIGINT and now - self._first > _SAME_REQUEST_SECONDS:
+            self.killed = True
+            self.kill()
+
+
+def follow_launcher(flag: Flag) -> None:
+    """A worker under our launcher: the flag decides, signals to the worker itself do not.
+
+    The one exception is the elastic agent's SIGTERM after another worker has failed. A Python handler
+    would not run while the main thread waits inside a collective, so a thread reads the signal from a
+    pipe and ends the process.
+    """
+    global _flag
+    _flag = flag
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _ignore)
+        signal.siginterrupt(number, False)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=restore_default_signals)
+    threading.Thread(target=_watch_termination, args=(read, flag), daemon=True).start()
+
+
+def follow_signals() -> None:
+    """A worker under another launcher (torchrun, srun): any stop signal to it is the request."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _raise_flag)
+
+
+def restore_default_signals() -> None:
+    """For a child process that knows nothing of stopping: signals end it as they would any program."""
+    signal.set_wakeup_fd(-1)
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _watch_termination(read: int, flag: Flag) -> None:
+    while signals := os.read(read, 1):
+        if signals[0] != signal.SIGTERM:
+            continue
+        deadline = time.monotonic() + _LAUNCHER_DECIDES_SECONDS
+        while not flag.value and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not flag.value:
+            os._exit(CLOSED_BY_LAUNCHER)
+
+
+def _raise_flag(number: int, frame: FrameType | None) -> None:
+    _flag.value = 1
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    # A function, not SIG_IGN: SIG_IGN would be inherited by every program a worker starts.
+    pass
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _write_stderr(line: str) -> None:
+    # Called inside a signal handler, where the buffered sys.stderr may be in the middle of a write.
+    os.write(2, f"\n{line}\n".encode())

@@ -1,0 +1,188 @@
+"""A ``transformers`` causal model as the engine trains it: a micro-batch in, a summed loss out.
+
+Whatever spreads a model over devices hangs on a module's ``forward``; so the loss is computed inside it, the head
+included, and runs on target positions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainwright.data.batch import Batch
+from trainwright.errors import RequestError
+from trainwright.models.attention import DOCUMENTS, UnpackableError, register
+from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_statistics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class CausalLM(nn.Module):
+    """Wraps a model with a decoder and a linear head.
+
+    ``forward(batch)`` gives the summed cross-entropy (fp32 scalar, nats) of the batch's targets;
+    ``forward(batch, statistics=True)`` gives ``[summed loss, correct predictions]`` without gradients.
+
+    Args:
+        model: on its device, weights loaded.
+        packed: whether the batches will be flat packs; the model's attention is set accordingly.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, packed: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.packed = packed
+        if packed:
+            register()
+            model.set_attn_implementation(DOCUMENTS)
+        self._head = _head_settings(model)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def forward(self, batch: Batch, statistics: bool = False) -> torch.Tensor:
+        if statistics:
+            losses, correct = token_statistics(*self._at_targets(batch), **self._head)
+            return torch.stack([losses.sum(dtype=torch.float64), correct.sum().double()])
+        return linear_cross_entropy(*self._at_targets(batch), **self._head)
+
+    def token_losses(self, batch: Batch) -> torch.Tensor:
+        """Negative log-likelihood of every target in nats [N], fp32, without gradients."""
+        return token_statistics(*self._at_targets(batch), **self._head)[0]
+
+    def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
+        hidden = self._hidden(batch)
+        head = self.model.get_output_embeddings()
+        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.target_index)
+        return hidden, head.weight, getattr(head, "bias", None), batch.targets
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        """Last hidden states [B, L, H], the final norm applied."""
+        extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
+        if batch.boundaries is not None:
+            # The names under which transformers hands document boundaries down to every attention layer.
+            extra = {
+                "cu_seq_lens_q": batch.boundaries,
+                "cu_seq_lens_k": batch.boundaries,
+                "max_length_q": batch.longest,
+                "max_length_k": batch.longest,
+            }
+        output = self.model.base_model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    @contextmanager
+    def for_generation(self) -> Iterator[PreTrainedModel]:
+        """The model ready for ``generate``: key-value cache, the library's own attention, no dropout."""
+        attention = self.model.config._attn_implementation
+        training = self.training
+        self.eval()
+        if self.packed:
+            self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                yield self.model
+        finally:
+            if self.packed:
+                self.model.set_attn_implementation(attention)
+            self.train(training)
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks in order: the units of compilation, recomputation and sharding."""
+        return find_blocks(self.model)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The longest list of equal-class modules that the model's class names as its blocks.
+
+    Raises:
+        ValueError: the model has no such list.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    named = [m for m in lists if type(m[0]).__name__ in names]
+    candidates = named or lists
+    if not candidates:
+        raise ValueError(f"no transformer blocks were found in {type(model).__name__}")
+    return list(max(candidates, key=len))
+
+
+def check_model(model: CausalLM, batch: Batch) -> None:
+    """Prove on this very model that packed documents do not see each other and that the loss is its own.
+
+    Args:
+        model: fp32, on any device.
+        batch: a flat batch of at least two documents with targets; a few tokens each are enough.
+
+    Raises:
+        RequestError: the architecture mixes documents, or computes its logits in a way of its own.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            documents = list(_documents(batch))
+            alone = torch.cat([_plain_losses(model.model, document) for document in documents])
+            together = [batch] if model.packed else documents
+            losses = torch.cat([model.token_losses(part) for part in together])
+        difference = (losses - alone).abs().max().item()
+        problem = None if difference < 1e-3 else f"the loss of a token differs by {difference:.2g}"
+    except UnpackableError as error:
+        problem = str(error)
+    finally:
+        model.train(training)
+    name = type(model.model).__name__
+    if problem is not None and model.packed:
+        raise RequestError(
+            f"data.pack_length: {name} does not keep packed documents apart ({problem}); set it to null"
+        )
+    if problem is not None:
+        raise RequestError(f"model: {name} computes its logits in a way that is not known here ({problem})")
+
+
+def _documents(batch: Batch) -> Iterator[Batch]:
+    assert batch.boundaries is not None
+    edges = batch.boundaries.tolist()
+    for begin, end in zip(edges, edges[1:], strict=False):
+        inside = (batch.target_index >= begin) & (batch.target_index < end)
+        yield replace(
+            batch,
+            input_ids=batch.input_ids[:, begin:end],
+            position_ids=batch.position_ids[:, begin:end],
+            boundaries=None,
+            target_index=batch.target_index[inside] - begin,
+            targets=batch.targets[inside],
+        )
+
+
+def _plain_losses(model: PreTrainedModel, document: Batch) -> torch.Tensor:
+    """Losses [N] of one document as transformers itself computes them: its attention, its head, its logits."""
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(input_ids=document.input_ids, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(attention)
+    chosen = logits.index_select(0, document.target_index).float()
+    return nn.functional.cross_entropy(chosen, document.targets, reduction="none")
+
+
+def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """What this architecture does to its logits, from the names under which configs carry it."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logit_scale", None) is not None:  # Cohere
+        scale = float(config.logit_scale)
+    elif getattr(config, "logits_scaling", None) is not None:  # Granite
+        scale = 1.0 / float(config.logits_scaling)
+    return {"softcap": getattr(config, "final_logit_softcapping", None), "logit_scale": scale}

@@ -1,0 +1,107 @@
+"""What a recipe sets in a model's configuration: a fresh one, its vocabulary, the dropout."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys of version 4 that configurations still take, and turn into rope_parameters.
+OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the dropout values that were there before
+
+
+def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of a new model from the recipe's ``model.config``.
+
+    ``vocab_size`` is the tokenizer's length where it is not given, and the special ids are the tokenizer's.
+    Raises RequestError for an unknown architecture or key, with the nearest one that exists, and for a bad
+    value.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = dict(fields)
+    kind = _causal_kind(fields.pop("model_type", None))
+    config_class = CONFIG_MAPPING[kind]
+    known = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    if "rope_parameters" in known:
+        known |= OLDER_ROPE_KEYS
+    if unknown := [key for key in fields if key not in known]:
+        lines = [f"model.config.{key}: no key of {kind}{_nearest(key, known)}" for key in unknown]
+        raise RequestError("\n".join(lines))
+    size = fields.setdefault("vocab_size", len(tokenizer))
+    if isinstance(size, int) and size < len(tokenizer):
+        raise RequestError(
+            f"model.config.vocab_size: {size:,} is less than the tokenizer's {len(tokenizer):,} tokens; "
+            "leave it out"
+        )
+    for name in SPECIAL_IDS:
+        fields.setdefault(name, getattr(tokenizer, name))
+    try:
+        return config_class(**fields)
+    except Exception as error:  # validation errors of huggingface_hub, and of a config's own arithmetic
+        raise RequestError(f"model.config: {kind}: {' '.join(str(error).split())}") from error
+
+
+def set_dropout(config: PretrainedConfig, probability: float) -> None:
+    """Set every dropout probability that ``config`` knows; ``restore_source`` undoes it.
+
+    Raises RequestError naming the architecture if it has none.
+    """
+    found = False
+    for part in _parts(config):
+        before = dict(_dropout_values(part))
+        for name in before:
+            setattr(part, name, float(probability))
+        setattr(part, SOURCE_DROPOUT, before)
+        found |= bool(before)
+    if not found and probability > 0:
+        raise RequestError(f"model.dropout: {config.model_type} has no dropout; leave model.dropout out")
+
+
+def restore_source(config: PretrainedConfig) -> PretrainedConfig:
+    """Take back in place what the training set in ``config``, and return it."""
+    for part in _parts(config):
+        for name, value in part.__dict__.pop(SOURCE_DROPOUT, {}).items():
+            setattr(part, name, value)
+    return config
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+    """The probabilities in use by a language model; those of classification heads are not."""
+    for name, value in vars(config).items():
+        of_the_model = not name.startswith(("classifier", "summary", "_"))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if of_the_model and is_number and ("dropout" in name or name.endswith("pdrop")):
+            yield name, value
+
+
+def _causal_kind(kind: object) -> str:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if not isinstance(kind, str):
+        raise RequestError("model.config.model_type: missing; name an architecture, such as llama")
+    if kind not in CONFIG_MAPPING:
+        near = _nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise RequestError(f"model.config.model_type: transformers has no architecture {kind}{near}")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise RequestError(f"model.config.model_type: {kind} is no causal language model")
+    return kind
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

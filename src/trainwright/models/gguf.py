@@ -1,0 +1,185 @@
+"""Turn a GGUF file into a plain ``transformers`` directory, once, in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+CONVERTER = "1"  # part of the fingerprint: a change of what is written here makes older conversions unused
+# A quantised value is scale * integer + offset, 15 bits and more of it significant: fp32 keeps it, bf16 (8
+# bits) would quantise a second time. Above this size of the fp32 file bf16 is stored all the same, and the
+# run says so.
+MAX_FP32_BYTES = 32 << 30
+# Vocabularies that llama.cpp cuts into single digits before the words (llama-vocab.cpp), and transformers
+# does not.
+SINGLE_DIGIT_PRE_TOKENIZERS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
+GPT2_PRE_TOKENIZERS = {"default", "gpt-2", "gpt2", "phi-2", "jina-en", "mpt", "olmo"}
+
+
+def cache_root() -> Path:
+    """Where Trainwright keeps what it can make again: ``$TRAINWRIGHT_CACHE`` or ``~/.cache/trainwright``."""
+    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright").expanduser()
+
+
+def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[Path, str]:
+    """Convert ``file`` and return the directory with the precision stored there, "fp32" or "bf16".
+
+    The directory is ``<cache>/models/<name>-<fingerprint>`` and appears whole or not at all; concurrent
+    callers wait for the first one. ``notify`` gets a line if there is work to do. Raises RequestError naming
+    ``key`` for a file that is damaged or of an architecture that cannot be converted.
+    """
+    from filelock import FileLock
+
+    models = cache_root() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    directory = models / f"{file.stem}-{_fingerprint(file, models)}"
+    if not directory.exists():
+        with FileLock(f"{directory}.lock"):
+            if not directory.exists():
+                notify(f"converting {file.name} to safetensors, once (20 s for 135M parameters): {directory}")
+                _convert(file, directory, key, notify)
+    return directory, _stored_precision(directory)
+
+
+def _fingerprint(file: Path, models: Path) -> str:
+    """The content's hash; remembered by path, size and time, as hashing takes a second a gigabyte."""
+    stat = file.stat()
+    identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{CONVERTER}"
+    memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    if memo.exists():
+        return memo.read_text()
+    with file.open("rb") as stream:
+        content = hashlib.file_digest(stream, "blake2b").hexdigest()
+    fingerprint = hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
+    memo.parent.mkdir(exist_ok=True)
+    temporary = memo.with_suffix(f".{os.getpid()}")
+    temporary.write_text(fingerprint)
+    temporary.rename(memo)
+    return fingerprint
+
+
+def _convert(file: Path, directory: Path, key: str, notify: Callable[[str], None]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from trainwright.models.save import save_model
+
+    facts = _metadata(file, key)
+    config = _config(file)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    fp32_bytes = 4 * sum(p.numel() for p in model.parameters())
+    dtype = torch.float32 if fp32_bytes <= MAX_FP32_BYTES else torch.bfloat16
+    if dtype is torch.bfloat16:
+        notify(f"{file.name} is stored as bf16: as fp32 it would take {fp32_bytes >> 30} GiB")
+    tokenizer = _tokenizer(file, facts, notify)
+    if positions := getattr(config, "max_position_embeddings", None):
+        tokenizer.model_max_length = positions
+    generation = GenerationConfig.from_model_config(config)
+    save_model(directory, config, _tensors(file, model), tokenizer, generation, dtype)
+
+
+def _metadata(file: Path, key: str) -> dict[str, Any]:
+    """The file's key-value pairs; refuses damaged files and architectures without a conversion."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
+    try:
+        facts, _ = read_gguf_metadata(str(file))
+        header = GgufHeader.from_file(str(file))
+        end = max(header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors)
+        if file.stat().st_size < end:
+            raise ValueError(f"{file.stat().st_size:,} bytes of {end:,}")
+    except Exception as error:  # a cut file gives struct, index, decoding or value errors
+        raise RequestError(f"{key}: {file} is damaged or no GGUF file ({error}); fetch it again") from error
+    architecture = facts["general.architecture"]
+    if architecture not in GGUF_CONFIG_MAPPING:
+        known = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
+        raise RequestError(
+            f"{key}: {file} is of architecture {architecture}, which cannot be converted ({known} can); "
+            "use the model's safetensors weights"
+        )
+    return facts
+
+
+def _config(file: Path) -> Any:
+    import numpy as np
+    from transformers import AutoConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    fields = load_gguf_checkpoint(str(file), return_tensors=False)["config"]
+    for leftover in ("_model_name_or_path", "unk_token_id"):
+        fields.pop(leftover, None)
+    # The file holds fp32 numbers; the shortest decimal that is the same fp32 number is the one that was meant
+    # (1e-05).
+    fields = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in fields.items()}
+    return AutoConfig.for_model(**fields)
+
+
+def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None]) -> PreTrainedTokenizerFast:
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        str(file.parent), gguf_file=file.name, local_files_only=True
+    )
+    kind = facts.get("tokenizer.ggml.pre", "default")
+    if facts.get("tokenizer.ggml.model") != "gpt2" or kind in GGUF_PRE_TOKENIZER_SPLITS:
+        return tokenizer
+    if kind in SINGLE_DIGIT_PRE_TOKENIZERS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif kind not in GPT2_PRE_TOKENIZERS:
+        notify(
+            f"{file.name}: its pre-tokenizer {kind!r} is not known, GPT-2's is used; "
+            "set model.tokenizer to be sure"
+        )
+    return tokenizer
+
+
+def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and fp32 values of each tensor, one at a time, so that the model is never whole in memory.
+
+    It is the loop of transformers' ``load_gguf_checkpoint``, which keeps all tensors. Its ``from_pretrained``
+    gives a model that refuses to be saved, and needs accelerate.
+    """
+    import numpy as np
+    import torch
+    from gguf import GGUFReader, dequantize
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    reader = GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    gathered: dict[str, Any] = {"tensors": {}}  # where processors of mixtures of experts stack the experts
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        result = processor.process(
+            weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters=gathered
+        )
+        if result.name in names:
+            yield names[result.name], torch.from_numpy(np.array(result.weights, dtype=np.float32))
+    yield from gathered["tensors"].items()
+
+
+def _stored_precision(directory: Path) -> str:
+    import json
+
+    dtype = json.loads((directory / "config.json").read_text())["dtype"]
+    return {"float32": "fp32", "bfloat16": "bf16"}[dtype]

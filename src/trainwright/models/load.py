@@ -1,0 +1,231 @@
+"""Load what a recipe's model section names: the tokenizer, the configuration, the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.configuration import SPECIAL_IDS, fresh_config, set_dropout
+from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainwright.recipe.schema import ModelSection
+
+logger = logging.getLogger(__name__)
+# Parts of a checkpoint that a causal language model has no use for, so that nobody needs to hear of them.
+UNUSED_TENSORS = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    "attention.masked_bias",
+)
+
+
+def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model``, or the one ``model.tokenizer`` names, with ``model.chat_template`` set on
+    it.
+
+    Raises RequestError if there is none, or if the template is no file and no Jinja text.
+    """
+    if model.tokenizer == "bytes":
+        tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
+    elif model.tokenizer is not None:
+        directory, _ = locate(model.tokenizer, "model.tokenizer", weights=False)
+        tokenizer = _tokenizer_from(directory, "model.tokenizer")
+    else:
+        source = resolve(model)
+        if source.directory is None:
+            raise RequestError(
+                'model.tokenizer: a fresh model needs one: "bytes" (built in), an id or a directory'
+            )
+        tokenizer = _tokenizer_from(source.directory, "model.name")
+    if model.chat_template is not None:
+        tokenizer.chat_template = _chat_template(model.chat_template)
+    return tokenizer
+
+
+def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
+    """The configuration of ``model``, with ``model.dropout`` in it, and for a fresh model or one with a
+    tokenizer of the recipe's the vocabulary and the special ids of the tokenizer (``load_tokenizer(model)``
+    if None).
+
+    Raises RequestError for an architecture or a key that ``transformers`` does not have.
+    """
+    source = resolve(model)
+    own_tokenizer = source.directory is None or model.tokenizer is not None
+    if own_tokenizer and tokenizer is None:
+        tokenizer = load_tokenizer(model)
+    if source.directory is None:
+        assert source.config is not None and tokenizer is not None
+        config = fresh_config(source.config, tokenizer)
+    else:
+        config = _config_from(source.directory)
+        if own_tokenizer:
+            assert tokenizer is not None
+            _fit(config, tokenizer)
+    if model.dropout is not None:
+        set_dropout(config, model.dropout)
+    return config
+
+
+def load_model(
+    model: ModelSection,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> PreTrainedModel:
+    """The model on the CPU in ``dtype`` (fp32 if None), in evaluation mode.
+
+    A fresh model is initialised from ``seed``: in fp32 whatever the dtype, so that its weights are the same
+    in all of them, and without a trace on the global random state. Weights are read from safetensors only and
+    are never in memory twice. Raises RequestError for weights that are missing, damaged or do not fit the
+    configuration.
+    """
+    import torch
+
+    dtype = dtype or torch.float32
+    config = load_config(model, tokenizer)
+    source = resolve(model)
+    if source.directory is None:
+        loaded = _initialised(config, seed, dtype)
+    else:
+        loaded = _weights(source.directory, config, dtype)
+    if model.tokenizer is not None and loaded.generation_config is not None:
+        for name in SPECIAL_IDS:
+            setattr(loaded.generation_config, name, getattr(config, name, None))
+    return loaded.eval()
+
+
+def _initialised(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):  # the model is made on the CPU: no other generator is drawn from
+        torch.default_generator.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    stored = model.state_dict().keys()  # the others, such as rotary frequencies, stay in fp32 as when loaded
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in stored and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    check_directory(directory, "model.name")
+    options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+    try:
+        with _no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, output_loading_info=True, **options
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RequestError(f"model.name: {directory} cannot be loaded: {error}") from error
+    model, report = loaded
+    if absent := sorted(report["missing_keys"]):
+        raise RequestError(
+            f"model.name: {directory} lacks {len(absent)} tensors of {type(model).__name__} "
+            f"({', '.join(absent[:3])}); its weights and its config.json do not belong together"
+        )
+    if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
+        logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
+    _own_memory(model)
+    return model
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """Move weights that are views of the mapped file to memory of their own, one at a time.
+
+    Mapped ones would be copied page by page in the first optimizer step, sit at whatever alignment the file
+    gives (matrix products differ in their last bits by it), and break if the file is cut while training.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
+
+
+def _config_from(directory: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # json, huggingface_hub and validation errors share no base class
+        hint = " (code of the model's own is never run)" if "trust_remote_code" in str(error) else ""
+        raise RequestError(f"model.name: {directory}/config.json cannot be used{hint}: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise RequestError(f"model.name: {directory} is {config.model_type}, no causal language model")
+    if getattr(config, "quantization_config", None) is not None:
+        raise RequestError(
+            f"model.name: {directory} has quantised weights, which cannot be trained; use the full ones"
+        )
+    return config
+
+
+def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Use a trained model with another tokenizer: it must not be longer than the embeddings."""
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise RequestError(
+            f"model.tokenizer: it has {len(tokenizer):,} tokens, and the model only {size:,} embeddings; "
+            "leave model.tokenizer out to use the model's own"
+        )
+    for name in SPECIAL_IDS:
+        setattr(config, name, getattr(tokenizer, name))
+
+
+def _tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    hint = "" if key == "model.tokenizer" else '; set model.tokenizer ("bytes", an id or a directory)'
+    if not any((directory / file).exists() for file in TOKENIZER_FILES):
+        raise RequestError(f"{key}: {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}){hint}")
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # as above: no common base class
+        reason = " ".join(str(error).split())
+        raise RequestError(f"{key}: the tokenizer in {directory} cannot be loaded: {reason}{hint}") from error
+
+
+def _chat_template(text: str) -> str:
+    """The template itself or that of the file it names, checked."""
+    import jinja2
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,
+    )  # has the tags that templates use
+
+    where = "model.chat_template"
+    if "{" not in text:
+        file = Path(text).expanduser()
+        if not file.is_file():
+            raise RequestError(f"{where}: {text} is no file, and no Jinja template either")
+        where, text = f"{where}: {file}", file.read_text(encoding="utf-8")
+    try:
+        _compile_jinja_template(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise RequestError(f"{where}, line {error.lineno}: {error.message}") from error
+    return text
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging as progress
+
+    shown: Any = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            progress.enable_progress_bar()

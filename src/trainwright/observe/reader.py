@@ -1,0 +1,66 @@
+"""Reads a run's events back, as one uninterrupted history."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+_NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of `events.jsonl` in order, without what a resumed run did over.
+
+    A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only
+    the second ones are returned. A line cut by a kill is left out. Raises OSError when there is no such file.
+    """
+    history: list[Event] = []
+    for event in _lines(path):
+        if event["event"] == "start":
+            # Resumed from nothing in a file that has a past: killed before the first checkpoint.
+            resumed = resumed_step(event)
+            kept = -1 if resumed is None else resumed
+            history = [past for past in history if not _superseded(past, kept)]
+        history.append(event)
+    return history
+
+
+def resumed_step(start: Event) -> int | None:
+    """The step a `start` event goes on from, a number or in a checkpoint's path; None for a fresh run."""
+    value = start.get("resumed_from")
+    if value is None or isinstance(value, int):
+        return value
+    number = re.search(r"(\d+)/?$", str(value))
+    return int(number.group(1)) if number else None
+
+
+def _superseded(event: Event, kept: int) -> bool:
+    step = event.get("step")
+    return isinstance(step, int) and step > kept
+
+
+def _lines(path: Path) -> Iterator[Event]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event:
+                yield _numbers(event) if event["event"] in ("step", "evaluate") else event
+
+
+def _numbers(event: Event) -> Event:
+    """JSON has no NaN and no infinity; the log writes their names."""
+    restored: Event = {}
+    for key, value in event.items():
+        if isinstance(value, dict):
+            restored[key] = _numbers(value)
+        else:
+            restored[key] = _NOT_JSON.get(value, value) if isinstance(value, str) else value
+    return restored

@@ -1,0 +1,94 @@
+"""Writes a run's events to TensorBoard's own files."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.observe.reader import Event, resumed_step
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_STEP_SCALARS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "tokens_per_second",
+    "step_time",
+    "memory_bytes",
+)
+_FLUSH_SECONDS = 10
+
+
+class TensorBoardObserver:
+    """An observer of events. A thread imports TensorBoard and writes, so that no step waits for it.
+
+    The thread starts after the first step: before, it would take time from the imports the step needs.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._purge_step: int | None = None
+        self._closed = False
+
+    def __call__(self, event: Event) -> None:
+        if self._closed:
+            return
+        if event["event"] == "start":
+            resumed = resumed_step(event)
+            self._purge_step = None if resumed is None else resumed + 1
+        self._events.put(event)
+        if event["event"] == "step" and self._thread is None:
+            self._start()
+        if event["event"] == "finish":
+            self.close()
+
+    def close(self) -> None:
+        """Write what is left and wait for it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            self._start()
+        self._events.put(None)
+        assert self._thread is not None
+        self._thread.join()
+
+    def _start(self) -> None:
+        # A daemon: a run that fails without closing must be able to end.
+        self._thread = threading.Thread(target=self._write, name="tensorboard", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self._directory), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS)
+        while (event := self._events.get()) is not None:
+            write_event(writer, event)
+        writer.close()
+
+
+def write_event(writer: SummaryWriter, event: Event) -> None:
+    """Write what of one event is a curve or a text; other events leave no trace."""
+    kind, step = event["event"], event.get("step")
+    if kind == "step":
+        for name in _STEP_SCALARS:
+            _scalar(writer, f"train/{name}", event.get(name), step)
+    elif kind == "evaluate":
+        for name, value in event["metrics"].items():
+            _scalar(writer, f"evaluate/{name}", value, step)
+    elif kind == "generate":
+        # TensorBoard renders Markdown; indented text is shown as it is.
+        body = "\n".join(f"    {line}" for line in str(event["text"]).splitlines())
+        writer.add_text(f"generate/{event['prompt'][:60]}", body, step)
+
+
+def _scalar(writer: SummaryWriter, name: str, value: Any, step: int | None) -> None:
+    if isinstance(value, (int, float)):
+        writer.add_scalar(name, value, step)

@@ -1,0 +1,47 @@
+"""Numbers and texts as a person reads them on a console."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+
+def count(value: float) -> str:
+    """134_515_008 -> '134.5M'."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
+    return f"{value:,.0f}"
+
+
+def size(value: float) -> str:
+    """Bytes, in binary units: 4_404_019_200 -> '4.1 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "?"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def metric(value: object) -> str:
+    """A loss, a perplexity or an accuracy in as many digits as tell runs apart."""
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def block(text: str, indent: str, width: int) -> str:
+    """`text` wrapped to `width` columns with its own line breaks kept, every line after `indent`."""
+    lines: list[str] = []
+    for line in text.strip().splitlines() or [""]:
+        lines += textwrap.wrap(line, max(20, width - len(indent)), drop_whitespace=False) or [""]
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)

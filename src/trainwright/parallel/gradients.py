@@ -1,0 +1,132 @@
+"""Gradients of a replicated model: kept over micro-batches, exchanged in buckets while backward still runs.
+
+Not torch's DistributedDataParallel, for three reasons: it rebuilds its buckets after the first backward, so with
+three ranks a resumed run sums in another order than the run it continues; it averages where losses here are already
+divided by the global weight; and it keeps a gradient buffer where one is only needed at the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough to use the links, small enough to overlap
+
+
+class Gradients:
+    """Sums gradients over the micro-batches of a step, in fp32 once there is anything to sum.
+
+    Args:
+        parameters: the trainable parameters, the same in the same order on every rank.
+        exchange: whether to sum over ranks.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool) -> None:
+        self._parameters = list(parameters)
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # of the micro-batches before this one
+        self._exchange = _Exchange(self._parameters, self._sums) if exchange else None
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss``; with ``last``, also exchange what was added since the last step."""
+        if last and self._exchange is not None:
+            self._exchange.begin()
+        loss.backward()
+        if last and self._exchange is not None:
+            self._exchange.finish()
+        elif not last or self._sums:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Move low-precision gradients into fp32 sums; autograd adds fp32 ones by itself."""
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is None or grad.dtype == torch.float32:
+                continue
+            before = self._sums.get(parameter)
+            self._sums[parameter] = grad.float() if before is None else before.add_(grad)
+            parameter.grad = None
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient of a parameter, or None when nothing reached it."""
+        total = self._sums.get(parameter)
+        return parameter.grad if total is None else total
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Free the gradient of one parameter."""
+        parameter.grad = None
+        self._sums.pop(parameter, None)
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            self.drop(parameter)
+
+
+class _Exchange:
+    """All-reduces gradients in fixed buckets, each as soon as backward has finished the gradients in it.
+
+    Buckets follow the reverse order of the parameters, which is about the order in which backward reaches them;
+    they are started in that order on every rank, whatever order the gradients come in.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]) -> None:
+        self._sums = sums
+        self._buckets = _buckets(parameters)
+        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
+        self._active = False
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def begin(self) -> None:
+        self._active = True
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._started: list[tuple[torch.Tensor, dist.Work]] = []
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        if not self._active:
+            return
+        self._missing[self._bucket_of[parameter]] -= 1
+        while len(self._started) < len(self._buckets) and self._missing[len(self._started)] == 0:
+            self._start()
+
+    def _start(self) -> None:
+        bucket = self._buckets[len(self._started)]
+        flat = torch.empty(sum(p.numel() for p in bucket), dtype=torch.float32, device=bucket[0].device)
+        for parameter, view in zip(bucket, _views(flat, bucket), strict=True):
+            grad, before = parameter.grad, self._sums.get(parameter)
+            view.zero_() if grad is None else view.copy_(grad)
+            if before is not None:
+                view.add_(before)
+            parameter.grad = None
+            self._sums[parameter] = view
+        work = dist.all_reduce(flat, async_op=True)
+        assert work is not None
+        self._started.append((flat, work))
+
+    def finish(self) -> None:
+        while len(self._started) < len(self._buckets):  # parameters that backward did not reach
+            self._start()
+        for _, work in self._started:
+            work.wait()
+        self._started = []
+        self._active = False
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in reversed(parameters):
+        size = 4 * parameter.numel()
+        if size > room:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
+
+
+def _views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]:
+    pieces = flat.split([parameter.numel() for parameter in bucket])
+    return [piece.view(parameter.shape) for piece, parameter in zip(pieces, bucket, strict=True)]

@@ -1,0 +1,139 @@
+"""Strategies in which every rank holds the whole model: `single` on one process, `ddp` on several.
+
+In bf16 the module's own parameters are bf16 and fp32 masters live beside the optimizer. Against autocast this saves
+a cast of every weight in every forward; the update is computed in fp32 either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from trainwright.parallel.gradients import Gradients
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.strategy import OptimizerFactory
+from trainwright.parallel.world import World
+
+# Elements converted to fp32 at a time in a bf16 optimizer step: bounds the memory of a step, not its speed.
+_STEP_ELEMENTS = 16 * 2**20
+
+
+class Replicated:
+    """The whole model on every rank; gradients are summed over the ranks.
+
+    Args:
+        module: fp32, its trainable parameters marked.
+        dtype: what the forward and backward passes compute in, float32 or bfloat16.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        module: nn.Module,
+        make_optimizer: OptimizerFactory,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.world = world
+        self.module = module.to(world.device)
+        trainable = [(key, p) for key, p in module.named_parameters() if p.requires_grad]
+        self._masters = {key: nn.Parameter(p.detach()) if dtype != p.dtype else p for key, p in trainable}
+        if dtype != torch.float32:
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+        self._working = dict(trainable)
+        self._gradients = Gradients(self._working.values(), exchange=world.size > 1)
+        self._optimizer = make_optimizer(self._masters.items())
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self._gradients.backward(loss, last=last)
+
+    def gradient_norm(self) -> float:
+        grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
+        if not grads:
+            return 0.0
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def step(self, learning_rate: float, scale: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        for names in self._parts():
+            for name in names:
+                grad = self._gradients.of(self._working[name])
+                if grad is not None:
+                    grad = grad.float()
+                    self._masters[name].grad = grad.mul_(scale) if scale != 1.0 else grad
+                    if self._masters[name] is not self._working[name]:
+                        self._gradients.drop(self._working[name])
+            self._optimizer.step()
+            for name in names:
+                self._masters[name].grad = None
+                if self._masters[name] is not self._working[name]:
+                    self._working[name].data.copy_(self._masters[name])
+        self._gradients.clear()
+
+    def _parts(self) -> Iterator[list[str]]:
+        """Parameters in groups that are updated together; one group when the masters are the parameters."""
+        part: list[str] = []
+        elements = 0
+        for name, master in self._masters.items():
+            separate = master is not self._working[name]
+            if part and separate and elements + master.numel() > _STEP_ELEMENTS:
+                yield part
+                part, elements = [], 0
+            part.append(name)
+            elements += master.numel()
+        if part:
+            yield part
+
+    def discard_gradients(self) -> None:
+        self._gradients.clear()
+
+    def state(self) -> dict[str, Shard]:
+        rank, size = self.world.rank, self.world.size
+        return {name: Shard.whole(tensor, rank, size) for name, tensor in self._tensors()}
+
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+        self._create_optimizer_state()
+        for name, tensor in self._tensors():
+            tensor.copy_(read(name, Shard.whole(tensor)))
+        for name, master in self._masters.items():
+            if master is not self._working[name]:
+                self._working[name].data.copy_(master)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything training changes, by the name it has in a checkpoint."""
+        for name, tensor in self.parameters():
+            yield f"model.{name}", tensor
+        for name, master in self._masters.items():
+            for slot, value in self._optimizer.state[master].items():
+                yield f"optimizer.{slot}.{name}", value
+
+    def _create_optimizer_state(self) -> None:
+        """Have the optimizer make its state, to be filled: a step with zero gradients at a learning rate of 0."""
+        if any(self._optimizer.state.values()):
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, self._masters.get(name, parameter).detach()
+        persistent = set(self.module.state_dict(keep_vars=True))
+        for name, buffer in self.module.named_buffers():
+            if name in persistent:
+                yield name, buffer
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        yield self.module

@@ -1,0 +1,58 @@
+"""What the engine asks of a way to spread a model over devices.
+
+The engine never asks which strategy it has. It calls, for every optimizer step:
+
+    backward(loss, last=...)      once a micro-batch; `last` on the one after which gradients are exchanged
+    gradient_norm()               over the whole model and all ranks
+    step(learning_rate, scale)    gradients times `scale`, then the optimizer
+
+Losses arrive divided by the weight of the whole global batch, so gradients are *summed* over ranks, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+# From parameters by name to an optimizer over them.
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+
+
+class Strategy(Protocol):
+    """A model spread over the ranks of a world, with its optimizer."""
+
+    name: str
+    world: World
+    module: nn.Module
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+
+    def gradient_norm(self) -> float:
+        """L2 norm over all parameters of the exchanged gradients; the same number on every rank."""
+
+    def step(self, learning_rate: float, scale: float) -> None:
+        """Multiply the gradients by ``scale``, update the weights, and forget the gradients."""
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients without touching the weights."""
+
+    def state(self) -> dict[str, Shard]:
+        """This rank's part of everything that training changes: parameters, buffers, optimizer state."""
+
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+        """Fill the state from ``read(name, shard)``, which gives the named part in the shard's shape and dtype."""
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full parameters and buffers in master precision, one after another. Every rank must iterate."""
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        """The module with all its parameters at hand on every rank, for generation."""

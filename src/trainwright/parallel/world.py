@@ -1,0 +1,92 @@
+"""The processes of a run as one of them sees it: who it is, its device, and a few collectives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks, in float64 so that counts stay exact."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def gather_floats(self, values: list[float]) -> list[list[float]]:
+        """The values of every rank, in rank order, on every rank; all give equally many."""
+        if self.size == 1:
+            return [values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = tensor.new_empty(self.size * len(values))
+        dist.all_gather_into_tensor(everyone, tensor)
+        rows: list[list[float]] = everyone.view(self.size, -1).tolist()
+        return rows
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small object of every rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def join(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> World:
+    """Join the process group that the launcher's environment describes (torchrun's variables).
+
+    A process started by hand, without those variables, is a world of one and needs no process group.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    return World(
+        rank=int(os.environ.get("RANK", "0")),
+        size=size,
+        local_rank=local_rank,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(size))),
+        device=device,
+    )
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""Choose whatever a recipe leaves to `auto`, say why, and refuse what this machine cannot do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.machine.detect import Machine
+from trainwright.recipe.schema import Recipe
+
+# Tokens of a micro-batch: enough to keep the matrix units busy, little enough to leave memory for the model.
+_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without `auto`, and a line for every choice that was made."""
+
+    recipe: Recipe
+    reasons: tuple[str, ...]
+
+
+def resolve(recipe: Recipe, machine: Machine) -> Resolved:
+    """Fill in every `auto` for ``machine``.
+
+    Raises:
+        RequestError: more processes than GPUs.
+        MachineError: a precision the device cannot compute in.
+    """
+    reasons: list[str] = []
+    processes = _processes(recipe, machine, reasons)
+    parallel = {"num_processes": processes, "strategy": _strategy(recipe, processes, reasons)}
+    train = {
+        "mixed_precision": _precision(recipe, machine, reasons),
+        "activation_checkpointing": "none",
+        "compile": _compile(recipe, reasons),
+        "micro_batch_size": _micro_batch(recipe, machine, processes, reasons),
+    }
+    return Resolved(
+        recipe.model_copy(
+            update={
+                "parallel": recipe.parallel.model_copy(update=parallel),
+                "train": recipe.train.model_copy(update=train),
+            }
+        ),
+        tuple(reasons),
+    )
+
+
+def _processes(recipe: Recipe, machine: Machine, reasons: list[str]) -> int:
+    asked, gpus = recipe.parallel.num_processes, len(machine.gpus)
+    if asked != "auto":
+        if gpus and asked > gpus:
+            raise RequestError(
+                f"parallel.num_processes: {asked} processes for {gpus} GPU{'s' * (gpus > 1)}; "
+                f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
+        if not gpus and asked > machine.cpu_cores:
+            reasons.append(f"{asked} processes share {machine.cpu_cores} cores: correct, but slower than fewer")
+        return asked
+    if recipe.parallel.strategy == "single":
+        return 1
+    if gpus:
+        count, why = gpus, "one for every GPU"
+    else:
+        count, why = min(2, machine.cpu_cores), "no GPU, and more than two on a CPU gain nothing"
+    if count > recipe.train.global_batch_size:
+        count, why = recipe.train.global_batch_size, "a global batch has no more examples"
+    reasons.append(f"parallel.num_processes {count}: {why}")
+    return count
+
+
+def _strategy(recipe: Recipe, processes: int, reasons: list[str]) -> str:
+    if recipe.parallel.strategy != "auto":
+        return recipe.parallel.strategy
+    name, why = ("ddp", "several processes") if processes > 1 else ("single", "one process")
+    reasons.append(f"parallel.strategy {name}: {why}")
+    return name
+
+
+def _precision(recipe: Recipe, machine: Machine, reasons: list[str]) -> str:
+    asked = recipe.train.mixed_precision
+    if asked == "bf16" and not machine.has_bf16:
+        if machine.gpus:
+            raise MachineError(
+                f"train.mixed_precision: {machine.gpus[0].name} does not compute in bf16; set it to no"
+            )
+        reasons.append("train.mixed_precision bf16 is emulated by this CPU: correct, but slower than no (fp32)")
+    if asked != "auto":
+        return asked
+    name = "bf16" if machine.has_bf16 else "no"
+    why = "the hardware multiplies in it" if machine.has_bf16 else "no bf16 units here, so fp32"
+    reasons.append(f"train.mixed_precision {name}: {why}")
+    return name
+
+
+def _compile(recipe: Recipe, reasons: list[str]) -> bool:
+    if recipe.train.compile != "auto":
+        return recipe.train.compile
+    reasons.append("train.compile false: compiling takes a minute at the start; worth setting true for long runs")
+    return False
+
+
+def _micro_batch(recipe: Recipe, machine: Machine, processes: int, reasons: list[str]) -> int | str:
+    train, data = recipe.train, recipe.data
+    if train.micro_batch_size != "auto":
+        return train.micro_batch_size
+    share = math.ceil(train.global_batch_size / processes)
+    if train.gradient_accumulation_steps != "auto":
+        if data.pack_length is not None:
+            return "auto"  # each global batch's packs are divided into that many micro-batches
+        size = math.ceil(share / train.gradient_accumulation_steps)
+        reasons.append(f"train.micro_batch_size {size}: from train.gradient_accumulation_steps")
+        return size
+    row = data.pack_length or data.max_length
+    size = min(share, max(1, _MICRO_BATCH_TOKENS[machine.device] // row))
+    kind = "packs" if data.pack_length else "examples"
+    reasons.append(f"train.micro_batch_size {size}: {kind} of up to {row} tokens, {size * row} at a time")
+    return size

@@ -1,0 +1,191 @@
+"""Checks of a recipe that need more than one key: values that are fine alone and contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
+
+_ROUNDING = 1e-9
+
+
+class Contradiction(NamedTuple):
+    """``keys``: the dotted keys that do not go together, the one to look at first in front."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+class Contradictions(ValueError):
+    """Every contradiction of a recipe; raised inside pydantic's validation, which wraps it."""
+
+    def __init__(self, found: list[Contradiction]) -> None:
+        super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in found))
+        self.found = found
+
+
+def contradictions(recipe: Recipe) -> list[Contradiction]:
+    """All contradictions between the keys of ``recipe``, none when it is sound."""
+    checks = (_model, _data, _length, _schedule, _batch, _processes, _evaluation)
+    return [problem for check in checks for problem in check(recipe)]
+
+
+def _model(recipe: Recipe) -> Iterator[Contradiction]:
+    model = recipe.model
+    if model.name is None and model.config is None:
+        yield Contradiction(
+            ("model.name",), "no model given; set model.name, or model.config for a fresh one"
+        )
+    if model.name is not None and model.config is not None:
+        yield Contradiction(
+            ("model.name", "model.config"),
+            "model.name and model.config are both given; keep one and set the other to null",
+        )
+    if model.config is not None:
+        if not isinstance(model.config.get("model_type"), str):
+            yield Contradiction(
+                ("model.config",), "needs a model_type, the name of a transformers architecture such as llama"
+            )
+        if model.tokenizer is None:
+            yield Contradiction(
+                ("model.tokenizer", "model.config"),
+                "a fresh model has no tokenizer of its own; set model.tokenizer, for instance to bytes",
+            )
+    if model.gguf_file is not None and model.name is None:
+        yield Contradiction(
+            ("model.gguf_file",), "is a file inside the model that model.name gives; set that too"
+        )
+
+
+def _data(recipe: Recipe) -> Iterator[Contradiction]:
+    data = recipe.data
+    if data.pack_length is not None and data.pack_length < data.max_length:
+        yield Contradiction(
+            ("data.pack_length", "data.max_length"),
+            f"{data.pack_length} is less than data.max_length {data.max_length}, so not every example would "
+            "fit; raise it or lower data.max_length",
+        )
+    if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
+        yield Contradiction(
+            ("data.validation", "data.limit"),
+            f"holds back {data.validation} rows of the {data.limit} that data.limit leaves; none to train on",
+        )
+
+
+def _length(recipe: Recipe) -> Iterator[Contradiction]:
+    train = recipe.train
+    if train.max_steps is not None and train.epochs is not None:
+        yield Contradiction(
+            ("train.max_steps", "train.epochs"),
+            "train.max_steps and train.epochs are both given; keep one and set the other to null",
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
+    optimizer = recipe.optimizer
+    decays = optimizer.schedule == "warmup_stable_decay"
+    # A resolved recipe has every key, so only a value that is not the default shows that it was meant.
+    if not decays and optimizer.decay_steps != type(optimizer).model_fields["decay_steps"].default:
+        yield Contradiction(
+            ("optimizer.decay_steps", "optimizer.schedule"),
+            f"has no effect under the {optimizer.schedule} schedule; it belongs to warmup_stable_decay",
+        )
+    if optimizer.schedule == "constant" and optimizer.final_learning_rate_ratio:
+        yield Contradiction(
+            ("optimizer.final_learning_rate_ratio", "optimizer.schedule"),
+            "has no effect under the constant schedule; remove it or choose another schedule",
+        )
+    parts = [optimizer.warmup_steps, optimizer.decay_steps if decays else 0]
+    total = recipe.train.max_steps
+    planned = sum(part * (total or 0) if isinstance(part, float) else part for part in parts)
+    if total is not None and planned > total + _ROUNDING:
+        yield Contradiction(
+            ("optimizer.warmup_steps", "optimizer.decay_steps", "train.max_steps"),
+            f"the warm-up{' and the decay' if decays else ''} would be longer than the {total} steps of "
+            "train.max_steps",
+        )
+    elif all(isinstance(part, float) for part in parts) and sum(parts) > 1 + _ROUNDING:
+        yield Contradiction(
+            ("optimizer.warmup_steps", "optimizer.decay_steps"),
+            "warm-up and decay together are more than the run",
+        )
+
+
+def _batch(recipe: Recipe) -> Iterator[Contradiction]:
+    train, processes = recipe.train, recipe.parallel.num_processes
+    size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
+    if micro != "auto" and micro > size:
+        yield Contradiction(
+            ("train.micro_batch_size", "train.global_batch_size"),
+            f"{micro} is more than train.global_batch_size {size}; lower it, raise that, or set it to auto",
+        )
+        return
+    if steps == "auto":
+        return
+    possible = _possible_accumulation(size, micro, processes)
+    if recipe.data.pack_length is not None:
+        if micro != "auto":
+            yield Contradiction(
+                ("train.gradient_accumulation_steps", "train.micro_batch_size", "data.pack_length"),
+                "a batch fills more or fewer packs from step to step, so a fixed number of micro-batches and "
+                "a fixed number of packs in each contradict; set it or train.micro_batch_size to auto",
+            )
+            return
+        fits = steps <= max(possible)  # packs are at most as many as examples
+    else:
+        fits = steps in possible
+    if not fits:
+        product = " x ".join(
+            f"{key} {value}"
+            for key, value in (
+                ("train.micro_batch_size", micro),
+                ("train.gradient_accumulation_steps", steps),
+                ("parallel.num_processes", processes),
+            )
+        )
+        yield Contradiction(
+            (
+                "train.gradient_accumulation_steps",
+                "train.global_batch_size",
+                "train.micro_batch_size",
+                "parallel.num_processes",
+            ),
+            f"{product} does not make train.global_batch_size {size}; change one of them or set it to auto",
+        )
+
+
+def _possible_accumulation(size: int, micro: int | str, processes: int | str) -> Iterable[int]:
+    """Micro-batches of the busiest process, for each choice of what is auto. Nothing has to divide evenly."""
+
+    def steps(micro: int, processes: int) -> int:
+        return ceil(ceil(size / micro) / processes)
+
+    if isinstance(micro, int) and isinstance(processes, int):
+        return [steps(micro, processes)]
+    if isinstance(micro, int):
+        return {steps(micro, count) for count in range(1, size + 1)}
+    if isinstance(processes, int):
+        return {steps(rows, processes) for rows in range(1, size + 1)}
+    return range(1, size + 1)
+
+
+def _processes(recipe: Recipe) -> Iterator[Contradiction]:
+    parallel = recipe.parallel
+    if parallel.strategy == "single" and parallel.num_processes not in ("auto", 1):
+        yield Contradiction(
+            ("parallel.strategy", "parallel.num_processes"),
+            f"single runs one process, but parallel.num_processes is {parallel.num_processes}; "
+            "set one of the two to auto",
+        )
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
+    evaluate = recipe.evaluate
+    if evaluate.every is not None and recipe.data.validation is None and not evaluate.prompts:
+        yield Contradiction(
+            ("evaluate.every", "data.validation", "evaluate.prompts"),
+            "there is nothing to evaluate: set data.validation or evaluate.prompts, or set it to null",
+        )

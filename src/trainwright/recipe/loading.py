@@ -1,0 +1,92 @@
+"""From a recipe file and the command line's overrides to a checked Recipe, and back to YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from trainwright.errors import RequestError
+from trainwright.recipe.merging import read_merged
+from trainwright.recipe.problems import explain, explain_hidden, unknown_keys
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, to_yaml
+
+
+class LoadedRecipe(NamedTuple):
+    """A recipe and where each of its values was written; defaults are written nowhere."""
+
+    recipe: Recipe
+    origins: Mapping[KeyPath, Origin]
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at ``path`` with ``overrides`` (``section.key=value``, the value in YAML) over it.
+
+    Raises RequestError with every problem found, a line each: the file and line (or the override), the key,
+    what is wrong and what to do.
+    """
+    return load_with_origins(path, overrides).recipe
+
+
+def load_with_origins(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """As load_recipe, and says where each value comes from."""
+    tree = read_merged(path, overrides)
+    for section in list(tree.values):
+        if tree.values[section] is None and section != "task":
+            tree.values[section] = {}  # all keys of the section are commented out
+    file, problems = Origin(str(path)), list(tree.problems)
+    try:
+        recipe = Recipe.model_validate(tree.values)
+    except ValidationError as error:
+        problems += explain(error, tree, file) + _behind_unknown_keys(error, tree, file)
+    if problems:
+        problems.sort(key=lambda problem: (problem.origin.source, problem.origin.line or 0))
+        raise RequestError("\n".join(dict.fromkeys(map(str, problems))))
+    return LoadedRecipe(recipe, tree.origins)
+
+
+def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None) -> str:
+    """The recipe as YAML with every key, defaults too, so that the text by itself gives the same recipe.
+
+    With ``origins`` (of load_with_origins) a comment on each key says where its value was written.
+    """
+    if origins is None:
+        return to_yaml(recipe.model_dump())
+    return "".join(_annotated(key, value, origins) for key, value in recipe.model_dump().items())
+
+
+def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
+    """Contradictions that a mistyped key hides: they are looked for only in what is valid so far."""
+    unknown = unknown_keys(error)
+    for path in unknown:
+        parent = tree.values
+        for part in path[:-1]:
+            parent = parent[part]
+        parent.pop(path[-1], None)
+    try:
+        Recipe.model_validate(tree.values)
+    except ValidationError as hidden:
+        return explain_hidden(hidden, unknown, tree, file) if unknown else []
+    return []
+
+
+def _annotated(section: str, value: object, origins: Mapping[KeyPath, Origin]) -> str:
+    if not isinstance(value, dict):
+        return _commented(to_yaml({section: value}), (section,), origins)
+    lines = [
+        _commented(_indented(to_yaml({key: item})), (section, key), origins) for key, item in value.items()
+    ]
+    return f"{section}:\n" + "".join(lines)
+
+
+def _indented(text: str) -> str:
+    return "".join(f"  {line}" if line.strip() else line for line in text.splitlines(keepends=True))
+
+
+def _commented(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
+    first, newline, rest = text.partition("\n")
+    where = str(origins[path]) if path in origins else "default"
+    return f"{first}  # {where}{newline}{rest}"

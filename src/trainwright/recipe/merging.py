@@ -1,0 +1,124 @@
+"""One tree out of a recipe file, what it includes and the overrides of the command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainwright.errors import RequestError
+from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value
+
+
+def read_merged(path: Path, overrides: Sequence[str]) -> Tree:
+    """Merge ``path`` over what it includes, and ``overrides`` (``section.key=value``) over both.
+
+    Raises RequestError where a file cannot be read or is not YAML, or an override is malformed.
+    """
+    tree = _read_file(path, including=())
+    for override in overrides:
+        _merge(tree, _read_override(override))
+    return tree
+
+
+def _read_file(path: Path, including: tuple[Path, ...]) -> Tree:
+    own = parse_mapping(_text(path), str(path))
+    merged = Tree()
+    for name, origin in _includes(own):
+        target = Path(os.path.normpath(path.parent / Path(name).expanduser()))
+        chain = (*including, path)
+        if any(_same_file(target, earlier) for earlier in chain):
+            circle = " -> ".join(map(str, (*chain, target)))
+            own.problems.append(Problem(origin, f"include: goes round in a circle: {circle}"))
+        elif not target.is_file():
+            own.problems.append(Problem(origin, f"include: {missing_file(target)}"))
+        else:
+            _merge(merged, _read_file(target, chain))
+    # A section whose keys are all commented out takes nothing away from what is included.
+    empty = [
+        key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)
+    ]
+    for key in empty:
+        del own.values[key], own.origins[(key,)]
+    _merge(merged, own)
+    return merged
+
+
+def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
+    """Takes ``include`` out of the tree: the file names in it and their places."""
+    value = tree.values.pop("include", None)
+    origins = {path: origin for path, origin in tree.origins.items() if path[0] == "include"}
+    for path in origins:
+        del tree.origins[path]
+    names = [value] if isinstance(value, str) else value
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) and n for n in names)):
+        tree.problems.append(
+            Problem(origins[("include",)], "include: expected a file name or a list of them")
+        )
+        return
+    for index, name in enumerate(names or []):
+        yield name, origins.get(("include", index), origins[("include",)])
+
+
+def _text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise RequestError(missing_file(path)) from None
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise RequestError(f"{path}:{line}: is not UTF-8 text") from None
+
+
+def missing_file(path: Path) -> str:
+    """Says that there is no file at ``path``, and names the one that was probably meant."""
+    directory = path.parent
+    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {directory / close[0]}?" if close else ""
+    return f"{path}: no such file{hint}"
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _read_override(override: str) -> Tree:
+    source = f"override {override!r}"
+    key, equals, text = override.partition("=")
+    path: KeyPath = tuple(key.split("."))
+    if not equals or not all(path) or key != key.strip():
+        raise RequestError(f"{source}: expected section.key=value, for example train.max_steps=100")
+    if path[0] == "include":
+        raise RequestError(f"{source}: include belongs in the recipe file")
+    if not text.strip():
+        raise RequestError(f"{source}: has no value; write {key}=null for none")
+    value, tree = parse_value(text, source, path)
+    for part in reversed(path):
+        value = {part: value}
+    tree.values = value
+    tree.origins[path] = Origin(source)
+    return tree
+
+
+def _merge(base: Tree, over: Tree) -> None:
+    """Merges ``over`` into ``base``: mappings key by key, everything else replaced."""
+    _merge_values(base, base.values, over.values, ())
+    base.origins.update(over.origins)
+    base.problems.extend(over.problems)
+
+
+def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], path: KeyPath) -> None:
+    for key, value in over.items():
+        place, earlier = (*path, key), base.get(key)
+        if isinstance(earlier, dict) and isinstance(value, dict):
+            _merge_values(tree, earlier, value, place)
+        else:
+            for known in [known for known in tree.origins if known[: len(place)] == place]:
+                del tree.origins[known]
+            base[key] = value

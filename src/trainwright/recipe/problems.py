@@ -1,0 +1,196 @@
+"""Validation errors as users read them: the place, the key, what was expected, the nearest right name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainwright.recipe.checks import Contradiction, Contradictions
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "tuple_type": "a list",
+    "too_long": "a list of {max_length}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "literal_error": "{expected}",
+}
+
+
+def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
+    """Every problem of a recipe that did not validate; ``file`` is the place of what is written nowhere."""
+    details = error.errors(include_url=False)
+    unknown = [item for item in details if item["type"] == "extra_forbidden"]
+    suggested = {path: _nearest(path) for path in (field_path(item["loc"]) for item in unknown)}
+    problems = [
+        Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near)}")
+        for path, near in suggested.items()
+    ]
+    problems += _mistaken_values(details, set(suggested.values()), tree, file)
+    return problems + [_located(item, tree, file) for item in contradictions_in(error)]
+
+
+def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, file: Origin) -> list[Problem]:
+    """The contradictions found once the ``unknown`` keys are set aside.
+
+    Without those in the sections of the unknown keys: what is missing there is likely what was mistyped.
+    """
+    doubtful = tuple(f"{path[0]}." for path in unknown)
+    found = contradictions_in(error)
+    return [
+        _located(item, tree, file) for item in found if not any(key.startswith(doubtful) for key in item.keys)
+    ]
+
+
+def contradictions_in(error: ValidationError) -> list[Contradiction]:
+    """What checks.contradictions found, out of the error that pydantic makes of it."""
+    causes = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
+    return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.found]
+
+
+def unknown_keys(error: ValidationError) -> list[KeyPath]:
+    """The paths of all keys that the schema does not have."""
+    return [field_path(item["loc"]) for item in error.errors() if item["type"] == "extra_forbidden"]
+
+
+def field_path(loc: tuple[int | str, ...]) -> KeyPath:
+    """The path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
+    path: KeyPath = ()
+    model: type[BaseModel] | None = Recipe
+    for part in loc:
+        if model is None and not isinstance(part, int):
+            break
+        path = (*path, part)
+        model = _section(model, part)
+    return path
+
+
+def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
+    """Where ``path`` was written, or else something in it, or else the nearest thing around it."""
+    while path:
+        inside = (origin for known, origin in tree.origins.items() if known[: len(path)] == path)
+        if origin := tree.origins.get(path) or next(inside, None):
+            return origin
+        path = path[:-1]
+    return file
+
+
+def _mistaken_values(
+    details: list[ErrorDetails], suggested: set[KeyPath | None], tree: Tree, file: Origin
+) -> Iterator[Problem]:
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    for item in details:
+        if item["type"] != "extra_forbidden" and not isinstance(
+            item.get("ctx", {}).get("error"), Contradictions
+        ):
+            by_path.setdefault(field_path(item["loc"]), []).append(item)
+    for path, items in by_path.items():
+        if items[0]["type"] == "missing":
+            if path not in suggested:  # else its mistyped name is reported already
+                yield Problem(
+                    origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path)}".rstrip()
+                )
+            continue
+        expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
+        value = items[0]["input"]
+        near = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        if expected.startswith("text") and isinstance(value, int | float):
+            hint = "; put it in quotes"
+        yield Problem(
+            origin_of(path, tree, file), f"{dotted(path)}: expected {expected}, not {_shown(value)}{hint}"
+        )
+
+
+def _expected(item: ErrorDetails) -> str:
+    context = {
+        key: f"{value:g}" if isinstance(value, float) else value for key, value in item.get("ctx", {}).items()
+    }
+    known = _EXPECTED.get(item["type"])
+    return known.format(**context) if known is not None else item["msg"]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
+    paths: list[KeyPath] = [tuple(key.split(".")) for key in contradiction.keys]
+    written = [tree.origins[path] for path in paths if path in tree.origins]
+    origin = written[0] if written else origin_of(paths[0], tree, file)
+    return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}")
+
+
+def _meant(path: KeyPath, near: KeyPath | None) -> str:
+    if near is None:
+        known = ", ".join(_keys(path[:-1]))
+        return f"; known here: {known}" if known else ""
+    return f"; did you mean {near[-1] if near[:-1] == path[:-1] else dotted(near)}?"
+
+
+def _nearest(path: KeyPath) -> KeyPath | None:
+    """The known key that an unknown one most likely stands for, here or in another section."""
+    *above, key = path
+    here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above))}
+    elsewhere: dict[str, KeyPath] = {
+        name: (section, name) for section in Recipe.model_fields for name in _keys((section,))
+    }
+    elsewhere |= {name: (name,) for name in Recipe.model_fields}
+    if str(key) in elsewhere:
+        return elsewhere[str(key)]
+    for names in (here, elsewhere):
+        if close := difflib.get_close_matches(str(key), names, n=1, cutoff=0.7):
+            return names[close[0]]
+    return None
+
+
+def _keys(path: KeyPath) -> list[str]:
+    section: type[BaseModel] | None = Recipe
+    for part in path:
+        section = _section(section, part)
+    keys = list(section.model_fields) if section is not None else []
+    return keys if path else [*keys, "include"]
+
+
+def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
+    """The section at ``key`` of ``model``, or None where it is a single value or nothing known."""
+    field = model.model_fields.get(key) if model is not None else None
+    kind = field.annotation if field is not None else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _description(path: KeyPath) -> str:
+    *above, key = path
+    section: type[BaseModel] | None = Recipe
+    for part in above:
+        section = _section(section, part)
+    field = section.model_fields.get(str(key)) if section is not None else None
+    return (field.description or "") if field is not None else ""

@@ -1,0 +1,276 @@
+"""The recipe: every key a user can write, its type, its default and what it means.
+
+The descriptions are the reference for users: ``trainwright recipe schema`` hands them to editors, and a
+missing key is explained by them. Checks that need two keys are in ``checks.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+from trainwright.recipe.checks import Contradictions, contradictions
+
+TaskName = Literal["sft"]
+Auto = Literal["auto"]
+
+
+def _whole(value: object) -> object:
+    # Python's True is the number 1; a user who writes `max_steps: true` means something else.
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+def _steps(value: object) -> object:
+    # A float is a part of something and an int is a count of it, so 1.0 (all of it, or one?) is refused.
+    if not _is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
+        raise PydanticCustomError("steps", "a whole number of steps or a fraction below 1")
+    return value
+
+
+def _validation_rows(value: object) -> object:
+    is_fraction = isinstance(value, float) and 0 < value < 1
+    if not (value is None or is_fraction or isinstance(value, str) or _is_count(value, least=1)):
+        raise PydanticCustomError(
+            "rows", "a fraction between 0 and 1, a whole number of rows, a source or null"
+        )
+    return value
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number)]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
+NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
+Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
+BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
+Steps = Annotated[Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_steps)]
+ValidationRows = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text | None,
+    BeforeValidator(_validation_rows),
+]
+
+
+class Section(BaseModel):
+    """A part of a recipe. Unknown keys are refused; a recipe is a value and does not change once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model is trained, and with which tokenizer."""
+
+    name: Text | None = Field(
+        None, description="A Hugging Face id or a local directory with the weights to start from."
+    )
+    config: dict[str, Any] | None = Field(
+        None,
+        description="A transformers configuration, model_type included, for a fresh model with random "
+        "weights. Give either this or name.",
+    )
+    gguf_file: Text | None = Field(
+        None, description="The GGUF file to read inside the repository or directory that name gives."
+    )
+    tokenizer: Text | None = Field(
+        None,
+        description="A tokenizer's id or directory, or bytes for the built-in byte-level one. "
+        "Default: the tokenizer that comes with name.",
+    )
+    chat_template: Text | None = Field(
+        None,
+        description="A Jinja chat template, or the path of a file with one. Default: the tokenizer's own.",
+    )
+    dropout: BelowOne | None = Field(
+        None,
+        description="Sets every dropout probability of the model. Default: as its configuration has them.",
+    )
+    adapter: Literal["none"] = Field(
+        "none", description="Train small added weights in place of the model's own. none: train all of them."
+    )
+
+
+DataFormat = Literal[
+    "auto", "messages", "conversations", "prompt_completion", "instruction", "question_answer", "text"
+]
+
+
+class DataSection(Section):
+    """What the model is trained on. Relative paths start at the directory the command is run in."""
+
+    train: Text = Field(
+        description="The rows to train on: a JSON, JSONL, CSV or Parquet file, a directory of such files, a "
+        "Hugging Face dataset, or pydoc for the built-in one made from Python's own documentation."
+    )
+    validation: ValidationRows = Field(
+        0.05,
+        description="The rows held back to measure on: a fraction of train, a number of its rows, or a "
+        "source of their own. null: none.",
+    )
+    format: DataFormat = Field(
+        "auto", description="How a row is laid out. auto: found from the first rows and printed."
+    )
+    max_length: Annotated[int, Field(ge=2), BeforeValidator(_whole)] = Field(
+        1024, description="Longest example in tokens; what is longer is cut, counted and reported."
+    )
+    pack_length: Count | None = Field(
+        None,
+        description="Put several examples into one row of at most this many tokens, none seeing another. "
+        "At least max_length. null: one example a row.",
+    )
+    limit: Count | None = Field(None, description="Use only the first this many rows of the source.")
+
+
+class OptimizerSection(Section):
+    """How the weights are changed."""
+
+    name: Literal["adamw"] = Field("adamw", description="AdamW (Loshchilov and Hutter, arXiv 1711.05101).")
+    learning_rate: Positive = Field(2e-5, description="The highest learning rate of the schedule.")
+    betas: tuple[BelowOne, BelowOne] = Field(
+        (0.9, 0.999),
+        description="How much of the running means of the gradient and of its square is kept a step.",
+    )
+    eps: Positive = Field(1e-8, description="Added to the denominator of the update.")
+    weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, on matrices only.")
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
+        "cosine", description="The course of the learning rate after the warm-up."
+    )
+    warmup_steps: Steps = Field(
+        0, description="Steps of linear warm-up: a whole number, or a fraction (below 1) of all steps."
+    )
+    decay_steps: Steps = Field(
+        0.1,
+        description="Length of the decay at the end of warmup_stable_decay: a whole number of steps, or a "
+        "fraction (below 1) of all steps.",
+    )
+    final_learning_rate_ratio: Proportion = Field(
+        0.0, description="The last learning rate as a part of learning_rate."
+    )
+    max_grad_norm: Positive | None = Field(
+        1.0, description="Gradients with a larger global norm are scaled down to it. null: never."
+    )
+
+
+class TrainSection(Section):
+    """How long, in what portions and in which precision."""
+
+    max_steps: Count | None = Field(
+        None, description="Number of optimizer steps. Give either this or epochs."
+    )
+    epochs: Positive | None = Field(
+        None, description="Number of passes over the training rows. 1 where max_steps is not given."
+    )
+    global_batch_size: Count = Field(
+        16,
+        description="Examples per optimizer step, over all processes and all accumulation, packed or not. "
+        "The number of processes does not change it.",
+    )
+    micro_batch_size: Count | Auto = Field(
+        "auto", description="Rows a process runs at once: examples, or packs where data.pack_length is set."
+    )
+    gradient_accumulation_steps: Count | Auto = Field(
+        "auto",
+        description="Micro-batches each process runs per optimizer step; auto follows from the others.",
+    )
+    mixed_precision: Literal["auto", "no", "bf16"] = Field(
+        "auto", description="Numbers to compute in. no: fp32. auto: bf16 where the hardware multiplies in it."
+    )
+    activation_checkpointing: Literal["auto", "none"] = Field(
+        "auto", description="Recompute activations in the backward pass to save memory. none: keep them."
+    )
+    compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
+    seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_whole)] = Field(
+        0, description="Seeds the split, the order of the examples, dropout and fresh weights."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch_unless_told(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_steps") is None and values.get("epochs") is None:
+            return {**values, "epochs": 1.0}
+        return values
+
+
+class ParallelSection(Section):
+    """Over how many processes the run is spread, and how. Changes its speed and nothing else about it."""
+
+    strategy: Literal["auto", "single", "ddp"] = Field(
+        "auto", description="single: one process. ddp: a whole model in every process."
+    )
+    num_processes: Count | Auto = Field(
+        "auto",
+        description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well.",
+    )
+
+
+class CheckpointSection(Section):
+    """When the run's state is saved, and how many of the saved states are kept."""
+
+    every: Count | None = Field(
+        None, description="Steps from one checkpoint to the next. null: only at the end."
+    )
+    keep_last: Count = Field(2, description="How many of the newest checkpoints are kept.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
+
+
+class EvaluateSection(Section):
+    """When the model is measured on the validation rows, and what it is asked to write."""
+
+    every: Count | None = Field(
+        None, description="Steps from one evaluation to the next. null: before and after training only."
+    )
+    prompts: list[Text] = Field([], description="Answered by the model at every evaluation, and shown.")
+    max_new_tokens: Count = Field(64, description="Longest answer to a prompt, in tokens.")
+
+
+class LoggingSection(Section):
+    """Where the run is written."""
+
+    run_directory: Text = Field(
+        "auto", description="Directory of the run; must be new. auto: a name of its own under runs/."
+    )
+    tensorboard: bool = Field(True, description="Write the run's curves for TensorBoard.")
+
+
+class Recipe(Section):
+    """One training run."""
+
+    task: TaskName = Field(
+        description="The kind of training. sft: supervised fine-tuning on conversations or text."
+    )
+    model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
+    data: DataSection = Field(description="What the model is trained on.")
+    optimizer: OptimizerSection = Field(
+        default_factory=OptimizerSection, description="How the weights are changed."
+    )
+    train: TrainSection = Field(
+        default_factory=TrainSection, description="How long, in what portions and in which precision."
+    )
+    parallel: ParallelSection = Field(
+        default_factory=ParallelSection, description="Over how many processes the run is spread, and how."
+    )
+    checkpoint: CheckpointSection = Field(
+        default_factory=CheckpointSection, description="When the run's state is saved."
+    )
+    evaluate: EvaluateSection = Field(
+        default_factory=EvaluateSection, description="When and how the model is measured."
+    )
+    logging: LoggingSection = Field(default_factory=LoggingSection, description="Where the run is written.")
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Recipe:
+        if found := contradictions(self):
+            raise Contradictions(found)
+        return self

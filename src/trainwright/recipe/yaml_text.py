@@ -1,0 +1,221 @@
+"""YAML to plain values and back, with the line of every key kept.
+
+Numbers and truth values are those of YAML 1.2: ``2e-4`` is a number (YAML 1.1 reads text), ``no`` and ``on``
+are text, and there are no dates or base-60 numbers to meet by accident.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import yaml
+
+from trainwright.errors import RequestError
+
+KeyPath = tuple[str | int, ...]
+
+
+class Origin(NamedTuple):
+    """Where a value was written: a file and its line, or an override (without a line)."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+class Problem(NamedTuple):
+    """Something for the user to put right, and where."""
+
+    origin: Origin
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.message}"
+
+
+@dataclass
+class Tree:
+    """A mapping read from YAML, where each of its keys was written, and what was wrong with the text."""
+
+    values: dict[Any, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse_mapping(text: str, source: str) -> Tree:
+    """Read the one YAML mapping in ``text``; ``source`` names it in messages.
+
+    Raises RequestError, with the line, where the text is empty, is not YAML or is no mapping. Duplicated keys
+    are put into ``problems`` and the later one is taken.
+    """
+    loader, node = _compose(text, source, first_line=True)
+    if node is None or node.tag == "tag:yaml.org,2002:null":
+        raise RequestError(f"{source}: is empty; a recipe has at least task, model and data")
+    if not isinstance(node, yaml.MappingNode):
+        line = node.start_mark.line + 1
+        raise RequestError(f"{source}:{line}: a recipe is a mapping, 'key: value' on each line")
+    tree = Tree()
+    tree.values = _Builder(loader, source, tree, has_lines=True).build(node, ())
+    return tree
+
+
+def parse_value(text: str, source: str, path: KeyPath) -> tuple[Any, Tree]:
+    """Read one YAML value that will stand at ``path``; the tree has its origins and problems, no values.
+
+    Raises RequestError where the text is not YAML.
+    """
+    loader, node = _compose(text, source, first_line=False)
+    tree = Tree()
+    value = _Builder(loader, source, tree, has_lines=False).build(node, path) if node is not None else None
+    return value, tree
+
+
+def to_yaml(values: object) -> str:
+    """YAML text, keys in their order, that this module and any other YAML reader read alike."""
+    return yaml.dump(
+        values,
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=False,
+        allow_unicode=True,
+        width=float("inf"),
+    )
+
+
+def _compose(text: str, source: str, first_line: bool) -> tuple[_Loader, yaml.Node | None]:
+    try:
+        loader = _Loader(text)
+        return loader, loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RequestError(f"{source}:{line}: character {error.character!r} is not allowed in YAML") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark is not None and first_line else source
+        if "'\\t'" in str(error.problem):
+            raise RequestError(f"{where}: a tab where YAML wants spaces; replace it with spaces") from None
+        reason = " ".join(filter(None, (error.context, error.problem)))
+        raise RequestError(f"{where}: not valid YAML: {reason}") from None
+
+
+class _Builder:
+    """Turns composed nodes into values; PyYAML's own constructor would drop the lines and the duplicates."""
+
+    def __init__(self, loader: _Loader, source: str, tree: Tree, has_lines: bool) -> None:
+        self.loader, self.source, self.tree, self.has_lines = loader, source, tree, has_lines
+        self.open: set[int] = set()
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS[type(node)]:
+            raise RequestError(f"{self._origin(node)}: YAML tag {node.tag!r} means nothing here; remove it")
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        if id(node) in self.open:
+            raise RequestError(f"{self._origin(node)}: a YAML alias inside of what it stands for")
+        self.open.add(id(node))
+        value = (
+            self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
+        )
+        self.open.remove(id(node))
+        return value
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except (yaml.MarkedYAMLError, ValueError) as error:
+            reason = getattr(error, "problem", None) or error
+            raise RequestError(f"{self._origin(node)}: not valid YAML: {reason}") from None
+
+    def _sequence(self, node: yaml.Node, path: KeyPath) -> list[Any]:
+        values = []
+        for index, item in enumerate(node.value):
+            self.tree.origins[*path, index] = self._origin(item)
+            values.append(self.build(item, (*path, index)))
+        return values
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        values: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            origin = self._origin(key_node)
+            key = self.build(key_node, path)
+            if not isinstance(key, str | int):
+                raise RequestError(f"{origin}: a key has to be a name")
+            place = (*path, key)
+            if key in values:
+                message = f"{dotted(place)}: given twice, first {self._earlier(place)}; keep one of the two"
+                self.tree.problems.append(Problem(origin, message))
+            self.tree.origins[place] = origin
+            values[key] = self.build(value_node, place)
+        return values
+
+    def _origin(self, node: yaml.Node) -> Origin:
+        return Origin(self.source, node.start_mark.line + 1 if self.has_lines else None)
+
+    def _earlier(self, place: KeyPath) -> str:
+        line = self.tree.origins[place].line
+        return f"on line {line}" if line is not None else "in the same value"
+
+
+def dotted(path: KeyPath) -> str:
+    """``train.max_steps``, ``evaluate.prompts[0]``: a path as users write it."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) and text else f".{part}" if text else str(part)
+    return text
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    # Keeps YAML 1.1's resolvers too, so that text such as `no` is in quotes for readers that follow it.
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_FLOAT = re.compile(
+    r"""^(?: [-+]?\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?   # 1.  1.5  1.5e-3
+          | [-+]?\.\d[\d_]*(?:[eE][-+]?\d+)?           # .5  .5e3
+          | [-+]?\d[\d_]*[eE][-+]?\d+                   # 2e-4
+          | [-+]?\.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN) )$""",
+    re.VERBOSE,
+)
+_SCALARS = {
+    "null": (re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789")),
+    "float": (_FLOAT, list("-+.0123456789")),
+}
+_TAGS: dict[type[yaml.Node], set[str]] = {
+    yaml.ScalarNode: {"str", *_SCALARS},
+    yaml.SequenceNode: {"seq"},
+    yaml.MappingNode: {"map"},
+}
+for _name, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, _first)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+def _represent_tuple(dumper: yaml.SafeDumper, values: tuple[Any, ...]) -> yaml.SequenceNode:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(tuple, _represent_tuple)

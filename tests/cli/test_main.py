@@ -1,0 +1,141 @@
+"""The command line as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import environment, trainwright
+from trainwright import __version__
+
+
+def test_version(tmp_path: Path) -> None:
+    result = trainwright("--version", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, f"trainwright {__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",), ("recipe",)])
+def test_help_is_quick_and_lists_what_there_is(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        result = trainwright(*arguments, "--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - begun)
+        assert result.returncode == 0, result.stderr
+    assert min(seconds) <= 0.3
+    assert "--resume" in result.stdout if arguments == ("train",) else "Commands:" in result.stdout
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, trainwright.cli.main\n"
+        "heavy = ('torch', 'transformers', 'datasets', 'pandas', 'numpy', 'pydantic')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "error: no recipe given"),
+        (("nowhere.yaml",), "error: nowhere.yaml"),
+        (("one.yaml", "two.yaml"), "error: one recipe a run, not 2"),
+        (("--resume", "nowhere"), "error: --resume: nowhere is not a run"),
+        (("--resume=",), "error: no recipe given"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_one_message(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    result = trainwright("train", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith(message), result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_option_ends_with_2(tmp_path: Path) -> None:
+    assert trainwright("train", "--resumee", cwd=tmp_path).returncode == 2
+
+
+def test_unforeseen_error_keeps_its_traceback_and_ends_with_4(tmp_path: Path) -> None:
+    code = "from trainwright.cli.main import app, main\napp.command('divide')(lambda: 1 / 0)\nmain()"
+    command = [sys.executable, "-c", code, "divide"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 4
+    assert result.stderr.startswith("Traceback") and "ZeroDivisionError" in result.stderr
+
+
+TINY = {
+    "task": "sft",
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        },
+        "tokenizer": "bytes",
+    },
+    "data": {"train": "rows.jsonl", "max_length": 64, "validation": None},
+    "train": {"max_steps": 4, "global_batch_size": 4, "mixed_precision": "no"},
+}
+GOOD_ROW = '{"question": "q?", "answer": "a"}\n'
+
+
+def written(directory: Path, rows: str | None) -> Path:
+    (directory / "tiny.yaml").write_text(json.dumps(TINY))
+    if rows is not None:
+        (directory / "rows.jsonl").write_text(rows)
+    return directory
+
+
+def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
+    before = set(written(tmp_path, GOOD_ROW * 8).iterdir())
+    result = trainwright("train", "tiny.yaml", "parallel.num_processes=1", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "num_processes: 1" in result.stdout and "strategy: single" in result.stdout
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows", "message"),
+    [
+        ((), None, "rows.jsonl"),
+        ((), "", "rows.jsonl"),
+        ((), GOOD_ROW + '{"question": \n', "2"),
+        (("train.glbal_batch_size=3",), GOOD_ROW, "global_batch_size"),
+        (("logging.run_directory=taken",), GOOD_ROW, "--resume taken"),
+    ],
+)
+def test_bad_request_ends_with_2_before_anything_is_written(
+    tmp_path: Path, overrides: tuple[str, ...], rows: str | None, message: str
+) -> None:
+    (written(tmp_path, rows) / "taken").mkdir()
+    before = set(tmp_path.iterdir())
+    result = trainwright("train", "tiny.yaml", *overrides, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert set(tmp_path.iterdir()) == before and list((tmp_path / "taken").iterdir()) == []
+
+
+def test_request_that_only_preparation_can_refuse_leaves_nothing_behind(tmp_path: Path) -> None:
+    written(tmp_path, '{"colour": "red", "size": 3}\n' * 8)
+    cache = str(tmp_path / "cache")
+    result = trainwright("train", "tiny.yaml", cwd=tmp_path, TRAINWRIGHT_CACHE=cache)
+    assert result.returncode == 2, result.stderr
+    assert "colour" in result.stderr and "Traceback" not in result.stderr
+    assert list((tmp_path / "runs").glob("*")) == []

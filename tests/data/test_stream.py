@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from trainwright.data.batch import collate
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.stream import Stream
+
+
+def dataset(examples: int = 50, seed: int = 0) -> TokenDataset:
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(2, 40, examples)
+    pairs = [
+        (generator.integers(3, 100, n).tolist(), [i > 0 and bool(generator.random() < 0.7) for i in range(n)])
+        for n in lengths
+    ]
+    return TokenDataset.from_examples(pairs, fingerprint=f"test-{seed}")
+
+
+def stream(data: TokenDataset, *, size: int = 8, rows: int | None = 2, pack: int | None = 64, **more: int) -> Stream:
+    return Stream(data, global_batch_size=size, seed=3, rows=rows, pack_length=pack, **more)
+
+
+def test_every_example_comes_once_an_epoch_over_epoch_borders() -> None:
+    data = dataset(50)
+    seen = [index for step in range(25) for index in stream(data, size=8).examples(step)]
+    assert len(seen) == 200
+    for epoch in range(4):
+        assert sorted(seen[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
+    assert seen[:50] != seen[50:100]
+
+
+def test_a_stream_with_an_end_gives_a_smaller_last_batch_and_nothing_after() -> None:
+    data = dataset(50)
+    ending = stream(data, size=8, total_examples=50)
+    assert len(ending) == 7
+    assert [len(ending.examples(step)) for step in range(7)] == [8] * 6 + [2]
+    with pytest.raises(IndexError):
+        ending.examples(7)
+
+
+@pytest.mark.parametrize("pack", [None, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ranks_share_a_global_batch_completely_and_run_equally_often(size: int, pack: int | None) -> None:
+    data = dataset()
+    for step in range(6):
+        batch = stream(data, pack=pack).global_batch(step)
+        shares = [batch.for_rank(rank, size) for rank in range(size)]
+        assert len({len(share) for share in shares}) == 1
+        real = [micro for share in shares for micro in share if micro.weight]
+        assert Counter(micro.index for micro in real) == Counter(range(len(batch.micro_batches)))
+        assert sum(micro.weight for micro in real) == batch.weight
+
+
+def test_micro_batches_do_not_depend_on_the_world_and_rows_change_no_example() -> None:
+    data = dataset()
+    for step in range(4):
+        contents = [
+            sorted(e for micro in stream(data, rows=rows, pack=pack).global_batch(step).micro_batches for e in micro.examples)
+            for rows in (1, 2, 4)
+            for pack in (None, 64)
+        ]
+        assert all(content == contents[0] for content in contents)
+
+
+def test_a_number_of_passes_divides_the_rows() -> None:
+    batch = Stream(dataset(), global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None).global_batch(0)
+    assert [len(micro.rows) for micro in batch.micro_batches] == [4, 4, 4]
+
+
+def test_shares_are_balanced_by_tokens() -> None:
+    data = dataset(200)
+    batch = stream(data, size=64, rows=1, pack=None).global_batch(0)
+    loads = [sum(micro.tokens for micro in batch.for_rank(rank, 4)) for rank in range(4)]
+    assert max(loads) - min(loads) <= 40
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_tensors_predict_each_target_one_position_before_it(packed: bool) -> None:
+    data = dataset()
+    for micro in stream(data, pack=64 if packed else None).global_batch(1).micro_batches:
+        batch = collate(data, micro, packed=packed, pad_token_id=0)
+        ids, positions = batch.input_ids.reshape(-1), batch.position_ids.reshape(-1)
+        assert (ids[batch.target_index + 1] == batch.targets).all()
+        assert (positions[batch.target_index + 1] == positions[batch.target_index] + 1).all()
+        assert len(batch.targets) == micro.weight == sum(data.target_count(e) for e in micro.examples)
+        assert batch.tokens == sum(data.length(e) for e in micro.examples)
+        if packed:
+            assert batch.boundaries is not None and batch.input_ids.shape == (1, batch.tokens)
+            assert batch.boundaries.diff().tolist() == [data.length(e) for e in micro.examples]
+        else:
+            assert batch.attention_mask is not None and int(batch.attention_mask.sum()) == batch.tokens

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainwright.engine import checkpoint as module
+from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.tensor_files import checksum, write_tensors
+from trainwright.errors import RequestError
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.weight": torch.randn(6, 4, generator=generator),
+        "model.bias": torch.randn(3, generator=generator).bfloat16(),
+        "optimizer.step.weight": torch.tensor(7.0),
+        "model.counts": torch.arange(5),
+        "model.flags": torch.tensor([True, False]),
+    }
+
+
+def shards() -> dict[str, Shard]:
+    return {name: Shard.whole(tensor) for name, tensor in tensors().items()}
+
+
+def checkpoints(directory: Path, **settings: Any) -> Checkpoints:
+    return Checkpoints(directory / "checkpoints", **({"keep_last": 2, "keep_best": True} | settings))
+
+
+def save(directory: Path, *steps: int, what: Mapping[str, Shard] | None = None) -> Checkpoints:
+    made = checkpoints(directory)
+    for step in steps:
+        made.save(WORLD, step, what or shards(), {"progress": {"step": step}}, "task: sft\n")
+    return made
+
+
+def test_tensor_files_are_safetensors_with_the_checksum_of_their_bytes(tmp_path: Path) -> None:
+    size, digest = write_tensors(tmp_path / "x.safetensors", tensors())
+    assert (size, digest) == checksum(tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
+
+
+def test_what_was_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+    found, refused = save(tmp_path, 10).latest()
+    assert found is not None and refused == []
+    assert found.state == {"progress": {"step": 10}}
+    with found.reader() as read:
+        for name, tensor in tensors().items():
+            assert torch.equal(read(name, Shard.whole(torch.empty_like(tensor))), tensor)
+    assert not any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_blocks_of_one_split_are_read_in_another(tmp_path: Path) -> None:
+    whole = torch.arange(30.0).reshape(10, 3)
+    directory = tmp_path / "step-00000001"
+    parts = []
+    for rank, (begin, end) in enumerate([(0, 4), (4, 8), (8, 10)]):
+        block = Shard(whole[begin:end], (10, 3), (begin, 0))
+        parts.append(module._write_part(directory / "parts", rank, {"w": block}))
+    module._finish(directory / "parts", directory / "done", parts, {}, "")
+    with Checkpoint.open(directory / "done").reader() as read:
+        for begin, end in [(0, 10), (0, 5), (5, 10), (3, 9), (7, 8)]:
+            wanted = Shard(torch.empty(end - begin, 3), (10, 3), (begin, 0))
+            assert torch.equal(read("w", wanted), whole[begin:end])
+
+
+def test_replicas_share_the_writing_and_leave_nothing_out(tmp_path: Path) -> None:
+    owned = []
+    for rank in range(3):
+        mine = {name: Shard.whole(tensor, rank, 3) for name, tensor in tensors().items()}
+        owned.append(module._own(mine))
+    assert sorted(name for names in owned for name in names) == sorted(tensors())
+    assert all(owned)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "recipe.yaml"])
+@pytest.mark.parametrize("place", [0, 0.5, 0.999])
+def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(tmp_path: Path, name: str, place: float) -> None:
+    made = save(tmp_path, 10, 20)
+    file = made.path(20) / name
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 1
+    file.write_bytes(content)
+    found, refused = made.latest()
+    assert found is not None and found.path == made.path(10)
+    assert len(refused) == 1 and str(file) in refused[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing file", "missing manifest", "empty manifest", "empty directory"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    made = save(tmp_path, 10, 20)
+    file, manifest = made.path(20) / "rank-00000.safetensors", made.path(20) / "manifest.json"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "missing file":
+        file.unlink()
+    elif damage == "missing manifest":
+        manifest.unlink()
+    elif damage == "empty manifest":
+        manifest.write_text("")
+    else:
+        for path in made.path(20).iterdir():
+            path.unlink()
+    found, refused = made.latest()
+    assert found is not None and found.path == made.path(10) and len(refused) == 1
+
+
+def test_a_checkpoint_cut_short_by_a_kill_is_not_seen_and_is_cleared_away(tmp_path: Path) -> None:
+    made = save(tmp_path, 10)
+    half = tmp_path / "checkpoints" / ".writing-step-00000020"
+    module._write_part(half, 0, shards())
+    assert made.steps() == [10]
+    save(tmp_path, 30)
+    assert not half.exists()
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoints_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = save(tmp_path, 10)
+
+    def full(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+        path.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(module, "write_tensors", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        made.save(WORLD, 20, shards(), {}, "")
+    assert made.steps() == [10]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    made = save(tmp_path, 10, 20, 30, 40)
+    made.prune(best=10)
+    assert made.steps() == [10, 30, 40]
+    checkpoints(tmp_path, keep_best=False, keep_last=1).prune(best=10)
+    assert made.steps() == [40]
+
+
+def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
+    found, _ = save(tmp_path, 10).latest()
+    assert found is not None
+    with found.reader() as read:
+        with pytest.raises(RequestError, match="model.other"):
+            read("model.other", Shard.whole(torch.empty(2)))
+        with pytest.raises(RequestError, match=r"model.weight has shape \[6, 4\].*\[6, 5\]"):
+            read("model.weight", Shard.whole(torch.empty(6, 5)))
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    made = save(tmp_path, 10)
+    (made.path(10) / "state.json").write_text("broken")
+    assert made.latest()[0] is None
+    save(tmp_path, 10)
+    found, _ = made.latest()
+    assert found is not None and json.loads((found.path / "state.json").read_text()) == {"progress": {"step": 10}}

@@ -1,0 +1,59 @@
+"""Which of several failures is the first one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from trainwright.launch.failure import error_file, first_failure
+
+
+def fail(logs: Path, rank: int, time: float, text: str, known: bool = False, exit_code: int = 4) -> None:
+    message = {
+        "message": text,
+        "extraInfo": {"py_callstack": f"Traceback: {text}", "timestamp": str(int(time))},
+    }
+    record = {"message": message, "time": time, "text": text, "known": known, "exit_code": exit_code}
+    error_file(logs, rank).write_text(json.dumps(record))
+
+
+def test_earliest_wins(tmp_path: Path) -> None:
+    fail(tmp_path, 0, 100.7, "ValueError: second")
+    fail(tmp_path, 1, 100.2, "ValueError: first")
+    failure = first_failure(tmp_path, 2, {0: 4, 1: 4}, False)
+    assert "rank 1 failed\nTraceback: ValueError: first" in failure.message
+
+
+def test_lost_connection_is_never_the_cause_where_there_is_another(tmp_path: Path) -> None:
+    fail(tmp_path, 0, 100.1, "RuntimeError: Connection closed by peer [127.0.0.1]:4242")
+    fail(tmp_path, 1, 100.2, "ValueError: cause")
+    assert "cause" in first_failure(tmp_path, 2, {0: 4, 1: 4}, False).message
+
+
+def test_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
+    fail(tmp_path, 0, 100.1, "RuntimeError: Connection reset by peer")
+    message = first_failure(tmp_path, 2, {0: 4, 1: -signal.SIGKILL}, out_of_memory=True).message
+    assert message.startswith("rank 1 was killed by the kernel because the machine ran out of memory")
+    assert "train.micro_batch_size" in message
+
+
+def test_rank_that_the_agent_took_down_is_not_the_cause(tmp_path: Path) -> None:
+    fail(tmp_path, 1, 100.1, "ValueError: cause")
+    assert "cause" in first_failure(tmp_path, 2, {0: -signal.SIGTERM, 1: 4}, False).message
+
+
+def test_only_lost_connections_are_told_as_they_are(tmp_path: Path) -> None:
+    fail(tmp_path, 0, 100.1, "RuntimeError: Connection reset by peer")
+    assert "Connection reset" in first_failure(tmp_path, 2, {0: 4, 1: None}, False).message
+
+
+def test_native_crash_points_to_the_log(tmp_path: Path) -> None:
+    message = first_failure(tmp_path, 1, {0: -signal.SIGSEGV}, False).message
+    assert "SIGSEGV" in message and "rank-0.log" in message
+
+
+def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:
+    fail(tmp_path, 0, 100.1, "no such GPU", known=True, exit_code=3)
+    failure = first_failure(tmp_path, 1, {0: 3}, False)
+    assert (failure.message, failure.exit_code) == ("no such GPU", 3)

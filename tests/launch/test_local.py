@@ -1,0 +1,172 @@
+"""Launches of real worker processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import all_gone, descendants, environment, started, wait_for
+
+ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
+
+
+def run(kind: str, logs: Path, processes: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ENTRIES, kind, str(processes), str(logs)],
+        cwd=logs.parent,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def ready(logs: Path, processes: int = 2) -> None:
+    wait_for(lambda: all((logs / f"ready-{rank}").exists() for rank in range(processes)))
+
+
+def test_workers_finish_and_each_rank_has_its_log(tmp_path: Path) -> None:
+    result = run("finish", tmp_path / "logs", processes=3)
+    assert result.returncode == 0, result.stderr
+    for rank in range(3):
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert f"library noise of rank {rank}, 1 threads" in log
+        assert f"native noise of rank {rank}" in log
+        assert "sum 6.0" in log
+    shown = result.stdout.splitlines()
+    assert [line for line in shown if "noise" in line] == []
+    assert len([line for line in shown if "on the console: rank 0" in line]) == 1
+    assert result.stderr == ""
+
+
+def test_launch_itself_takes_a_moment_and_forks_a_parent_without_threads(tmp_path: Path) -> None:
+    result = run("finish", tmp_path / "logs")
+    found = re.search(r"launched in ([\d.]+) s from (\d+) threads", result.stdout)
+    assert found, result.stdout + result.stderr
+    assert float(found[1]) < 3
+    assert int(found[2]) == 1
+
+
+def test_first_traceback_is_shown_once_with_its_rank(tmp_path: Path) -> None:
+    result = run("raise", tmp_path / "logs")
+    assert result.returncode == 4
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.startswith("error: rank 1 failed\n")
+    assert "ValueError: boom in rank 1" in result.stderr
+    assert str(tmp_path / "logs" / "rank-1.log") in result.stderr
+    assert "Connection" not in result.stderr
+
+
+def test_worker_that_sleeps_is_taken_down_when_another_fails(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    result = run("raise-sleeping", tmp_path / "logs")
+    assert result.returncode == 4
+    assert "boom while the others sleep" in result.stderr
+    assert time.monotonic() - begun < 25  # the agent's own patience is 30 s
+
+
+def test_known_error_is_a_message_without_traceback(tmp_path: Path) -> None:
+    result = run("raise-known", tmp_path / "logs")
+    assert result.returncode == 4
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: the loss is not finite at step 3\n")
+    assert "rank 1" in result.stderr
+
+
+def test_refused_request_keeps_its_exit_code_and_only_its_message(tmp_path: Path) -> None:
+    result = run("raise-everywhere", tmp_path / "logs")
+    assert result.returncode == 2
+    assert result.stderr == "error: data.train: refused by every rank\n"
+
+
+@pytest.mark.parametrize("round", range(2))
+def test_killed_worker_is_explained_and_not_its_peers(tmp_path: Path, round: int) -> None:
+    result = run("die", tmp_path / "logs")
+    assert result.returncode == 4
+    assert result.stderr.startswith("error: rank 1 was killed"), result.stderr
+    assert "memory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_silent_exit_is_explained(tmp_path: Path) -> None:
+    result = run("exit", tmp_path / "logs")
+    assert result.returncode == 4
+    assert result.stderr.startswith("error: rank 1 exited with code 9"), result.stderr
+
+
+def test_two_launches_at_once_use_different_ports(tmp_path: Path) -> None:
+    outputs = [tmp_path / f"out-{i}" for i in range(2)]
+    logs = [tmp_path / f"logs-{i}" for i in range(2)]
+    with (
+        started(ENTRIES, "train", "2", str(logs[0]), cwd=tmp_path, output=outputs[0]) as one,
+        started(ENTRIES, "train", "2", str(logs[1]), cwd=tmp_path, output=outputs[1]) as two,
+    ):
+        for directory in logs:
+            ready(directory)
+        for process in (one, two):
+            process.send_signal(signal.SIGTERM)
+        assert [one.wait(30), two.wait(30)] == [75, 75]
+    ports = {re.search(r"port (\d+)", output.read_text())[1] for output in outputs}  # type: ignore[index]
+    assert len(ports) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of sockets")
+def test_nothing_listens_outside_loopback(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path) as process:
+        ready(logs)
+        import psutil
+
+        family = [psutil.Process(process.pid), *descendants(process.pid)]
+        addresses = {c.laddr.ip for p in family for c in p.net_connections() if c.status == "LISTEN"}
+        assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("to_group", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_signal_lets_workers_write_a_checkpoint(
+    tmp_path: Path, number: signal.Signals, to_group: bool
+) -> None:
+    logs = tmp_path / "logs"
+    with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path, CHECKPOINT_SECONDS="1") as process:
+        ready(logs)
+        if to_group:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(30) == 75
+    assert all((logs / f"checkpoint-{rank}").exists() for rank in range(2))
+
+
+def test_second_interrupt_kills(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path, CHECKPOINT_SECONDS="600") as process:
+        ready(logs)
+        workers = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)  # the same request, sent on by a wrapper
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 75
+        assert all_gone(workers)
+    assert not (logs / "checkpoint-0").exists()
+
+
+@pytest.mark.parametrize("kind", ["sleep", "train"])
+def test_workers_die_with_a_killed_parent(tmp_path: Path, kind: str) -> None:
+    logs = tmp_path / "logs"
+    with started(ENTRIES, kind, "2", str(logs), cwd=tmp_path) as process:
+        ready(logs)
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        process.kill()
+        assert all_gone(workers)

@@ -1,0 +1,77 @@
+"""The preparation child: its errors surface in the parent, its threads and its life do not outlast it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import all_gone, descendants, environment, started, wait_for
+from trainwright.launch.process import limit_threads, threads_allowed
+
+ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
+
+
+def run(kind: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ENTRIES, f"prepare-{kind}", "1", str(tmp_path / "logs")]
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+    )
+
+
+def test_output_goes_to_the_log(tmp_path: Path) -> None:
+    result = run("well", tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert "noise of preparation" in (tmp_path / "logs" / "prepare.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("refuse", "RequestError: data.train: the file has no rows"),
+        ("break", "TrainingError: preparation failed: KeyError: 'unexpected'"),
+        ("die", "TrainingError: preparation ended with exit code -9"),
+    ],
+)
+def test_error_is_raised_again_in_the_parent(tmp_path: Path, kind: str, error: str) -> None:
+    assert error in run(kind, tmp_path).stderr
+
+
+def test_stop_ends_the_preparation(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with started(
+        ENTRIES, "prepare-sleep", "1", str(tmp_path / "logs"), cwd=tmp_path, output=output
+    ) as process:
+        wait_for((tmp_path / "preparing").exists)
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+        assert all_gone(children)
+    assert "Stopped: stopped before the first step" in output.read_text()
+
+
+def test_preparation_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    with started(ENTRIES, "prepare-sleep", "1", str(tmp_path / "logs"), cwd=tmp_path) as process:
+        wait_for((tmp_path / "preparing").exists)
+        children = descendants(process.pid)
+        assert children
+        process.kill()
+        assert all_gone(children)
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "processes", "threads"),
+    [(None, 8, 2, 4), (None, 2, 3, 1), ("3", 8, 2, 3), ("6,2", 8, 2, 6)],
+)
+def test_cores_are_shared_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, cores: int, processes: int, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert limit_threads(cores, processes) == threads == threads_allowed()

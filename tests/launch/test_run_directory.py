@@ -1,0 +1,80 @@
+"""Run directories: new ones never over old ones, and the one that --resume means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainwright.errors import RequestError
+from trainwright.launch import run_directory
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def a_run(name: str) -> Path:
+    run = Path("runs") / name
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("task: sft\n")
+    return run
+
+
+def test_auto_names_after_the_recipe_and_never_reuses_a_name() -> None:
+    runs = [run_directory.create("auto", "tiny") for _ in range(3)]
+    assert len(set(runs)) == 3
+    assert all(re.fullmatch(r"tiny-\d{8}-\d{6}(-\d+)?", run.name) and run.is_dir() for run in runs)
+
+
+def test_existing_directory_is_refused() -> None:
+    assert run_directory.create("mine", "tiny") == Path("mine")
+    with pytest.raises(RequestError, match="mine exists; continue that run with --resume mine"):
+        run_directory.create("mine", "tiny")
+
+
+def test_resume_without_a_run_finds_the_newest_of_the_recipe() -> None:
+    a_run("tiny-20260101-120000")
+    newest = a_run("tiny-20260301-120000")
+    a_run("tiny-big-20260401-120000")
+    (Path("runs") / "tiny-20260501-120000").mkdir()  # no recipe in it
+    assert run_directory.find("", "auto", "tiny") == newest
+
+
+def test_resume_of_a_named_run() -> None:
+    run = a_run("named")
+    assert run_directory.find(str(run), "auto", "tiny") == run
+    assert run_directory.find("", str(run), "tiny") == run
+
+
+@pytest.mark.parametrize("wanted", ["", "nowhere"])
+def test_resume_of_nothing_is_refused(wanted: str) -> None:
+    with pytest.raises(RequestError, match="--resume"):
+        run_directory.find(wanted, "auto", "tiny")
+
+
+def test_failed_preparation_leaves_no_new_directory() -> None:
+    run = run_directory.create("mine", "tiny")
+    with pytest.raises(RequestError), run_directory.undone_on_error(run, created=True):
+        run_directory.record(run, "task: sft\n", [])
+        raise RequestError("refused")
+    assert not run.exists()
+
+
+def test_failed_preparation_leaves_a_resumed_run_as_it_was() -> None:
+    run = a_run("old")
+    with pytest.raises(RequestError), run_directory.undone_on_error(run, created=False):
+        run_directory.record(run, "task: other\n", [])
+        raise RequestError("refused")
+    assert (run / "recipe.yaml").read_text() == "task: sft\n"
+
+
+def test_a_run_is_trained_by_one_launch_at_a_time() -> None:
+    run = a_run("busy")
+    refused = pytest.raises(RequestError, match="being trained by another")
+    with run_directory.only_launch(run), refused, run_directory.only_launch(run):
+        pass
+    with run_directory.only_launch(run):
+        pass

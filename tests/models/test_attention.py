@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainwright.models.attention import document_attention
+
+LENGTHS = [1, 7, 33, 2, 50]
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """All documents at once with a dense mask, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(sum(LENGTHS))
+    allowed = (document[:, None] == document) & (place[:, None] >= place)
+    if window is not None:
+        allowed &= place[:, None] - place < window
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return (scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    shapes = [(1, total, n, 16) for n in (heads, kv_heads, kv_heads)]
+    made = [torch.randn(s, generator=generator).transpose(1, 2).to(dtype) for s in shapes]
+    return [x.requires_grad_() for x in made]
+
+
+def boundaries() -> torch.Tensor:
+    return torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).int()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_each_document_sees_itself_alone(window: int | None, softcap: float | None, kv_heads: int) -> None:
+    q, k, v = inputs(torch.float32, kv_heads=kv_heads)
+    output, _ = document_attention(
+        nn.Identity(), q, k, v, None,
+        cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS), sliding_window=window, softcap=softcap,
+    )  # fmt: skip
+    expected = plain(q, k, v, window, softcap)
+    torch.testing.assert_close(output, expected.float(), rtol=1e-5, atol=1e-5)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((output * weight).sum(), [q, k, v])
+    want = torch.autograd.grad((expected * weight.double()).sum(), [q, k, v])
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_is_as_good_as_its_rounding() -> None:
+    q, k, v = inputs(torch.bfloat16)
+    output, _ = document_attention(
+        nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS)
+    )
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), plain(q, k, v, None, None), rtol=1e-2, atol=1e-2)
+
+
+def test_attention_sinks_take_their_part_of_the_weight() -> None:
+    q, k, v = inputs(torch.float32)
+    sinks = torch.full((6,), -1e9)
+    arguments = {"cu_seq_lens_q": boundaries(), "max_length_q": max(LENGTHS)}
+    without, _ = document_attention(nn.Identity(), q, k, v, None, **arguments)
+    negligible, _ = document_attention(nn.Identity(), q, k, v, None, s_aux=sinks, **arguments)
+    torch.testing.assert_close(negligible, without, rtol=1e-5, atol=1e-5)
+    overwhelming, _ = document_attention(nn.Identity(), q, k, v, None, s_aux=-sinks, **arguments)
+    assert overwhelming.abs().max() == 0
+
+
+def test_the_operator_is_right_by_torchs_own_checks() -> None:
+    q, k, v = inputs(torch.float32)
+    torch.library.opcheck(
+        torch.ops.trainwright.document_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS))
+    )
+
+
+def test_dropout_drops_and_keeps_the_scale() -> None:
+    q, k, v = inputs(torch.float32)
+    v = torch.ones_like(v)
+    torch.manual_seed(0)
+    output, _ = document_attention(
+        nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS), dropout=0.5
+    )
+    assert output.std() > 0.05
+    assert abs(output.mean().item() - 1) < 0.1
+    assert F.mse_loss(output, torch.ones_like(output)) > 0

@@ -1,0 +1,149 @@
+"""Packed, padded and one by one: the same model, the same losses, for every architecture that packs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainwright.data.batch import collate
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.stream import Stream
+from trainwright.errors import RequestError
+from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WINDOW = {"head_dim": 16, "sliding_window": 8}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": WINDOW | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "gemma3_text": WINDOW,
+    "phi3": {},
+    "mistral": {"sliding_window": 8},
+    "mixtral": {},
+    "cohere": {"logit_scale": 0.1},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_oss": WINDOW | {"num_local_experts": 4},
+    "smollm3": {},
+    "gpt_neox": {},
+    "olmo2": {},
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    settings = SIZES | ARCHITECTURES.get(name, {})
+    kind = settings.pop("model_type", name)
+    if kind == "gpt2":
+        settings = {k: v for k, v in settings.items() if k not in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3)  # far from uniform predictions
+    return model
+
+
+def examples() -> TokenDataset:
+    generator = np.random.default_rng(0)
+    pairs = [
+        (generator.integers(3, 250, n).tolist(), (generator.random(n) < 0.7).tolist())
+        for n in generator.integers(3, 40, 12)
+    ]
+    return TokenDataset.from_examples(pairs, "examples")
+
+
+def loss_and_gradients(model: PreTrainedModel, *, pack: int | None, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
+    data = examples()
+    lm = CausalLM(model, packed=pack is not None).train()
+    batch = Stream(data, global_batch_size=12, seed=0, rows=rows, pack_length=pack).global_batch(0)
+    lm.zero_grad()
+    losses = [lm(collate(data, micro, packed=pack is not None, pad_token_id=0)) for micro in batch.micro_batches]
+    total = torch.stack(losses).sum() / batch.weight
+    total.backward()
+    return total.item(), {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_and_padded_batches_have_the_same_loss_and_gradients(name: str) -> None:
+    model = build(name)
+    padded_loss, padded = loss_and_gradients(model, pack=None, rows=3)
+    packed_loss, packed = loss_and_gradients(model, pack=64, rows=2)
+    assert packed_loss == pytest.approx(padded_loss, rel=1e-5)
+    scale = max(grad.norm().item() for grad in padded.values())
+    for key, grad in padded.items():
+        assert (packed[key] - grad).norm().item() <= 1e-5 * scale, key
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2"])
+def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
+    model = build(name).eval()
+    data = examples()
+    micro = Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=256).global_batch(0).micro_batches[0]
+    batch = collate(data, micro, packed=True, pad_token_id=0)
+    head = model.get_output_embeddings()
+    alone = []
+    with torch.no_grad():
+        for example in micro.examples:
+            ids = torch.tensor(data.example(example)[0][None], dtype=torch.int64)
+            alone.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+        packed = CausalLM(model, packed=True)._hidden(batch)[0]
+    torch.testing.assert_close(head(packed), head(torch.cat(alone)), rtol=1e-5, atol=1e-5)
+
+
+def probe() -> Any:
+    data = examples()
+    micro = Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
+    return collate(data, micro, packed=True, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_check_passes_models_that_are_right(name: str, packed: bool) -> None:
+    check_model(CausalLM(build(name), packed=packed), probe())
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "stablelm"])
+def test_the_check_refuses_architectures_that_mix_documents(name: str) -> None:
+    settings = {"n_layer": 2, "n_head": 4} if name == "bloom" else {}
+    ARCHITECTURES.setdefault(name, settings)
+    try:
+        model = build(name)
+    finally:
+        ARCHITECTURES.pop(name)
+    with pytest.raises(RequestError, match="data.pack_length"):
+        check_model(CausalLM(model, packed=True), probe())
+
+
+def test_the_check_refuses_a_head_it_does_not_know() -> None:
+    model = CausalLM(build("llama"), packed=False)
+    model._head["logit_scale"] = 0.5
+    with pytest.raises(RequestError, match="logits"):
+        check_model(model, probe())
+
+
+def test_blocks_are_found_by_themselves() -> None:
+    names = {name: type(find_blocks(build(name))[0]).__name__ for name in ("llama", "phi3", "gpt2")}
+    assert names == {"llama": "LlamaDecoderLayer", "phi3": "Phi3DecoderLayer", "gpt2": "GPT2Block"}
+    assert all(len(find_blocks(build(name))) == 2 for name in names)
+
+
+def test_generation_uses_the_librarys_attention_and_gives_it_back() -> None:
+    lm = CausalLM(build("llama"), packed=True).train()
+    prompt = torch.tensor([[5, 6, 7]])
+    with lm.for_generation() as model:
+        text = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        fresh = build("llama").eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+    assert text.tolist() == fresh.tolist()
+    assert lm.training and lm.config._attn_implementation == "trainwright_documents"

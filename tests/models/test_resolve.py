@@ -1,0 +1,131 @@
+"""Resolving a model section: local paths, the hub's cache, and clear refusals without a network."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from trainwright.errors import RequestError
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.resolve import resolve
+from trainwright.recipe.schema import ModelSection
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is looked up outside, even where there is a network."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def saved(directory: Path, shards: str | None = None) -> Path:
+    model = AutoModelForCausalLM.from_config(load_config(ModelSection(config=CONFIG, tokenizer="bytes")))
+    model.save_pretrained(directory, **({"max_shard_size": shards} if shards else {}))
+    bytes_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def refusal(section: ModelSection) -> str:
+    with pytest.raises(RequestError) as caught:
+        resolve(section)
+    return str(caught.value)
+
+
+def test_fresh_and_local(tmp_path: Path) -> None:
+    source = resolve(ModelSection(config=CONFIG, tokenizer="bytes"))
+    assert (source.directory, source.config) == (None, CONFIG)
+    assert source.origin == "fresh llama, initialised from the seed"
+    source = resolve(ModelSection(name=str(saved(tmp_path / "m"))))
+    assert (source.directory, source.config) == (tmp_path / "m", None)
+    assert source.origin == f"local directory {tmp_path / 'm'}"
+
+
+def test_misspelt_paths_name_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "small.gguf").touch()
+    near = f"does not exist; did you mean {tmp_path / 'my-model'}?"
+    assert near in refusal(ModelSection(name=str(tmp_path / "my-modell")))
+    assert near in refusal(ModelSection(name=str(tmp_path / "my_model" / "small.gguf")))
+    message = refusal(ModelSection(name=str(tmp_path / "my-model"), gguf_file="smal.gguf"))
+    assert message.startswith("model.gguf_file: ") and "did you mean" in message
+
+
+def test_incomplete_directories_are_named(tmp_path: Path) -> None:
+    section = ModelSection(name=str(tmp_path / "m"))
+    (tmp_path / "m").mkdir()
+    assert "has no config.json: the directory is empty" in refusal(section)
+    (tmp_path / "m" / "adapter_config.json").touch()
+    assert "it holds an adapter, not a model" in refusal(section)
+    saved(tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, message in (
+        (whole[:-1], "model.safetensors is truncated"),
+        (whole[:100], "is damaged or not safetensors"),
+        (b"", "is damaged or not safetensors"),
+    ):
+        weights.write_bytes(content)
+        assert message in refusal(section)
+    weights.unlink()
+    assert "has no model.safetensors: there is adapter_config.json" in refusal(section)
+    (tmp_path / "m" / "a.gguf").touch()
+    assert "set model.gguf_file to one of a.gguf" in refusal(section)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    section = ModelSection(name=str(saved(tmp_path / "m", shards="20KB")))
+    assert load_model(section).num_parameters() > 0
+    shard = sorted((tmp_path / "m").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"not complete: its index names {shard.name}" in refusal(section)
+
+
+def test_id_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    saved(repository / "snapshots" / REVISION)
+    section = ModelSection(name="someone/small")
+    source = resolve(section)
+    assert source.origin == f"someone/small from the Hugging Face cache, revision {REVISION[:12]}"
+    assert load_model(section).config.vocab_size == len(load_tokenizer(section)) == 259
+    (repository / "snapshots" / REVISION / "model.safetensors").unlink()
+    assert "not whole in the Hugging Face cache" in refusal(section)
+    assert len(load_tokenizer(ModelSection(config=CONFIG, tokenizer="someone/small"))) == 259
+
+
+def test_unknown_id_fails_at_once_with_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    began = time.perf_counter()
+    message = refusal(ModelSection(name="HuggingFaceTB/SmolLM2-135M-Instuct"))
+    assert time.perf_counter() - began < 5
+    assert message.startswith(
+        "model.name: HuggingFaceTB/SmolLM2-135M-Instuct was not found: no such local path"
+    )
+    assert "did you mean HuggingFaceTB/SmolLM2-135M-Instruct?" in message
+    assert "give a local directory" in message
+    with pytest.raises(RequestError, match=r"model\.tokenizer: some/tokenizer was not found"):
+        load_tokenizer(ModelSection(config=CONFIG, tokenizer="some/tokenizer"))
+
+
+def test_moved_directory_is_as_good(tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert load_model(ModelSection(name=str(tmp_path / "b"))).num_parameters() > 0

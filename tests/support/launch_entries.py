@@ -1,0 +1,106 @@
+"""Launches workers that do what a test names, without an engine: launch_entries.py KIND PROCESSES LOGS."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+
+from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError
+from trainwright.launch.process import console, preload_libraries, run_in_child, stop_requested
+from trainwright.launch.stop import Stopping
+
+
+def entry(kind: str, logs: Path) -> int:
+    """The body of one worker."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print(f"library noise of rank {rank}, {torch.get_num_threads()} threads")
+    os.system(f"echo native noise of rank {rank}")
+    if (stream := console()) is not None:
+        print(f"on the console: rank {rank} port {os.environ['MASTER_PORT']}", file=stream, flush=True)
+    dist.barrier()
+    (logs / f"ready-{rank}").touch()
+    if kind == "finish":
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        print(f"sum {total.item()}")
+    if kind == "raise" and rank == 1:
+        raise ValueError("boom in rank 1")
+    if kind == "raise-known" and rank == 1:
+        raise TrainingError("the loss is not finite at step 3")
+    if kind == "raise-everywhere":
+        raise RequestError("data.train: refused by every rank")
+    if kind == "raise-sleeping" and rank == 1:
+        raise ValueError("boom while the others sleep")
+    if kind == "die" and rank == 1:
+        os.kill(os.getpid(), 9)
+    if kind == "exit" and rank == 1:
+        os._exit(9)
+    if kind in ("raise", "raise-known", "die", "exit"):
+        dist.all_reduce(torch.ones(1))
+    if kind in ("sleep", "raise-sleeping"):
+        time.sleep(600)
+    if kind == "train":
+        return train(rank, logs)
+    dist.destroy_process_group()
+    return 0
+
+
+def train(rank: int, logs: Path) -> int:
+    """Steps until a stop that all ranks agree on, then a "checkpoint"."""
+    import torch
+    import torch.distributed as dist
+
+    while True:
+        time.sleep(0.05)
+        stop = torch.tensor([float(stop_requested())])
+        dist.all_reduce(stop)
+        if stop.item():
+            time.sleep(float(os.environ.get("CHECKPOINT_SECONDS", "0.2")))
+            (logs / f"checkpoint-{rank}").touch()
+            dist.destroy_process_group()
+            return EXIT_STOPPED
+
+
+def prepare(kind: str) -> None:
+    """The body of a preparation child."""
+    print("noise of preparation")
+    if kind == "refuse":
+        raise RequestError("data.train: the file has no rows")
+    if kind == "break":
+        raise KeyError("unexpected")
+    if kind == "die":
+        os.kill(os.getpid(), 9)
+    if kind == "sleep":
+        Path("preparing").touch()
+        time.sleep(600)
+
+
+def main() -> int:
+    kind, processes, logs = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    logs.mkdir(parents=True, exist_ok=True)
+    with Stopping() as stopping:
+        if kind == "finish":  # the others save the seconds that importing transformers takes
+            preload_libraries()
+        if kind.startswith("prepare-"):
+            run_in_child(
+                functools.partial(prepare, kind.removeprefix("prepare-")), logs / "prepare.log", stopping
+            )
+            return 0
+        from trainwright.launch.local import launch
+
+        before = len(os.listdir("/proc/self/task"))
+        begun = time.perf_counter()
+        code = launch(functools.partial(entry, kind, logs), processes=processes, logs=logs, stopping=stopping)
+        print(f"launched in {time.perf_counter() - begun:.3f} s from {before} threads")
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
