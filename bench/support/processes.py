@@ -28,6 +28,7 @@ class Usage:
     wall_seconds: float
     user_seconds: float
     system_seconds: float
+    others_seconds: float  # CPU time of everything else on the machine meanwhile: near 0 when it was quiet
     peak_memory: int  # all processes of the tree together
     peak_memory_largest: int  # the largest single process
 
@@ -41,7 +42,7 @@ def run_measured(command: Sequence[str], *, env: Mapping[str, str], log: Path) -
 
     ``env`` is laid over the present environment. The process and its children end with this one.
     """
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), busy_seconds()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -65,6 +66,7 @@ def run_measured(command: Sequence[str], *, env: Mapping[str, str], log: Path) -
         wall_seconds=time.perf_counter() - begin,
         user_seconds=usage.ru_utime,
         system_seconds=usage.ru_stime,
+        others_seconds=max(0.0, busy_seconds() - busy - usage.ru_utime - usage.ru_stime),
         peak_memory=memory.total,
         peak_memory_largest=memory.largest,
     )
@@ -87,6 +89,13 @@ class _MemoryWatch(threading.Thread):
     def stop(self) -> None:
         self._ended.set()
         self.join()
+
+
+def busy_seconds() -> float:
+    """CPU time that all cores of the machine have spent on anything since it started."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    ticks = dict(zip(names, map(int, Path("/proc/stat").read_text().split()[1:9]), strict=True))
+    return sum(ticks[name] for name in names if name not in ("idle", "iowait")) / os.sysconf("SC_CLK_TCK")
 
 
 def process_tree(root: int) -> list[int]:

@@ -38,7 +38,8 @@ class Run:
         return (
             f"{self.steady_tokens_per_second(warm_up):.1f} tokens/s, {usage.peak_memory / 1e9:.2f} GB, "
             f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}, {usage.wall_seconds:.0f} s "
-            f"({usage.user_seconds:.0f} user, {usage.system_seconds:.0f} system)"
+            f"({usage.user_seconds:.0f} user, {usage.system_seconds:.0f} system; "
+            f"others on the machine {usage.others_seconds:.0f})"
         )
 
     def as_json(self, warm_up: int) -> dict[str, Any]:

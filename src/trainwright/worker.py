@@ -1,6 +1,6 @@
 """What a process of a run executes, with the run's observers; and a front for launchers that are not ours.
 
-    torchrun --nproc-per-node 4 -m trainwright.worker --run runs/my-run [--resume]
+    torchrun --nproc-per-node 4 -m trainwright.worker runs/my-run [--resume]
 
 The directory must hold a resolved `recipe.yaml`; the launcher gives RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def prepare(run: Path) -> None:
     """Do once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
-    from trainwright.models.gguf import cache_root
+    from trainwright.machine.cache import cache_root
     from trainwright.recipe.loading import load_recipe
     from trainwright.tasks.registry import prepare_task
 
@@ -41,7 +41,7 @@ def prepare(run: Path) -> None:
 def work(run: Path, resume: bool) -> int:
     """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED."""
     from trainwright.launch.worker import run_worker
-    from trainwright.models.gguf import cache_root
+    from trainwright.machine.cache import cache_root
 
     return run_worker(
         run,
@@ -58,7 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m trainwright.worker", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's directory")
+    # Not an option --run: torchrun would take that for an abbreviation of its own --run-path.
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint")
     arguments = parser.parse_args()
     if not (arguments.run / RECIPE).is_file():

@@ -32,6 +32,7 @@ def test_value_and_gradients_are_those_of_the_plain_computation(
     chunk_bytes: int, softcap: float | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", chunk_bytes // 3)
     hidden, weight, offset, targets = leaves(bias=bias)
     inputs = [x for x in (hidden, weight, offset) if x is not None]
     total = linear_cross_entropy(hidden, weight, offset, targets, softcap=softcap, logit_scale=0.7)

@@ -1,19 +1,19 @@
 """The six layouts of a row, and how each becomes a conversation or a text.
 
     messages            {"messages": [{"role", "content"}, …]}
-    conversations       {"conversations": [{"from": "human" | "gpt" | "system" | …, "value"}, …]}     (ShareGPT)
+    conversations       {"conversations": [{"from": "human" | "gpt" | …, "value"}, …]}     (ShareGPT)
     prompt_completion   {"prompt", "completion"}, each a text, or each a list of messages
-    instruction         {"instruction", "input" (may be left out), "output"}                           (Alpaca)
+    instruction         {"instruction", "input" (may be left out), "output"}                (Alpaca)
     question_answer     {"question", "answer"}
     text                {"text"}
 
-Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant turns
-are what is trained on, except those inside the ``prompt`` of a prompt and completion.
+Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant
+turns are what is trained on, except those inside the ``prompt`` of a prompt and completion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from trainwright.data.row_files import Row, kind_of
@@ -52,7 +52,9 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = ()) -> str
         if filled and set(fields) <= set(columns):
             return name
     layouts = "; ".join(f"{name}: {' and '.join(fields)}" for name, fields in REQUIRED.items())
-    raise RequestError(f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({layouts})")
+    raise RequestError(
+        f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({layouts})"
+    )
 
 
 def check_format(columns: Sequence[str], layout: str) -> None:
@@ -60,7 +62,8 @@ def check_format(columns: Sequence[str], layout: str) -> None:
     missing = [field for field in REQUIRED[layout] if field not in columns]
     if missing:
         raise RequestError(
-            f"data.format {layout} needs the field {' and '.join(missing)}; the rows have {', '.join(columns)}"
+            f"data.format {layout} needs the field {' and '.join(missing)}; "
+            f"the rows have {', '.join(columns)}"
         )
 
 
@@ -151,9 +154,11 @@ def _turn(item: Any, place: str) -> Message:
         raise RequestError(f"{place} has the role {said!r}; known are {', '.join(_ROLES)}")
     for extra in ("tool_calls", "reasoning_content", "thinking"):
         if item.get(extra):
-            raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
+            raise RequestError(
+                f"{place} has {extra}, which cannot be trained on yet; write it into the content"
+            )
     text = _content(content, place)
-    if not text.strip() and role != "system":  # an empty system turn is how some models' default is switched off
+    if not text.strip() and role != "system":  # an empty system turn switches some models' default off
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
     return {"role": role, "content": text}
 
@@ -161,9 +166,11 @@ def _turn(item: Any, place: str) -> Message:
 def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
     if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
         raise RequestError(f"{place} has content that is no text (an image?); only text can be trained on")
     raise RequestError(f"{place} has content that should be text and is {kind_of(content)}")
 
@@ -182,6 +189,5 @@ def _check_order(messages: list[Message]) -> None:
         before = role
 
 
-def _names(row: Iterable[str]) -> str:
-    filled = [str(name) for name in row] if not isinstance(row, dict) else [k for k, v in row.items() if v is not None]
-    return ", ".join(filled) or "no fields"
+def _names(row: Row) -> str:
+    return ", ".join(name for name, value in row.items() if value is not None) or "no fields"

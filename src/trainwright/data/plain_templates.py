@@ -21,8 +21,8 @@ _PLAIN = (
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
-# Some templates write the date of the day. The same data must give the same tokens tomorrow, so one day is fixed:
-# the one Llama 3.1's template falls back to.
+# Some templates write the date of the day. The same data must give the same tokens tomorrow, so one day is
+# fixed: the one Llama 3.1's template falls back to.
 _DATE = (
     "{%- macro strftime_now(format) -%}"
     "{{ {'%d %b %Y': '26 Jul 2024', '%B %d, %Y': 'July 26, 2024', '%d %B %Y': '26 July 2024'}"
@@ -52,5 +52,7 @@ def fixed_date(template: str, notes: list[str]) -> str:
     """The template, with the day it writes, if it writes one, fixed; ``notes`` gets a line about it."""
     if "strftime_now" not in template:
         return template
-    notes.append("the chat template writes the day's date; 26 July 2024 is written, so that the data stay the same")
+    notes.append(
+        "the chat template writes the day's date: 26 July 2024 is used, so that the data stay the same"
+    )
     return _DATE + template

@@ -1,11 +1,12 @@
 """Tokenise once, before any process group exists, into a fingerprinted directory that every worker maps.
 
-    <cache>/datasets/<fingerprint>/{train/, validation/, about.json}    fingerprint: everything the tokens depend on
-    <cache>/datasets/keys/<key>.json                                    key: what can be told without reading a row
+    <cache>/datasets/<fingerprint>/{train/, validation/, about.json}
+    <cache>/datasets/keys/<key>.json
 
-The fingerprint is of the rows' content; the key is of paths, sizes and times. A second run finds its directory by
-the key alone, without opening the source or importing ``datasets``. A dataset of the Hub counts by its name: what
-was downloaded first is what stays in use.
+The fingerprint is of all that the tokens depend on, the rows' content among it; the key has their paths,
+sizes and times in its place. A second run finds its directory by the key alone, without opening the source or
+importing ``datasets``. A dataset of the Hub counts by its name: what was downloaded first is what stays in
+use.
 """
 
 from __future__ import annotations
@@ -44,26 +45,21 @@ class Prepared:
     directory: Path = Path()  # holds train/ and, where there is one, validation/
 
 
-def cache_root() -> Path:
-    """Where what can be made again is kept: ``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``."""
-    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright").expanduser()
-
-
 def prepare(
     data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
     seed: int,
-    cache: Path | None = None,
+    cache: Path,
     model_max_length: int | None = None,
 ) -> Prepared:
     """Read, tokenise, split and save the data of a recipe, or map what an earlier run has saved.
 
-    Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that want the same
-    wait for it. ``tokenizer`` is given a chat template if it has none and the rows are conversations.
+    Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that want the
+    same wait for it. ``tokenizer`` is given a chat template if it has none and the rows are conversations.
 
     Args:
-        cache: default ``cache_root()``.
+        cache: the directory for all that can be made again.
         model_max_length: the positions the model has, if they are limited.
 
     Raises:
@@ -77,7 +73,7 @@ def prepare(
         )
     from trainwright.data.plain_templates import install_template
 
-    root = (cache or cache_root()) / "datasets"
+    root = cache / "datasets"
     identity = _tokenizer_identity(tokenizer)
     key = root / "keys" / f"{_digest(_cheap_key(data, seed, identity))}.json"
     with _writable(root):
@@ -97,16 +93,22 @@ def prepare(
 
 def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
     try:
-        return _open(root / json.loads(key.read_text())["fingerprint"], "reused")
-    except (OSError, ValueError, KeyError):  # none yet, or not whole: make it again
+        fingerprint = json.loads(key.read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError):  # none yet
         return None
+    return _open(root / fingerprint, "reused")
 
 
-def _open(directory: Path, how: str) -> tuple[Prepared, str]:
-    about = json.loads((directory / "about.json").read_text())
-    validation = TokenDataset.open(directory / "validation") if about["validation"] else None
-    summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
-    return Prepared(TokenDataset.open(directory / "train"), validation, summary, directory), about["format"]
+def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
+    """The datasets of ``directory`` and the layout of their rows; None if it is not there or not whole."""
+    try:
+        about = json.loads((directory / "about.json").read_text())
+        train = TokenDataset.open(directory / "train")
+        validation = TokenDataset.open(directory / "validation") if about["validation"] else None
+        summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
+        return Prepared(train, validation, summary, directory), about["format"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _build(
@@ -117,12 +119,16 @@ def _build(
 
     separate = data.validation if isinstance(data.validation, str) else None
     content = [_content(source) for source in (data.train, *([separate] if separate else []))]
-    settings = {**_settings(data, seed), "content": content, "tokenizer": identity}
+    # The names are only for the summary that is kept with the tokens; it must not speak of another file.
+    names = [data.train, separate]
+    settings = {**_settings(data, seed), "content": content, "names": names, "tokenizer": identity}
     fingerprint = _digest(settings)[:32]
     directory = root / fingerprint
-    if not (directory / "about.json").is_file():
+    opened = _open(directory, "reused")
+    if opened is None:
         rows = tokenize_source(data.train, tokenizer, data, key="data.train", limit=data.limit)
         lines = rows.summary("train")
+        validation: TokenDataset | None
         if separate is not None:
             held = tokenize_source(separate, tokenizer, data, key="data.validation", limit=None)
             lines += held.summary("validation")
@@ -130,12 +136,15 @@ def _build(
             if both := len(set(rows.hashes) & set(held.hashes)):
                 lines.append(f"validation: {both:,} of its examples are also trained on")
         else:
+            assert not isinstance(data.validation, str)
             kept, aside = split(rows.hashes, data.validation, seed)
             train, validation = rows.dataset(kept), rows.dataset(aside) if aside else None
         lines.append(_split_line(train, validation, separate, seed))
         _save(directory, train, validation, {"summary": lines, "format": rows.format})
+        opened = _open(directory, "made now")
+        assert opened is not None
     _write_atomically(key, json.dumps({"fingerprint": fingerprint}))
-    return _open(directory, "made now")
+    return opened
 
 
 def _split_line(train: TokenDataset, validation: TokenDataset | None, separate: str | None, seed: int) -> str:
@@ -146,7 +155,9 @@ def _split_line(train: TokenDataset, validation: TokenDataset | None, separate: 
     return f"{line}, {len(validation):,} ({validation.token_count:,} tokens) to validate, {how}"
 
 
-def _save(directory: Path, train: TokenDataset, validation: TokenDataset | None, about: dict[str, Any]) -> None:
+def _save(
+    directory: Path, train: TokenDataset, validation: TokenDataset | None, about: dict[str, Any]
+) -> None:
     """All of it under its name or nothing."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -161,7 +172,7 @@ def _save(directory: Path, train: TokenDataset, validation: TokenDataset | None,
         scratch.rename(directory)
     except OSError:
         # Another process may have put the same there first, under another key; then that is used.
-        if not (directory / "about.json").is_file():
+        if _open(directory, "reused") is None:
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

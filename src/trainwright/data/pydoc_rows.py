@@ -1,8 +1,9 @@
 """The built-in data set ``pydoc``: the running interpreter's own documentation as questions and answers.
 
-Docstrings of the standard library's modules, classes, functions and methods, and the topics of Python's ``help``,
-are real English text that every machine with Python has. They are collected in a fresh, isolated interpreter, so
-that nothing imported here is touched and nothing already imported there (a patched module, a site hook) shows up.
+Docstrings of the standard library's modules, classes, functions and methods, and the topics of Python's
+``help``, are real English text that every machine with Python has. They are collected in a fresh, isolated
+interpreter, so that nothing imported here is touched and nothing already imported there (a patched module, a
+site hook) shows up.
 
 The file is run as a script by that interpreter and imports the standard library alone.
 """
@@ -27,25 +28,27 @@ from typing import Any
 LONGEST_ANSWER = 1200  # characters; whole paragraphs are kept up to here
 SHORTEST_ANSWER = 24  # below this a docstring says next to nothing
 
-# Not imported: they act when imported (open a browser, print, patch, start a loop), want a display, are tests or
-# build tools, or are deprecated and warn.
-_SKIPPED = frozenset(
-    """__main__ antigravity this idlelib turtle turtledemo tkinter test lib2to3 distutils ensurepip venv pip
-    __phello__ __hello__ pydoc_data asynchat asyncore imp smtpd aifc audioop cgi cgitb chunk crypt imghdr mailcap
-    msilib msvcrt nis nntplib ossaudiodev pipes sndhdr spwd sunau telnetlib uu xdrlib winreg winsound nt ntpath
-    posix posixpath _winapi sre_compile sre_constants sre_parse readline rlcompleter site sitecustomize usercustomize
-    pyexpat xxlimited xxlimited_35 xxsubtype genericpath nturl2path encodings""".split()
-)
-_SUBMODULES = """os.path collections.abc concurrent.futures curses.ascii email.charset email.header email.headerregistry
-    email.message email.mime.text email.policy email.utils html.entities html.parser http.client http.cookiejar
-    http.cookies http.server importlib.abc importlib.machinery importlib.metadata importlib.resources importlib.util
-    json.decoder json.encoder logging.config logging.handlers multiprocessing.connection multiprocessing.managers
-    multiprocessing.pool multiprocessing.queues multiprocessing.shared_memory multiprocessing.synchronize
-    unittest.case unittest.mock unittest.suite urllib.error urllib.parse urllib.request urllib.response
-    urllib.robotparser wsgiref.handlers wsgiref.headers wsgiref.simple_server wsgiref.util xml.dom.minidom
-    xml.dom.pulldom xml.etree.ElementTree xml.sax.handler xml.sax.saxutils xml.sax.xmlreader xmlrpc.client
-    xmlrpc.server zoneinfo asyncio.events asyncio.locks asyncio.queues asyncio.streams asyncio.subprocess
-    ctypes.util dbm.dumb""".split()
+# Not imported: they act when imported (open a browser, print, patch, start a loop), want a display, are tests
+# or build tools, or are deprecated and warn.
+_SKIPPED = """
+    __main__ antigravity this idlelib turtle turtledemo tkinter test lib2to3 distutils ensurepip venv pip
+    __phello__ __hello__ pydoc_data asynchat asyncore imp smtpd aifc audioop cgi cgitb chunk crypt imghdr
+    mailcap msilib msvcrt nis nntplib ossaudiodev pipes sndhdr spwd sunau telnetlib uu xdrlib winreg
+    winsound nt ntpath posix posixpath _winapi sre_compile sre_constants sre_parse readline rlcompleter site
+    sitecustomize usercustomize pyexpat xxlimited xxlimited_35 xxsubtype genericpath nturl2path encodings
+""".split()  # noqa: SIM905 (a list of names reads better so)
+_SUBMODULES = """
+    os.path collections.abc concurrent.futures curses.ascii email.charset email.header email.headerregistry
+    email.message email.mime.text email.policy email.utils html.entities html.parser http.client
+    http.cookiejar http.cookies http.server importlib.abc importlib.machinery importlib.metadata
+    importlib.resources importlib.util json.decoder json.encoder logging.config logging.handlers
+    multiprocessing.connection multiprocessing.managers multiprocessing.pool multiprocessing.queues
+    multiprocessing.shared_memory multiprocessing.synchronize unittest.case unittest.mock unittest.suite
+    urllib.error urllib.parse urllib.request urllib.response urllib.robotparser wsgiref.handlers
+    wsgiref.headers wsgiref.simple_server wsgiref.util xml.dom.minidom xml.dom.pulldom xml.etree.ElementTree
+    xml.sax.handler xml.sax.saxutils xml.sax.xmlreader xmlrpc.client xmlrpc.server zoneinfo asyncio.events
+    asyncio.locks asyncio.queues asyncio.streams asyncio.subprocess ctypes.util dbm.dumb
+""".split()  # noqa: SIM905
 
 _PHRASINGS = {
     "module": ("What is the Python module `{}` for?", "What does the `{}` module provide?", "Describe `{}`."),
@@ -80,11 +83,13 @@ def pydoc_rows() -> list[dict[str, str]]:
     Raises:
         RuntimeError: the interpreter that collects the documentation failed.
     """
-    # -I and -S keep PYTHON* variables, the user's site and .pth files out; PYTHONOPTIMIZE=2 would drop docstrings.
+    # -I and -S keep PYTHON* variables (PYTHONOPTIMIZE=2 drops docstrings) and site-packages out.
     command = [sys.executable, "-I", "-S", "-B", "-W", "ignore", str(Path(__file__).resolve())]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise RuntimeError(f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}")
+        raise RuntimeError(
+            f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}"
+        )
     rows: list[dict[str, str]] = json.loads(done.stdout)
     return rows
 
@@ -117,7 +122,8 @@ def _clean(text: str) -> str:
     """Dedented, without trailing space, whole paragraphs up to ``LONGEST_ANSWER`` characters."""
     text = "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines())
     paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
-    kept, length = [], 0
+    kept: list[str] = []
+    length = 0
     for paragraph in paragraphs:
         length += len(paragraph) + 2
         if kept and length > LONGEST_ANSWER:
@@ -148,7 +154,9 @@ def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, st
         value = vars(module).get(key)
         owner = getattr(value, "__module__", None)
         # A name that came in through an import is documented where it lives; C modules say `_io` for `io`.
-        if isinstance(value, types.ModuleType) or (isinstance(owner, str) and not _same_home(owner, name, module)):
+        if isinstance(value, types.ModuleType) or (
+            isinstance(owner, str) and not _same_home(owner, name, module)
+        ):
             continue
         label = key if name == "builtins" else f"{name}.{key}"
         if inspect.isclass(value):
@@ -162,7 +170,10 @@ def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, st
 def _same_home(owner: str, name: str, module: types.ModuleType) -> bool:
     if name == "os" and owner == "posix":  # os is posix under its portable name
         return True
-    return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (name.split(".")[0], module.__name__)
+    return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (
+        name.split(".")[0],
+        module.__name__,
+    )
 
 
 def _methods(label: str, owner: type) -> Iterator[tuple[str, str, str]]:
@@ -182,7 +193,8 @@ def _topics() -> Iterator[tuple[str, str, str]]:
     from pydoc_data.topics import topics
 
     for name, text in sorted(topics.items()):
-        # The first lines are the heading, underlined with stars, equals signs or dashes; it is what to ask for.
+        # The first lines are the heading, underlined with stars, equals signs or dashes; it is what to ask
+        # for.
         lines = text.strip().splitlines()
         ruled = len(lines) > 1 and re.fullmatch(r"[*=\-\"^~]{3,}", lines[1].strip())
         title = lines[0].strip() if ruled else name

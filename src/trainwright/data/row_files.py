@@ -1,7 +1,8 @@
 """Rows out of JSON, JSONL, CSV and text files, one at a time, each with the line it begins on.
 
-The files are parsed here, and not by a library, for the sake of the message when one of them is wrong: it names the
-file, the line and the reason. It also keeps values as they are written (others read dates into time stamps).
+The files are parsed here, and not by a library, for the sake of the message when one of them is wrong: it
+names the file, the line and the reason. It also keeps values as they are written (others read dates into time
+stamps).
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def _jsonl(path: Path) -> Iterator[LocatedRow]:
                 value = json.loads(raw)
             except json.JSONDecodeError as error:
                 hint = "; is it JSON (.json)?" if line == 1 and raw.strip() in (b"[", b"{") else ""
-                raise RequestError(f"{path}:{line}: not JSON: {error.msg} (column {error.colno}){hint}") from None
+                raise RequestError(
+                    f"{path}:{line}: not JSON: {error.msg} (column {error.colno}){hint}"
+                ) from None
             except UnicodeDecodeError:
                 raise RequestError(f"{path}:{line}: not UTF-8 text") from None
             yield line, _row(path, line, value)
@@ -130,7 +133,8 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 def _plain(path: Path) -> Iterator[LocatedRow]:
     """Paragraphs: what stands between empty lines is one row ``{"text"}``."""
-    first, lines = 0, []
+    first = 0
+    lines: list[str] = []
     with path.open(encoding="utf-8-sig") as file:
         try:
             for number, line in enumerate(file, start=1):
@@ -190,7 +194,9 @@ def _is_object(line: str) -> bool:
 
 def _row(path: Path, line: int, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
+        raise RequestError(
+            f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}"
+        )
     return value
 
 

@@ -1,13 +1,13 @@
 """Where rows come from: files, directories of files, the Hugging Face Hub, and the built-in ``pydoc``.
 
-    rows.json   an array of objects, or an object holding one such list
-    rows.jsonl  an object a line (also .ndjson)
-    rows.csv    a header and text fields (.tsv: separated by tabs)
-    rows.parquet
-    text.txt    a row {"text"} a paragraph (also .md)
-    directory/  all files of one of these kinds, in the order of their names
-    owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
-    pydoc       the running interpreter's own documentation
+rows.json   an array of objects, or an object holding one such list
+rows.jsonl  an object a line (also .ndjson)
+rows.csv    a header and text fields (.tsv: separated by tabs)
+rows.parquet
+text.txt    a row {"text"} a paragraph (also .md)
+directory/  all files of one of these kinds, in the order of their names
+owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
+pydoc       the running interpreter's own documentation
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train") ->
 def check_source(source: str, key: str = "data.train") -> list[Row]:
     """Look at a source without reading all of it; returns its first rows, or none for the Hub and pydoc.
 
-    Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no datasets.
+    Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no
+    datasets.
 
     Raises:
         RequestError: as ``read_rows``.
@@ -102,12 +103,10 @@ def source_files(source: str, key: str = "data.train") -> list[Path] | None:
     for file in files:
         if file.suffix.lower() not in _SUFFIXES:
             raise RequestError(f"{key}: {file}: rows are read from {', '.join(_SUFFIXES)} files")
-        try:
-            with file.open("rb") as opened:
-                if not opened.read(1):
-                    raise RequestError(f"{key}: {file} is empty")
-        except OSError as error:
-            raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from None
+        if not file.stat().st_size:
+            raise RequestError(f"{key}: {file} is empty")
+        if not os.access(file, os.R_OK):
+            raise RequestError(f"{key}: {file} cannot be read: permission denied")
     return files
 
 
@@ -142,7 +141,9 @@ def _missing(path: Path) -> str:
     if not path.parent.is_dir():
         return f"{path}: there is no directory {path.parent}"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
-    meant = f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
+    meant = (
+        f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
+    )
     return f"no file {path}{meant}"
 
 
@@ -214,7 +215,9 @@ def _hub_rows(source: str, limit: int | None, key: str) -> Dataset:
             fix = "the Hub cannot be reached from here and no copy is in the cache; give a local file instead"
             raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise RequestError(f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}") from None
+        raise RequestError(
+            f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}"
+        ) from None
     if not len(rows):
         raise RequestError(f"{key}: {source} holds no rows")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))

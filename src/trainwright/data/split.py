@@ -11,8 +11,8 @@ from trainwright.errors import RequestError
 def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) -> tuple[list[int], list[int]]:
     """``(train, validation)`` indices, each in order and every example in exactly one.
 
-    Who is held back depends on the seed and on an example's own content, so examples that are equal land on the
-    same side, and a row added to the data moves hardly any other.
+    Who is held back depends on the seed and on an example's own content, so examples that are equal land on
+    the same side, and a row added to the data moves hardly any other.
 
     Args:
         hashes: of the examples' content.
@@ -28,7 +28,8 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if wanted >= total:
         raise RequestError(
-            f"data.validation: {validation} of {total:,} examples leaves none to train on; lower it, or set it to null"
+            f"data.validation: {validation} of {total:,} examples leaves none to train on; "
+            "lower it, or set it to null"
         )
     groups: dict[bytes, list[int]] = {}
     for index, content in enumerate(hashes):

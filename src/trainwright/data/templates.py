@@ -1,14 +1,16 @@
 """From a conversation to tokens, and which of them the assistant said.
 
-The whole conversation is rendered and tokenised once, exactly as the model sees it when it is used; nothing is put
-together from pieces. Then the characters of each assistant turn are located in the rendering:
+The whole conversation is rendered and tokenised once, exactly as the model sees it when it is used; nothing
+is put together from pieces. Then the characters of each assistant turn are located in the rendering:
 
 - by the template's own ``{% generation %}`` markers where it has them, else
-- a turn begins where the rendering of everything before it, with the generation prompt, ends: what follows is what
-  the model writes. Where that rendering is no beginning of the whole (a template that rewrites earlier turns, or has
-  no generation prompt) it begins at the turn's content;
+- a turn begins where the rendering of everything before it, with the generation prompt, ends: what follows is
+what
+  the model writes. Where that rendering is no beginning of the whole (a template that rewrites earlier turns,
+  or has no generation prompt) it begins at the turn's content;
 - its content ends where the rendering stays the same if the content is replaced by another;
-- then comes the stop: up to the first control token that the template writes before the next turn, or, where it
+- then comes the stop: up to the first control token that the template writes before the next turn, or, where
+it
   writes none, the text that closes every turn.
 
 A token is a target if any of its characters belong to a turn. White space after the stop is no target, nor is
@@ -67,8 +69,8 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 class ChatEncoder:
     """Encodes conversations by a tokenizer's chat template.
 
-    A tokenizer without one is given a plain one, in place, so that whatever is saved or generated with it later
-    uses the same. ``notes`` says so, and whatever else about the template a user should know.
+    A tokenizer without one is given a plain one, in place, so that whatever is saved or generated with it
+    later uses the same. ``notes`` says so, and whatever else about the template a user should know.
 
     Raises:
         RequestError: the tokenizer gives no character offsets, or its template takes no conversation at all.
@@ -77,7 +79,9 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name = os.path.basename(str(tokenizer.name_or_path).rstrip("/")) or type(tokenizer).__name__
         if not tokenizer.is_fast:
-            raise RequestError(f"the tokenizer {self.name} gives no character offsets; a fast one (tokenizer.json) is needed")
+            raise RequestError(
+                f"the tokenizer {self.name} gives no character offsets; a fast one (tokenizer.json) is needed"
+            )
         self.notes: list[str] = []
         self.folded = 0  # conversations whose system turn went into the first user turn
         if note := install_template(tokenizer):
@@ -92,7 +96,8 @@ class ChatEncoder:
         """``(ids, targets)`` of each conversation.
 
         Raises:
-            TurnsError: the template refuses a conversation, or its turns cannot be told apart; names the template.
+            TurnsError: the template refuses a conversation, or its turns cannot be told apart; names the
+            template.
         """
         if not conversations:
             return []
@@ -122,19 +127,25 @@ class ChatEncoder:
         user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": _PROBE}
         bare, prompted = self._render([[user]]), self._render([[user]], generation_prompt=True)
         self._prompts = bare != prompted
-        header = prompted[0][len(os.path.commonprefix(bare + prompted)) :]
+        header = prompted[0][len(_common(bare[0], prompted[0])) :]
         after = self._render([[user, assistant]], generation_prompt=True)[0].partition(_PROBE)[2]
         # What every turn is closed with, if another follows.
         self._closing = after.removesuffix(header) if header else after
         if not self._stop(self._render([[user, assistant]])[0].partition(_PROBE)[2], last=True):
-            self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
+            self.notes.append(
+                f"the chat template of {self.name} writes no stop token after an assistant turn"
+            )
         try:
-            system = self._render([[{"role": "system", "content": _PROBE}, user, assistant | {"content": "A"}]])
+            system = self._render(
+                [[{"role": "system", "content": _PROBE}, user, assistant | {"content": "A"}]]
+            )
             self._folds_system = _PROBE not in system[0]
         except TurnsError:
             self._folds_system = True
 
-    def _render(self, conversations: Sequence[Sequence[Message]], *, generation_prompt: bool = False) -> list[str]:
+    def _render(
+        self, conversations: Sequence[Sequence[Message]], *, generation_prompt: bool = False
+    ) -> list[str]:
         def render(some: Sequence[Sequence[Message]]) -> Any:
             plain = [[{"role": m["role"], "content": m["content"]} for m in one] for one in some]
             return self._tokenizer.apply_chat_template(
@@ -159,17 +170,18 @@ class ChatEncoder:
             plain = [{"role": m["role"], "content": m["content"]} for m in row]
             variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
             try:
-                rendered, found = render_jinja_template(
+                result: Any = render_jinja_template(
                     [plain], chat_template=self._template, return_assistant_tokens_mask=True, **variables
                 )
             except Exception as error:
                 raise self._refusal(str(error) or repr(error), index) from None
+            (text,), (found,) = result
             turns = [m for m in row if m["role"] == "assistant"]
-            if len(found[0]) != len(turns):
-                raise self._apart(index, f"{len(turns)} turns, {len(found[0])} marked as generated")
-            texts.append(rendered[0])
-            spans = zip(found[0], turns, strict=True)
-            marks.append([self._closed(rendered[0], span) for span, turn in spans if turn.get("target", True)])
+            if len(found) != len(turns):
+                raise self._apart(index, f"{len(turns)} turns, {len(found)} marked as generated")
+            texts.append(text)
+            spans = [span for span, turn in zip(found, turns, strict=True) if turn.get("target", True)]
+            marks.append([self._closed(text, span) for span in spans])
         return texts, marks
 
     def _closed(self, text: str, span: Span) -> Span:
@@ -215,13 +227,17 @@ class ChatEncoder:
         if not text.startswith(before):
             return None
         # Without a generation prompt, a space between the user's turn and the answer is the model's to write.
-        if len(prompt) < len(before) and text.startswith(prompt) and text[len(prompt) : len(before)].isspace():
+        if (
+            len(prompt) < len(before)
+            and text.startswith(prompt)
+            and text[len(prompt) : len(before)].isspace()
+        ):
             return len(prompt)
         return len(before)
 
     def _stop(self, after: str, *, last: bool) -> int:
         """How many characters of ``after``, the text behind a turn's content, belong to its stop."""
-        closing = after if last and self._prompts else os.path.commonprefix([after, self._closing])
+        closing = after if last and self._prompts else _common(after, self._closing)
         if match := self._control.search(closing):
             return match.end()
         # Text that only happens to begin like the closing is the next turn's.
@@ -229,13 +245,19 @@ class ChatEncoder:
 
     def _apart(self, index: int, why: str) -> TurnsError:
         return TurnsError(
-            f"the chat template of {self.name}: the turns cannot be told apart ({why}); set model.chat_template to "
-            "one that marks them with {% generation %}",
+            f"the chat template of {self.name}: the turns cannot be told apart ({why}); "
+            "set model.chat_template to one that marks them with {% generation %}",
             index,
         )
 
     def _refusal(self, why: str, index: int) -> TurnsError:
         return TurnsError(f"the chat template of {self.name} refuses the conversation: {why}", index)
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return min(one, other, key=len) if length is None else one[:length]
 
 
 def _replaced(conversation: list[Message], turn: int) -> list[Message]:
@@ -244,7 +266,9 @@ def _replaced(conversation: list[Message], turn: int) -> list[Message]:
 
 def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches any token that is more than text; the longest first."""
-    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(
+        tokenizer.all_special_tokens
+    )
     longest = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
@@ -252,8 +276,8 @@ def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 def _flags(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
     """Which tokens overlap a turn. Both are in order.
 
-    A token reaches back to the end of the one before it: tokenizers leave the space in front of a word out of its
-    offsets, and give a token of spaces alone no extent at all.
+    A token reaches back to the end of the one before it: tokenizers leave the space in front of a word out of
+    its offsets, and give a token of spaces alone no extent at all.
     """
     flags, previous, current = [], 0, 0
     for begin, end in offsets:

@@ -104,13 +104,17 @@ class TokenRows:
         ]
         if self.truncated:
             lines.append(
-                f"{name}: {self.truncated:,} of {self.rows:,} rows cut to data.max_length {self.max_length:,}, "
-                f"{self.cut_tokens:,} tokens lost"
+                f"{name}: {self.truncated:,} of {self.rows:,} rows cut to data.max_length "
+                f"{self.max_length:,}, {self.cut_tokens:,} tokens lost"
             )
         if self.without_target:
-            lines.append(f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept")
+            lines.append(
+                f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept"
+            )
         if self.duplicates:
-            lines.append(f"{name}: {self.duplicates:,} rows repeat an earlier one token by token; they are kept")
+            lines.append(
+                f"{name}: {self.duplicates:,} rows repeat an earlier one token by token; they are kept"
+            )
         return lines + [f"{name}: {note}" for note in self.notes]
 
 
@@ -120,7 +124,8 @@ def tokenize_source(
     """Read ``source`` and encode each row.
 
     Raises:
-        RequestError: the source, its layout or a row is wrong (with the row's number, from 1), or no row has a
+        RequestError: the source, its layout or a row is wrong (with the row's number, from 1), or no row has
+        a
             target.
     """
     rows = read_rows(source, limit, key)
@@ -176,13 +181,17 @@ def _encoder_notes(encoder: ChatEncoder) -> list[str]:
         return encoder.notes
     return [
         *encoder.notes,
-        f"the chat template of {encoder.name} takes no system turn: in {encoder.folded:,} rows its text is put "
-        "before the first user turn",
+        f"the chat template of {encoder.name} takes no system turn: in {encoder.folded:,} rows its text is "
+        "put before the first user turn",
     ]
 
 
 def _text_notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token to end a text with"]
+    return (
+        []
+        if tokenizer.eos_token is not None
+        else ["the tokenizer has no end-of-text token to end a text with"]
+    )
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:

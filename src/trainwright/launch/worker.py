@@ -16,6 +16,7 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.machine.detect import detect
+from trainwright.models.compilation import compile_blocks
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World, join, leave
@@ -51,7 +52,8 @@ def run_worker(
     world = join(detect().device)
     try:
         _check_world(recipe, world)
-        _compile(recipe, task)
+        if recipe.train.compile is True:
+            compile_blocks(task.blocks())
         dtype = _DTYPES[recipe.train.mixed_precision]
         strategy = build_strategy(
             recipe.parallel.strategy, world, task.module, optimizer_factory(recipe.optimizer), dtype
@@ -92,13 +94,6 @@ def _check_world(recipe: Recipe, world: World) -> None:
             f"parallel.num_processes: the recipe asks for {recipe.parallel.num_processes} processes, and "
             f"{world.size} were started; start it through `trainwright train` or with that many"
         )
-
-
-def _compile(recipe: Recipe, task: Task) -> None:
-    if recipe.train.compile is True:
-        for block in task.blocks():
-            # Packs differ in length from step to step: one graph for all lengths.
-            block.compile(dynamic=True)
 
 
 def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:

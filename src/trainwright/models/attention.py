@@ -102,7 +102,6 @@ def _varlen(
     return output[None]
 
 
-@torch.compiler.disable
 def _each_document(
     query: torch.Tensor,
     key: torch.Tensor,

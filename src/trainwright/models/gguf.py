@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +24,6 @@ MAX_FP32_BYTES = 32 << 30
 # does not.
 SINGLE_DIGIT_PRE_TOKENIZERS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
 GPT2_PRE_TOKENIZERS = {"default", "gpt-2", "gpt2", "phi-2", "jina-en", "mpt", "olmo"}
-
-
-def cache_root() -> Path:
-    """Where Trainwright keeps what it can make again: ``$TRAINWRIGHT_CACHE`` or ``~/.cache/trainwright``."""
-    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright").expanduser()
 
 
 def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[Path, str]:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-# Bytes of one chunk's fp32 logits.
+# Bytes of the logits of one chunk, in the precision of the model.
 _CHUNK_BYTES = 64 * 2**20
+# Bytes of the fp32 logits that a CPU works on at a time.
+_BLOCK_BYTES = 2 * 2**20
 
 
 def linear_cross_entropy(
@@ -48,11 +50,12 @@ def token_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Negative log-likelihood in nats [N] and whether the target was the likeliest token [N], without gradients."""
     losses, correct = [], []
-    for part in _chunks(len(targets), weight.shape[0]):
-        logits = _logits(hidden[part], weight, bias, softcap, logit_scale)
-        at_target = logits.gather(1, targets[part, None])[:, 0]
-        losses.append(logits.logsumexp(1) - at_target)
-        correct.append(logits.argmax(1) == targets[part])
+    for part in _chunks(len(targets), weight):
+        chunk = torch.nn.functional.linear(hidden[part], weight, bias)
+        for rows in _row_blocks(chunk):
+            logits, wanted = _finished(chunk[rows], softcap, logit_scale), targets[part][rows]
+            losses.append(logits.logsumexp(1) - logits.gather(1, wanted[:, None])[:, 0])
+            correct.append(logits.argmax(1) == wanted)
     if not losses:
         return hidden.new_zeros(0, dtype=torch.float32), targets.new_zeros(0, dtype=torch.bool)
     return torch.cat(losses), torch.cat(correct)
@@ -73,25 +76,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grads = _HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
-        for part in _chunks(len(targets), weight.shape[0]):
-            logits = _logits(hidden[part], weight, bias, softcap, logit_scale)
-            columns = targets[part, None]
-            capped = None if softcap is None else logits.clone()
-            # From here on `logits` becomes, in place, log-probabilities, probabilities, and the gradient.
-            logits -= logits.logsumexp(1, keepdim=True)
-            total -= logits.gather(1, columns).sum()
-            if not any(wants[:3]):
-                continue
-            logits.exp_()
-            logits.scatter_add_(1, columns, logits.new_full((), -1.0).expand_as(columns))
-            if capped is not None and softcap is not None:
-                logits *= 1 - (capped / softcap).square()
-            if logit_scale != 1.0:
-                logits *= logit_scale
-            delta = logits.to(hidden.dtype)
+        for part in _chunks(len(targets), weight):
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            for rows in _row_blocks(logits):
+                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale)
             if grad_hidden is not None:
-                torch.mm(delta, weight, out=grad_hidden[part])
-            grads.add(delta, hidden[part])
+                torch.mm(logits, weight, out=grad_hidden[part])
+            grads.add(logits, hidden[part])
         ctx.save_for_backward(grad_hidden, *grads.result())
         ctx.spent = False
         return total
@@ -134,24 +125,48 @@ class _HeadGradients:
         ]
 
 
-def _logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
+def _loss_to_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, logit_scale: float
 ) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    """Summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
+    columns = targets[:, None]
+    work = _finished(logits, softcap, logit_scale)
+    slope = None if softcap is None else 1 - (work / softcap).square()
+    # In place from here: log-probabilities, probabilities, gradient.
+    work -= work.logsumexp(1, keepdim=True)
+    loss = -work.gather(1, columns).sum()
+    work.exp_().scatter_add_(1, columns, work.new_full((), -1.0).expand_as(columns))
+    if slope is not None:
+        work *= slope
     if logit_scale != 1.0:
-        logits = logits * logit_scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        work *= logit_scale
+    logits.copy_(work)
+    return loss
 
 
-def _chunks(count: int, vocabulary: int) -> list[slice]:
-    """Slices of equal size, as few as keep a chunk's logits within bounds."""
+def _finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+    """Logits as the softmax takes them, in fp32 and memory of their own."""
+    logits = logits.to(torch.float32, copy=True)
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _chunks(count: int, weight: torch.Tensor) -> list[slice]:
+    """Slices of ``count`` targets of equal size, as few as keep a chunk's logits within bounds."""
+    return _slices(count, _CHUNK_BYTES // (weight.element_size() * weight.shape[0]))
+
+
+def _row_blocks(logits: torch.Tensor) -> list[slice]:
+    """Rows whose fp32 logits a CPU's cache holds; all at once on a GPU."""
+    if logits.is_cuda:
+        return [slice(None)]
+    return _slices(len(logits), _BLOCK_BYTES // (4 * logits.shape[1]))
+
+
+def _slices(count: int, size: int) -> list[slice]:
     if not count:
         return []
-    size = max(16, _CHUNK_BYTES // (4 * vocabulary))
-    pieces = -(-count // size)
+    pieces = -(-count // max(1, size))
     size = -(-count // pieces)
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]

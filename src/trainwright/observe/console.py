@@ -11,7 +11,7 @@ from trainwright.observe.progress import Bar, Lines, Progress
 from trainwright.observe.reader import Event, resumed_step
 
 _LINE_SECONDS = 5.0
-_LABEL = 12
+_LABEL = 14
 
 
 class ConsoleObserver:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainwright.parallel.gradients import Gradients
+from trainwright.parallel.gradients import Gradients, norm
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -57,8 +57,7 @@ class Replicated:
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
         if not grads:
             return 0.0
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        return float(torch.linalg.vector_norm(torch.stack([norm(grad) for grad in grads])))
 
     def step(self, learning_rate: float, scale: float) -> None:
         for group in self._optimizer.param_groups:

@@ -33,19 +33,18 @@ def resolve(recipe: Recipe, machine: Machine) -> Resolved:
     parallel = {"num_processes": processes, "strategy": _strategy(recipe, processes, reasons)}
     train = {
         "mixed_precision": _precision(recipe, machine, reasons),
-        "activation_checkpointing": "none",
+        "activation_checkpointing": _recompute(recipe, reasons),
         "compile": _compile(recipe, reasons),
         "micro_batch_size": _micro_batch(recipe, machine, processes, reasons),
     }
-    return Resolved(
-        recipe.model_copy(
-            update={
-                "parallel": recipe.parallel.model_copy(update=parallel),
-                "train": recipe.train.model_copy(update=train),
-            }
-        ),
-        tuple(reasons),
-    )
+    values = recipe.model_dump()
+    values["parallel"].update(parallel)
+    values["train"].update(train)
+    try:
+        # Validated anew: what was chosen may contradict what was written.
+        return Resolved(type(recipe).model_validate(values), tuple(reasons))
+    except ValueError as error:
+        raise RequestError(f"the recipe cannot run on {processes} processes: {error}") from error
 
 
 def _processes(recipe: Recipe, machine: Machine, reasons: list[str]) -> int:
@@ -93,6 +92,14 @@ def _precision(recipe: Recipe, machine: Machine, reasons: list[str]) -> str:
     why = "the hardware multiplies in it" if machine.has_bf16 else "no bf16 units here, so fp32"
     reasons.append(f"train.mixed_precision {name}: {why}")
     return name
+
+
+def _recompute(recipe: Recipe, reasons: list[str]) -> str | int:
+    asked = recipe.train.activation_checkpointing
+    if asked != "auto":
+        return asked
+    reasons.append("train.activation_checkpointing none: recomputing costs a third more time")
+    return "none"
 
 
 def _compile(recipe: Recipe, reasons: list[str]) -> bool:

@@ -184,11 +184,18 @@ class TrainSection(Section):
         "auto",
         description="Micro-batches each process runs per optimizer step; auto follows from the others.",
     )
-    mixed_precision: Literal["auto", "no", "bf16"] = Field(
-        "auto", description="Numbers to compute in. no: fp32. auto: bf16 where the hardware multiplies in it."
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
+        "auto",
+        description="Numbers to compute in. no: fp32. fp16: with loss scaling. auto: bf16 where the hardware "
+        "multiplies in it.",
     )
-    activation_checkpointing: Literal["auto", "none"] = Field(
-        "auto", description="Recompute activations in the backward pass to save memory. none: keep them."
+    activation_checkpointing: Literal["auto", "none", "full", "selective"] | Annotated[int, Field(ge=2)] = Field(
+        "auto",
+        description="Recompute activations in the backward pass to save memory. full: of every block; a number n: of "
+        "every n-th block; selective: all but the results of matrix products and attention; none: keep them.",
+    )
+    activation_offload: bool = Field(
+        False, description="Keep activations for the backward pass in the host's memory instead of the GPU's."
     )
     compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
     seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_whole)] = Field(
@@ -206,12 +213,33 @@ class TrainSection(Section):
 class ParallelSection(Section):
     """Over how many processes the run is spread, and how. Changes its speed and nothing else about it."""
 
-    strategy: Literal["auto", "single", "ddp"] = Field(
-        "auto", description="single: one process. ddp: a whole model in every process."
+    strategy: Literal["auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
+        "auto",
+        description="single: one process. ddp: a whole model in every process. fsdp: torch's FSDP2, everything "
+        "sharded. zero1, zero2, zero3: DeepSpeed, sharding optimizer state, gradients too, parameters too.",
     )
     num_processes: Count | Auto = Field(
-        "auto",
-        description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well.",
+        "auto", description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well."
+    )
+    replicate_size: Count = Field(
+        1,
+        description="fsdp: number of replicas of the sharded model (hybrid sharding); each is spread over "
+        "num_processes / replicate_size processes.",
+    )
+    reshard_after_forward: bool = Field(
+        True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
+    )
+    offload_parameters: bool = Field(
+        False, description="fsdp, zero3: keep parameters, and with fsdp also optimizer state, in the host's memory."
+    )
+    offload_optimizer: bool = Field(
+        False, description="zero1, zero2, zero3: keep optimizer state in the host's memory and update there."
+    )
+    wrap: list[Text] | Auto = Field(
+        "auto", description="fsdp: class names of the modules that are sharded as a unit. auto: the model's blocks."
+    )
+    deepspeed_config: Text | None = Field(
+        None, description="zero1, zero2, zero3: a DeepSpeed JSON file; its auto values come from this recipe."
     )
 
 

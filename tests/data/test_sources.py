@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.data import arrow_rows
+from trainwright.data.sources import check_source, read_rows
+from trainwright.errors import RequestError
+
+ROWS = [{"question": f"Q{i}", "answer": f"Grüße {i}"} for i in range(5)]
+
+
+def write(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", json.dumps(ROWS)),
+        ("a.json", json.dumps(ROWS, indent=2)),
+        ("a.json", json.dumps({"version": "1", "data": ROWS, "about": {"n": [1]}}, indent=1)),
+        ("a.json", lines(ROWS)),
+        ("a.json", "\ufeff" + json.dumps(ROWS)),
+        ("a.jsonl", lines(ROWS)),
+        ("a.jsonl", "\ufeff\n" + lines(ROWS).replace("\n", "\r\n\r\n")),
+        ("a.ndjson", lines(ROWS).rstrip()),
+        ("a.csv", "question,answer\n" + "".join(f'{r["question"]},"{r["answer"]}"\n' for r in ROWS)),
+        ("a.tsv", "question\tanswer\n" + "".join(f"{r['question']}\t{r['answer']}\n" for r in ROWS)),
+    ],
+)
+def test_files(tmp_path: Path, name: str, text: str) -> None:
+    source = write(tmp_path / name, text)
+    assert read_rows(source).to_list() == ROWS
+    assert read_rows(source, limit=2).to_list() == ROWS[:2]
+    assert check_source(source) == ROWS
+
+
+def test_parquet(tmp_path: Path) -> None:
+    source = parquet(tmp_path / "a.parquet", ROWS)
+    assert read_rows(source).to_list() == ROWS
+    assert read_rows(source, limit=3).to_list() == ROWS[:3]
+    assert check_source(source) == ROWS
+
+
+def test_text_is_its_paragraphs(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "\nOne\nline two\n\n\n  \nThree\n")
+    assert read_rows(source)["text"][:] == ["One\nline two", "Three"]
+
+
+def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", lines(ROWS[3:]))
+    write(tmp_path / "a.jsonl", lines(ROWS[:3]))
+    write(tmp_path / "README.md", "About.")
+    assert read_rows(str(tmp_path)).to_list() == ROWS
+    assert read_rows(str(tmp_path), limit=4).to_list() == ROWS[:4]
+
+
+def test_values_stay_as_they_are_written(tmp_path: Path) -> None:
+    rows = [
+        {"text": "2024-01-01", "n": 1, "tags": ["x"]},
+        {"text": "2024-01-02T00:00:00", "n": 2.5, "extra": None},
+    ]
+    (first, second) = read_rows(write(tmp_path / "a.jsonl", lines(rows))).to_list()
+    assert (first["text"], second["text"]) == ("2024-01-01", "2024-01-02T00:00:00")
+    assert (first["tags"], second["tags"], second["n"]) == (["x"], None, 2.5)
+
+
+def test_columns_that_come_late_and_messages(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "Hi"}
+    rows = [{"messages": [turn]} for _ in range(2500)] + [{"messages": [turn | {"name": "x"}], "id": 3}]
+    found = read_rows(write(tmp_path / "a.jsonl", lines(rows)))
+    assert found[0]["messages"][0] == turn | {"name": None}
+    assert found[2500] == {"messages": [turn | {"name": "x"}], "id": 3}
+
+
+def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow_rows, "_SPILL_BYTES", 50_000)
+    monkeypatch.setattr(arrow_rows.tempfile, "tempdir", str(tmp_path))
+    rows = [{"text": f"{i} " + "x" * 40} for i in range(9000)]
+    found = read_rows(write(tmp_path / "a.jsonl", lines(rows)))
+    import pyarrow as pa
+
+    assert pa.total_allocated_bytes() < 300_000 or found.data.nbytes > 300_000
+    assert found["text"][:] == [row["text"] for row in rows]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", lines(ROWS[:2]) + '{"question": "x", \n', r"a\.jsonl:3: not JSON: .*\(column 1\)"),
+        ("a.jsonl", lines([ROWS[0], "text"]), r"a\.jsonl:2: a row is an object .* and this is text"),
+        ("a.jsonl", json.dumps(ROWS, indent=1), r"a\.jsonl:1: not JSON: .*; is it JSON \(\.json\)\?"),
+        ("a.jsonl", b'{"a": "x"}\n{"a": "\xff"}\n', r"a\.jsonl:2: not UTF-8"),
+        ("a.json", '[\n{"a": 1},\n{"a": }\n]', r"a\.json:3: not JSON"),
+        ("a.json", '[\n{"a": 1},\n\n3]', r"a\.json:4: a row is an object .* this is a number"),
+        ("a.json", '[\n{"a": 1}\n{"a": 2}]', r"a\.json:3: not JSON rows: ',' or ']' should follow"),
+        ("a.json", '[\n{"a": 1},\n{"a": 2}\n', r"a\.json:4: not JSON rows: .*cut off"),
+        ("a.json", '{"a": [1], "b": [2]}', r"a\.json: one list of rows .* 2 lists \(a, b\)"),
+        ("a.json", '{"a": "b"}', r"a\.json: one list of rows .* none"),
+        ("a.json", '\n"text"', r"a\.json:2: not JSON rows"),
+        ("a.json", b'[\n{"a": "\xe9"}]', r"a\.json:2: not UTF-8"),
+        ("a.csv", 'q,a\n1,2\n"x\ny",3\n1,2,3\n', r"a\.csv:5: 3 fields where the header has 2 \(q, a\)"),
+        ("a.csv", 'q,a\n1,"2\n', r"a\.csv:2: not CSV: unexpected end of data"),
+        ("a.csv", "q,q\n1,2\n", r"a\.csv:1: the header names 'q' more than once"),
+        ("a.csv", b"q,a\n1,\xff\n", r"a\.csv:2: not UTF-8"),
+        ("a.parquet", "no", r"a\.parquet: not a Parquet file"),
+        ("a.jsonl", "", r"data\.train: .*a\.jsonl is empty"),
+        ("a.jsonl", "\n\n", r"a\.jsonl.* no rows"),
+        ("a.json", "[]", r"a\.json.* no rows"),
+        ("a.csv", "q,a\n", r"a\.csv.* no rows"),
+        ("a.xlsx", "x", r"a\.xlsx: rows are read from \.json, "),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(
+    tmp_path: Path, name: str, text: str | bytes, message: str
+) -> None:
+    source = write(tmp_path / name, text)
+    with pytest.raises(RequestError, match=message):
+        read_rows(source)
+    with pytest.raises(RequestError, match=message):
+        check_source(source)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"a": "x"}, {"a": 1}], r":2: a is a number here and text at .*a\.jsonl:1; give it one type"),
+        ([{"a": 1}, {"b": 2}, {"a": True}], r":3: a is true or false here and a number at .*:1"),
+        ([{"a": ["x"]}, {"a": "x"}], r":2: a is text here and a list at .*:1"),
+        (
+            [{"m": [{"role": "u", "content": "x"}]}, {"m": [{"role": "u", "content": ["x"]}]}],
+            r":2: m\[\]\.content is a list here and text",
+        ),
+        ([{"a": "x"}] * 3000 + [{"a": 1}], r":3001: a is a number here and text at .*:1"),
+        ([{"a": 1}, {"a": 2**70}], r":2: a is a number of more than 64 bits"),
+        ([{"a": "\ud800"}], r":1: a holds half of a surrogate pair"),
+    ],
+)
+def test_values_of_different_types(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        read_rows(write(tmp_path / "a.jsonl", lines(rows)))
+
+
+def test_a_missing_file_and_what_is_near(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", "{}")
+    with pytest.raises(RequestError, match=r"data\.validation: no file .*tran\.jsonl; did you mean train"):
+        read_rows(str(tmp_path / "tran.jsonl"), key="data.validation")
+    with pytest.raises(RequestError, match="there is no directory"):
+        check_source(str(tmp_path / "nowhere" / "a.jsonl"))
+
+
+def test_directories_that_are_no_one_data_set(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"holds no \.json"):
+        check_source(str(tmp_path))
+    write(tmp_path / "train.jsonl", lines(ROWS))
+    write(tmp_path / "test.jsonl", lines(ROWS))
+    with pytest.raises(RequestError, match=r"holds splits \(test\.jsonl, train.jsonl\); name the file"):
+        read_rows(str(tmp_path))
+    write(tmp_path / "other.json", "[]")
+    with pytest.raises(RequestError, match="several kinds"):
+        read_rows(str(tmp_path))
+
+
+def test_a_hub_dataset_without_the_hub() -> None:
+    code = (
+        "from trainwright.data.sources import *\n"
+        "assert check_source('some-org/some-data') == []\n"
+        "try: read_rows('some-org/some-data')\n"
+        "except RequestError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path), "HF_HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("data.train: some-org/some-data: no such file or directory, and the Hub")
+    assert "give a local file instead" in done.stdout
+
+
+def test_pydoc_is_a_source() -> None:
+    assert read_rows("pydoc", limit=7).column_names == ["question", "answer"]
+    assert len(read_rows("pydoc", limit=7)) == 7
+
+
+def test_checking_imports_nothing_heavy(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", lines(ROWS))
+    code = (
+        "import sys; from trainwright.data.sources import check_source; check_source(sys.argv[1]);"
+        "assert not {'torch', 'datasets', 'transformers', 'pyarrow', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, source], check=True)

@@ -1,0 +1,103 @@
+"""A process that has imported everything once and forks whatever a test asks to run; see runs.py.
+
+It reads one JSON object a line and answers each with the pid of the child it started. A child leads a process group
+of its own, and its exit code is written to the file `status` when it ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    _import_everything()
+    started: dict[int, Path] = {}
+    print("ready", flush=True)
+    pending = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.01)
+        if readable:
+            received = os.read(0, 65536)
+            if not received:
+                return
+            pending += received
+        while b"\n" in pending:
+            line, pending = pending.split(b"\n", 1)
+            request = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                _child(request)
+            started[pid] = Path(request["status"])
+            print(pid, flush=True)
+        _reap(started)
+
+
+def _import_everything() -> None:
+    """Without starting a thread or running an operation: what is forked must be as good as new."""
+    from trainwright.launch.process import preload_libraries
+
+    preload_libraries()
+    for name in ("cli.main", "launch.local", "launch.worker", "tasks.sft.task", "worker", "observe.tensorboard"):
+        importlib.import_module(f"trainwright.{name}")
+
+
+def _child(request: dict[str, Any]) -> None:
+    """Run the request as a process that had been started for it would."""
+    code: Any = 1
+    try:
+        os.setsid()
+        _redirect(request)
+        os.chdir(request["cwd"])
+        os.environ.update(request["environment"])
+        if request["cores"] is not None:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: request["cores"]])
+        if "function" in request:
+            module, name = request["function"].split(":")
+            code = getattr(importlib.import_module(module), name)(*request["arguments"]) or 0
+        else:
+            from trainwright.cli.main import main as command
+
+            sys.argv = ["trainwright", *request["arguments"]]
+            command()
+            code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _redirect(request: dict[str, Any]) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    for source, target in (
+        (os.open(os.devnull, os.O_RDONLY), 0),
+        (os.open(request["stdout"], flags), 1),
+        (os.open(request["stderr"], flags), 2),
+    ):
+        os.dup2(source, target)
+        os.close(source)
+
+
+def _reap(started: dict[int, Path]) -> None:
+    while started:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        path = started.pop(pid)
+        scratch = path.with_name(f"{path.name}.part")
+        scratch.write_text(str(os.waitstatus_to_exitcode(status)))
+        scratch.replace(path)
+
+
+if __name__ == "__main__":
+    main()
