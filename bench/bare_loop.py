@@ -34,7 +34,9 @@ from trainwright.engine.events import Event, EventLog
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer
+from trainwright.launch.process import keep_freed_memory
 from trainwright.machine.detect import detect
+from trainwright.models.compilation import compile_blocks
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.world import join
 from trainwright.planning.resolve import resolve
@@ -53,6 +55,7 @@ def main() -> None:
     arguments = parse_arguments()
     machine = describe(use_cores(CORES))
     torch.set_num_threads(CORES)
+    keep_freed_memory()  # as the engine's worker does; it acts on the whole process, so on both sides
     with tempfile.TemporaryDirectory(prefix="bare-loop-") as temporary:
         work = Path(temporary)
         recipe = make_recipe(arguments, work)
@@ -65,12 +68,8 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--steps", type=int, default=40, help=f"steps of each, {WARM_UP} of them warm-up (40)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help=f"steps of each, {WARM_UP} of them warm-up (40)")
     parser.add_argument("--compile", action="store_true", help="compile the blocks on both sides")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="an id or a directory")
     parser.add_argument("--rows", type=Path, help="JSONL with question and answer in place of pydoc rows")
@@ -105,8 +104,7 @@ class BareLoop:
         self.batches = make_batches(task, recipe)
         self.module = task.module
         if compiled:
-            for block in task.blocks():
-                block.compile(dynamic=True)
+            compile_blocks(task.blocks())
         # bf16 weights to compute with, fp32 masters to update.
         self.masters = [torch.nn.Parameter(p.detach().clone()) for p in self.module.parameters()]
         self.module.to(torch.bfloat16)
@@ -185,10 +183,14 @@ def run_engine(recipe: Recipe, run: Path, pairs: Pairs) -> None:
     """Train as a worker of `trainwright train` does, with ``pairs`` among the observers."""
     task = build_task(recipe, cache_directory())
     if recipe.train.compile is True:
-        for block in task.blocks():
-            block.compile(dynamic=True)
+        compile_blocks(task.blocks())
     strategy = build_strategy(
-        "single", join("cpu"), task.module, optimizer_factory(recipe.optimizer), torch.bfloat16
+        recipe.parallel,
+        join("cpu"),
+        task.module,
+        task.blocks(),
+        optimizer_factory(recipe.optimizer),
+        torch.bfloat16,
     )
     events = EventLog(run / "events.jsonl", [pairs])
     steps = len(task.stream)

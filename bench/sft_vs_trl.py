@@ -64,22 +64,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="rounds; each runs every contender once (5)")
     parser.add_argument("--steps", type=int, default=14, help="optimizer steps a run (14)")
-    parser.add_argument(
-        "--warm-up", type=int, default=2, help="steps at the beginning that are not counted (2)"
-    )
+    parser.add_argument("--warm-up", type=int, default=2, help="steps at the beginning that are not counted (2)")
     parser.add_argument("--only", choices=["trl", "trainwright"], help="run one side only")
     parser.add_argument("--skip-defaults", action="store_true", help="leave out TRL with its defaults")
-    parser.add_argument(
-        "--compile", choices=["auto", "true", "false"], default="auto", help="Trainwright's (auto)"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe"
-    )
+    parser.add_argument("--compile", choices=["auto", "true", "false"], default="auto", help="Trainwright's (auto)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
     parser.add_argument(
         "--trl-set",
         action="append",
@@ -91,9 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable for every run"
     )
     parser.add_argument("--model", default=MODEL, help="an id or a directory with safetensors")
-    parser.add_argument(
-        "--rows", type=Path, help="JSONL with question and answer in place of the 600 pydoc rows"
-    )
+    parser.add_argument("--rows", type=Path, help="JSONL with question and answer in place of the 600 pydoc rows")
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"file of results ({RESULTS})")
     parser.add_argument("--work", type=Path, help="a new directory to keep every run's files in")
     arguments = parser.parse_args()
@@ -118,9 +108,7 @@ def make_contenders(
     """From a contender's name to what runs it once, given the name and the number of the round."""
     common: dict[str, Any] = {"model": model, "rows": rows, "steps": arguments.steps, "work": work}
     common["env"] = environment(arguments)
-    best = BEST | {
-        key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.trl_set)
-    }
+    best = BEST | {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.trl_set)}
 
     def trainwright(name: str, pair: int) -> Run:
         return run_trainwright(

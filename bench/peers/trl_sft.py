@@ -30,9 +30,7 @@ from trl import SFTConfig, SFTTrainer
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
-    config = SFTConfig(
-        output_dir=job["output_directory"], use_cpu=True, max_steps=job["steps"], **job["settings"]
-    )
+    config = SFTConfig(output_dir=job["output_directory"], use_cpu=True, max_steps=job["steps"], **job["settings"])
     clock = StepClock()
     trainer = ObservedTrainer(
         model=job["model"], args=config, train_dataset=read_rows(Path(job["rows"])), callbacks=[clock]
@@ -114,9 +112,7 @@ class ObservedTrainer(SFTTrainer):
 
 def peak_rss() -> int:
     """Bytes: the largest resident set of this process so far."""
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")
-    )
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 

@@ -47,9 +47,7 @@ def use_cores(count: int) -> list[int]:
 def matrix_peak(threads: int) -> dict[str, float]:
     """GFLOP/s of the fastest square matrix product, by precision, measured in a process of its own."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    output = subprocess.run(
-        [sys.executable, __file__], env=env, check=True, capture_output=True, text=True
-    ).stdout
+    output = subprocess.run([sys.executable, __file__], env=env, check=True, capture_output=True, text=True).stdout
     peaks: dict[str, float] = json.loads(output)
     return peaks
 

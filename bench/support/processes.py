@@ -52,13 +52,17 @@ def run_measured(command: Sequence[str], *, env: Mapping[str, str], log: Path) -
             start_new_session=True,
         )
     memory = _MemoryWatch(process.pid)
-    memory.start()
+    # A signal that ends this process becomes an exception, so that it also ends the one it waits for.
+    before = signal.signal(signal.SIGTERM, _end)
     try:
+        memory.start()
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         memory.stop()
     process.returncode = os.waitstatus_to_exitcode(status)
     return Usage(
@@ -70,6 +74,10 @@ def run_measured(command: Sequence[str], *, env: Mapping[str, str], log: Path) -
         peak_memory=memory.total,
         peak_memory_largest=memory.largest,
     )
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 class _MemoryWatch(threading.Thread):

@@ -1,9 +1,12 @@
-"""What a process of a run executes, with the run's observers; and a front for launchers that are not ours.
+"""What a process of a run executes, with the run's observers; and the front for launchers that are not ours.
 
-    torchrun --nproc-per-node 4 -m trainwright.worker runs/my-run [--resume]
+    python -m trainwright.worker RECIPE [SECTION.KEY=VALUE]... [--resume [RUN]]
+    torchrun --nproc-per-node 4 -m trainwright.worker RECIPE
+    accelerate launch --config_file FILE -m trainwright.worker RECIPE
+    srun --ntasks-per-node 4 python -m trainwright.worker RECIPE
+    mpirun -np 4 python -m trainwright.worker RECIPE
 
-The directory must hold a resolved `recipe.yaml`; the launcher gives RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT.
+What the launcher starts is what the recipe must ask for; parallel.num_processes: auto takes it as it is.
 """
 
 from __future__ import annotations
@@ -12,18 +15,19 @@ import argparse
 import functools
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, TrainwrightError
-from trainwright.launch.process import console, enter_process, stop_requested
+from trainwright.errors import TrainwrightError
+from trainwright.launch.joined import run_joined
+from trainwright.launch.process import console, stop_requested
+from trainwright.launch.request import is_bare_resume
 from trainwright.launch.run_directory import PLAN, RECIPE
-from trainwright.launch.stop import follow_signals
 
 if TYPE_CHECKING:
     from trainwright.engine.events import Observer
+    from trainwright.parallel.world import Seat
 
 
 def prepare(run: Path) -> None:
@@ -38,7 +42,7 @@ def prepare(run: Path) -> None:
     prepare_task(load_recipe(run / RECIPE), cache_root())
 
 
-def work(run: Path, resume: bool) -> int:
+def work(run: Path, resume: bool, seat: Seat | None = None) -> int:
     """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED."""
     from trainwright.launch.worker import run_worker
     from trainwright.machine.cache import cache_root
@@ -50,38 +54,44 @@ def work(run: Path, resume: bool) -> int:
         reasons=_reasons(run),
         observers=functools.partial(_observers, run),
         stop_requested=stop_requested,
+        seat=seat,
     )
 
 
 def main() -> None:
-    """Run one worker and exit with its code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainwright.worker", description=(__doc__ or "").split("\n")[0]
-    )
-    # Not an option --run: torchrun would take that for an abbreviation of its own --run-path.
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint")
-    arguments = parser.parse_args()
-    if not (arguments.run / RECIPE).is_file():
-        print(f"error: {arguments.run} has no {RECIPE}; `trainwright train` makes one", file=sys.stderr)
-        sys.exit(EXIT_REQUEST)
-    rank = int(os.environ.get("RANK", "0"))
-    terminal = os.fdopen(os.dup(2), "w")
-    logs = arguments.run / "logs"
-    logs.mkdir(exist_ok=True)
-    enter_process(logs / f"rank-{rank}.log", parent=os.getppid(), keep_console=rank == 0)
-    follow_signals()
-
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from trainwright.launch.failure import RankErrorHandler
-
+    """Run one worker and exit with its code: those of `trainwright train`."""
+    arguments = _parse(sys.argv[1:])
     try:
-        code = record(work, RankErrorHandler())(arguments.run, arguments.resume) or EXIT_FINISHED
+        code = run_joined(arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work)
     except TrainwrightError as error:
-        print(f"error: {error}", file=terminal, flush=True)
+        print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    explained = (__doc__ or "").partition("\n\n")[2]
+    parser = argparse.ArgumentParser(
+        prog="python -m trainwright.worker",
+        description="One process of a training run that another launcher starts.",
+        epilog=explained,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # No option may begin as one of torchrun's or accelerate's does: they would take it for their own.
+    parser.add_argument(
+        "recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train"
+    )
+    parser.add_argument("--resume", metavar="[RUN]", help="continue this run, or the recipe's newest one")
+    parser.add_argument(
+        "--rendezvous-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for the other processes to start (600)",
+    )
+    following = [*given[1:], None]
+    bare = [a == "--resume" and is_bare_resume(next_) for a, next_ in zip(given, following, strict=True)]
+    return parser.parse_args(["--resume=" if is_bare else a for a, is_bare in zip(given, bare, strict=True)])
 
 
 def _observers(run: Path) -> list[Observer]:

@@ -19,7 +19,7 @@ def test_every_example_is_in_exactly_one_pack_that_holds_it(seed: int) -> None:
 
 
 def test_an_example_goes_into_the_fullest_pack_that_takes_it() -> None:
-    assert best_fit_decreasing([5, 7, 3, 2, 4], 10) == [[1, 2], [0, 4]] + [[3]]
+    assert best_fit_decreasing([5, 7, 3, 2, 4], 10) == [[1, 2], [0, 4], [3]]
 
 
 def test_an_example_longer_than_a_pack_is_refused() -> None:

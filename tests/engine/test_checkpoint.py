@@ -88,7 +88,9 @@ def test_replicas_share_the_writing_and_leave_nothing_out(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "recipe.yaml"])
 @pytest.mark.parametrize("place", [0, 0.5, 0.999])
-def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(tmp_path: Path, name: str, place: float) -> None:
+def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(
+    tmp_path: Path, name: str, place: float
+) -> None:
     made = save(tmp_path, 10, 20)
     file = made.path(20) / name
     content = bytearray(file.read_bytes())
@@ -99,7 +101,9 @@ def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(tmp_path: 
     assert len(refused) == 1 and str(file) in refused[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing file", "missing manifest", "empty manifest", "empty directory"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "missing file", "missing manifest", "empty manifest", "empty directory"]
+)
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     made = save(tmp_path, 10, 20)
     file, manifest = made.path(20) / "rank-00000.safetensors", made.path(20) / "manifest.json"
@@ -127,7 +131,9 @@ def test_a_checkpoint_cut_short_by_a_kill_is_not_seen_and_is_cleared_away(tmp_pa
     assert not half.exists()
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoints_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoints_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = save(tmp_path, 10)
 
     def full(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
@@ -153,7 +159,7 @@ def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path: Path
     found, _ = save(tmp_path, 10).latest()
     assert found is not None
     with found.reader() as read:
-        with pytest.raises(RequestError, match="model.other"):
+        with pytest.raises(RequestError, match=r"model\.other"):
             read("model.other", Shard.whole(torch.empty(2)))
         with pytest.raises(RequestError, match=r"model.weight has shape \[6, 4\].*\[6, 5\]"):
             read("model.weight", Shard.whole(torch.empty(6, 5)))
@@ -165,4 +171,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert made.latest()[0] is None
     save(tmp_path, 10)
     found, _ = made.latest()
-    assert found is not None and json.loads((found.path / "state.json").read_text()) == {"progress": {"step": 10}}
+    assert found is not None and json.loads((found.path / "state.json").read_text()) == {
+        "progress": {"step": 10}
+    }

@@ -32,7 +32,9 @@ def test_cosine_is_half_a_period() -> None:
 def test_warm_up_rises_evenly_to_the_full_rate(warmup: int | float) -> None:
     got = rates(10, schedule="constant", warmup_steps=warmup)
     assert got == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1.0] * 6)
-    assert rates(10, schedule="linear", warmup_steps=warmup)[4:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    assert rates(10, schedule="linear", warmup_steps=warmup)[4:] == pytest.approx(
+        [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
+    )
 
 
 @pytest.mark.parametrize("decay", [5, 0.25])

@@ -16,14 +16,23 @@ from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WINDOW = {"head_dim": 16, "sliding_window": 8}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "gemma2": WINDOW | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
@@ -44,7 +53,11 @@ def build(name: str) -> PreTrainedModel:
     settings = SIZES | ARCHITECTURES.get(name, {})
     kind = settings.pop("model_type", name)
     if kind == "gpt2":
-        settings = {k: v for k, v in settings.items() if k not in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")}
+        settings = {
+            k: v
+            for k, v in settings.items()
+            if k not in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
@@ -64,12 +77,16 @@ def examples() -> TokenDataset:
     return TokenDataset.from_examples(pairs, "examples")
 
 
-def loss_and_gradients(model: PreTrainedModel, *, pack: int | None, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: PreTrainedModel, *, pack: int | None, rows: int
+) -> tuple[float, dict[str, torch.Tensor]]:
     data = examples()
     lm = CausalLM(model, packed=pack is not None).train()
     batch = Stream(data, global_batch_size=12, seed=0, rows=rows, pack_length=pack).global_batch(0)
     lm.zero_grad()
-    losses = [lm(collate(data, micro, packed=pack is not None, pad_token_id=0)) for micro in batch.micro_batches]
+    losses = [
+        lm(collate(data, micro, packed=pack is not None, pad_token_id=0)) for micro in batch.micro_batches
+    ]
     total = torch.stack(losses).sum() / batch.weight
     total.backward()
     return total.item(), {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
@@ -90,7 +107,9 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(name: str) -
 def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
     model = build(name).eval()
     data = examples()
-    micro = Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=256).global_batch(0).micro_batches[0]
+    micro = (
+        Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=256).global_batch(0).micro_batches[0]
+    )
     batch = collate(data, micro, packed=True, pad_token_id=0)
     head = model.get_output_embeddings()
     alone = []
@@ -104,7 +123,9 @@ def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
 
 def probe() -> Any:
     data = examples()
-    micro = Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
+    micro = (
+        Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
+    )
     return collate(data, micro, packed=True, pad_token_id=0)
 
 
@@ -122,7 +143,7 @@ def test_the_check_refuses_architectures_that_mix_documents(name: str) -> None:
         model = build(name)
     finally:
         ARCHITECTURES.pop(name)
-    with pytest.raises(RequestError, match="data.pack_length"):
+    with pytest.raises(RequestError, match=r"data\.pack_length"):
         check_model(CausalLM(model, packed=True), probe())
 
 

@@ -9,7 +9,12 @@ from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_
 
 
 def plain(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, softcap: float | None, scale: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    softcap: float | None,
+    scale: float,
 ) -> torch.Tensor:
     logits = F.linear(hidden, weight, bias) * scale
     if softcap is not None:
@@ -17,7 +22,9 @@ def plain(
     return F.cross_entropy(logits, targets, reduction="none")
 
 
-def leaves(targets: int = 130, bias: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def leaves(
+    targets: int = 130, bias: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(targets, 24, generator=generator).requires_grad_()
     weight = torch.randn(500, 24, generator=generator).mul_(0.3).requires_grad_()

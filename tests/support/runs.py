@@ -62,7 +62,7 @@ class Started:
     def wait_for_step(self, step: int, seconds: float = 100) -> None:
         """Until the events of the run have this step."""
         assert self.run is not None
-        wanted = f'"event": "step"', f'"step": {step},'
+        wanted = '"event": "step"', f'"step": {step},'
         events = self.run / "events.jsonl"
 
         def reached() -> bool:
@@ -81,6 +81,7 @@ class Runs:
     _server: subprocess.Popen[str] = field(init=False)
     _count: int = 0
     _memory: dict[tuple[str, ...], Path] = field(default_factory=dict)
+    _started: list[Started] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._server = subprocess.Popen(
@@ -94,6 +95,10 @@ class Runs:
         assert self._read() == "ready"
 
     def close(self) -> None:
+        """End the server, and what a failed test has left running."""
+        for started in self._started:
+            if not started.ended:
+                started.kill()
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(30)
@@ -173,7 +178,8 @@ class Runs:
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps({**request, **paths, "cwd": str(cwd or files)}, default=str) + "\n")
         self._server.stdin.flush()
-        return Started(int(self._read()), files)
+        self._started.append(Started(int(self._read()), files))
+        return self._started[-1]
 
     def _read(self) -> str:
         assert self._server.stdout is not None

@@ -132,7 +132,7 @@ def _check(request: Request, recipe: Recipe) -> None:
         run_directory.check_new(Path(recipe.logging.run_directory))
     check_source(recipe.data.train)
     if isinstance(recipe.data.validation, str):
-        check_source(recipe.data.validation)
+        check_source(recipe.data.validation, "data.validation")
 
 
 def _processes(recipe: Recipe) -> int:

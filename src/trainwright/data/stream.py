@@ -122,7 +122,7 @@ class Stream:
         if self._pack_length is None:
             # Neighbours in length share a micro-batch, so that little of it is padding.
             order = sorted(range(len(examples)), key=lambda i: (-lengths[i], i))
-            rows = [(examples[i],) for i in order]
+            rows: list[tuple[int, ...]] = [(examples[i],) for i in order]
         else:
             packs = best_fit_decreasing(lengths, self._pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]

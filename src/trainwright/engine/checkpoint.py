@@ -4,7 +4,8 @@
       rank-00000.safetensors …   each rank's part of the state; a tensor may be split over several files
       state.json                 step, position in the data, metrics: everything that is not a tensor
       recipe.yaml                the resolved recipe
-      manifest.json              size and SHA-256 of every file, and which file holds which block of which tensor
+      manifest.json              size and SHA-256 of every file and of itself, and which file holds which block of
+                                 which tensor
 
 A checkpoint is written under another name, synced, given its manifest, and renamed. Blocks carry their place in the
 whole tensor, so a checkpoint loads on any number of ranks.
@@ -12,6 +13,7 @@ whole tensor, so a checkpoint loads on any number of ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -102,7 +104,7 @@ class Checkpoints:
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and why each newer one was refused."""
-        refused = []
+        refused: list[str] = []
         for step in reversed(self.steps()):
             try:
                 return Checkpoint.open(self.path(step)), refused
@@ -132,12 +134,14 @@ class Checkpoint:
         """
         try:
             manifest = json.loads((path / "manifest.json").read_text())
-            if manifest["format"] != _FORMAT:
-                raise CheckpointError(f"{path}: written in format {manifest['format']}, not {_FORMAT}")
-            files = dict(manifest["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}/manifest.json cannot be read: {error}") from error
-        for name, expected in files.items() if verify else ():
+            seal = manifest.pop("sha256")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}/manifest.json cannot be read: {error!r}") from error
+        if seal != _seal(manifest):
+            raise CheckpointError(f"{path}/manifest.json is not what was written (checksum differs)")
+        if manifest["format"] != _FORMAT:
+            raise CheckpointError(f"{path}: written in format {manifest['format']}, not {_FORMAT}")
+        for name, expected in manifest["files"].items() if verify else ():
             try:
                 found = checksum(path / name)
             except OSError as error:
@@ -247,7 +251,7 @@ def _finish(
         _write_text(scratch / name, text)
         size, digest = checksum(scratch / name)
         manifest["files"][name] = {"size": size, "sha256": digest}
-    _write_text(scratch / "manifest.json", json.dumps(manifest))
+    _write_text(scratch / "manifest.json", json.dumps({**manifest, "sha256": _seal(manifest)}))
     sync_directory(scratch)
     old = final.with_name(f".removing-{final.name}")
     if final.exists():  # one that was refused when the run was resumed from an earlier step
@@ -255,6 +259,11 @@ def _finish(
     scratch.rename(final)
     sync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """The manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def _write_text(path: Path, text: str) -> None:

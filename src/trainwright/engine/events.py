@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ class EventLog:
             observer(record)
 
     def close(self) -> None:
+        """What could not be written until now, for want of space, is lost, and the observers know."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
 
 def _plain(value: Any) -> Any:

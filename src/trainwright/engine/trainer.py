@@ -86,6 +86,15 @@ class Trainer:
         self._finish("finished", begun, final)
         return True
 
+    def rehearse(self, steps: int) -> bool:
+        """Take the first steps of the run and keep nothing of them but their events; False when a signal ended it."""
+        self.strategy.module.train()
+        last = min(steps, self.max_steps)
+        while self.progress.step < last:
+            if self._step() and self.progress.step < last:
+                return False
+        return True
+
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up the state of a checkpoint."""
         with checkpoint.reader() as reader:
@@ -100,7 +109,9 @@ class Trainer:
         batch = self.task.stream.global_batch(step - 1)
         losses = self._backward(step, batch)
         norm = self.strategy.gradient_norm()
-        ranks = self.world.gather_floats([sum(losses), float(self.stop_requested()), _peak_memory(self.world.device)])
+        ranks = self.world.gather_floats(
+            [sum(losses), float(self.stop_requested()), _peak_memory(self.world.device)]
+        )
         loss = sum(rank[0] for rank in ranks) / batch.weight
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._refuse(step, batch, losses, loss, norm)
@@ -128,14 +139,14 @@ class Trainer:
         """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches."""
         share = batch.for_rank(self.world.rank, self.world.size)
         totals = []
-        for micro in share:
+        for position, micro in enumerate(share, 1):
             # By the micro-batch and not by the rank: dropout is the same on any number of processes.
             torch.manual_seed(_dropout_seed(self.recipe.train.seed, step, micro.index))
             part = self.task.loss(self.strategy.module, micro, self.world.device)
             assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
             # A pass that only keeps other ranks company has weight 0 and adds nothing.
             total = part.total if micro.weight else part.total * 0.0
-            self.strategy.backward(total / batch.weight, last=micro is share[-1])
+            self.strategy.backward(total / batch.weight, last=position == len(share))
             totals.append(total.detach())
         return torch.stack(totals).tolist()
 
@@ -147,8 +158,9 @@ class Trainer:
     def _refuse(self, step: int, batch: GlobalBatch, losses: list[float], loss: float, norm: float) -> None:
         """Stop before a loss or gradient that is no number reaches the weights, naming the examples."""
         share = batch.for_rank(self.world.rank, self.world.size)
-        own = [m.examples for m, value in zip(share, losses, strict=True) if not math.isfinite(value)]
-        bad = sorted({example for examples in sum(self.world.gather(own), []) for example in examples})
+        own = [e for m, value in zip(share, losses, strict=True) if not math.isfinite(value) for e in m.examples]
+        by_rank = self.world.gather(own)
+        bad = sorted({example for found in by_rank for example in found})
         examples = bad or sorted(example for micro in batch.micro_batches for example in micro.examples)
         shown = "; ".join(f"{index}: {self.task.describe_example(index)}" for index in examples[:4])
         detail = (
@@ -156,7 +168,10 @@ class Trainer:
             f"Examples in the batch: {', '.join(map(str, examples))} ({shown})"
         )
         self.strategy.discard_gradients()
-        self.events.emit("fault", kind="non_finite", rank=self.world.rank, detail=detail, action="stop", step=step)
+        rank = next((rank for rank, found in enumerate(by_rank) if found), self.world.rank)
+        self.events.emit(
+            "fault", kind="non_finite", rank=rank, detail=detail, action="stop", step=step
+        )
         raise TrainingError(f"training stopped: {detail}")
 
     def _due(self, every: int | None) -> bool:
@@ -185,7 +200,9 @@ class Trainer:
         try:
             saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self.recipe_text)
         except CheckpointError as error:
-            self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action="continue", step=step)
+            self.events.emit(
+                "fault", kind="checkpoint", rank=0, detail=str(error), action="continue", step=step
+            )
             return
         self._saved_step = step
         self.events.emit(

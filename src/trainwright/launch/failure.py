@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,28 @@ class RankErrorHandler(ErrorHandler):
     """Torch's error file with what choosing the first failure needs: the exact time and the exit code."""
 
     def record_exception(self, e: BaseException) -> None:
-        now = time.time()
-        # Without the frame of torch's wrapper around the worker.
-        inner = e.__traceback__.tb_next if e.__traceback__ else None
-        trace = "".join(traceback.format_exception(type(e), e, inner))
-        print(trace, file=sys.stderr, flush=True)
-        path = self._get_error_file_path()
-        if not path:
-            return
-        known = isinstance(e, TrainwrightError)
-        record = {
-            "message": {
-                "message": f"{type(e).__name__}: {e}",
-                "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))},
-            },
-            "time": now,
-            "text": str(e),
-            "known": known,
-            "exit_code": e.exit_code if isinstance(e, TrainwrightError) else EXIT_TRAINING,
-        }
-        Path(path).write_text(json.dumps(record), encoding="utf-8")
+        record = error_record(e)
+        print(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr, flush=True)
+        if path := self._get_error_file_path():
+            Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+def error_record(error: BaseException) -> dict[str, Any]:
+    """What is kept of the exception a worker ends with; `message` is as torch's launchers read it."""
+    now = time.time()
+    # Without the frame of what called the worker.
+    inner = error.__traceback__.tb_next if error.__traceback__ else None
+    trace = "".join(traceback.format_exception(type(error), error, inner))
+    return {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))},
+        },
+        "time": now,
+        "text": str(error),
+        "known": isinstance(error, TrainwrightError),
+        "exit_code": error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING,
+    }
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,29 @@ def error_file(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.error.json"
 
 
+def error_records(logs: Path, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """What the workers of these ranks have left, of those that raised."""
+    return {rank: record for rank in ranks if (record := _read(error_file(logs, rank)))}
+
+
 def first_failure(
-    logs: Path, processes: int, exit_codes: dict[int, int | None], out_of_memory: bool
+    logs: Path,
+    processes: int,
+    exit_codes: dict[int, int | None],
+    out_of_memory: bool,
+    *,
+    records: dict[int, dict[str, Any]] | None = None,
+    gone: str | None = None,
 ) -> Failure:
     """The failure that the others follow from.
 
-    `exit_codes` maps ranks to exit codes as far as they are known, negative for signals. `out_of_memory` says
-    that the kernel killed some process for memory during the launch. An exception that speaks of a lost
-    connection counts only where no rank raised another and none was killed.
+    `records` are those of `error_records` for all ranks, where they are not all to be found in `logs`. `gone`
+    names a machine that is not there any more. `exit_codes` maps ranks to exit codes as far as they are known,
+    negative for signals. `out_of_memory` says that the kernel killed some process for memory during the launch.
+    An exception that speaks of a lost connection counts only where no rank raised another and none was killed.
     """
-    records = {rank: record for rank in range(processes) if (record := _read(error_file(logs, rank)))}
-    causes = {rank: r for rank, r in records.items() if not _is_follow_up(r)}
+    records = error_records(logs, range(processes)) if records is None else records
+    causes = {rank: r for rank, r in records.items() if not is_follow_up(r)}
     silent = [
         rank
         for rank, code in sorted(exit_codes.items())
@@ -86,15 +101,21 @@ def first_failure(
         code = exit_codes[rank]
         assert code is not None
         return Failure(f"rank {rank} {_ended(code, out_of_memory)}\nlog: {_log(logs, rank)}", EXIT_TRAINING)
+    if not causes and gone is not None:
+        return Failure(
+            f"{gone} is gone: it was killed, lost its network or lost its power; the logs of its ranks are in {logs}",
+            EXIT_TRAINING,
+        )
     candidates = causes or records
     if candidates:
         rank = min(candidates, key=lambda r: float(candidates[r]["time"]))
-        return _describe(rank, candidates[rank], logs)
+        return describe_failure(rank, candidates[rank], logs)
     ends = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
     return Failure(f"a worker failed without an error ({ends})\nlogs: {logs}", EXIT_TRAINING)
 
 
-def _describe(rank: int, record: dict[str, Any], logs: Path) -> Failure:
+def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
+    """What to print of one worker's record, and what to exit with."""
     exit_code = int(record["exit_code"])
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
@@ -126,7 +147,8 @@ def _ended(code: int, out_of_memory: bool) -> str:
     return f"was ended by {name} from outside"
 
 
-def _is_follow_up(record: dict[str, Any]) -> bool:
+def is_follow_up(record: dict[str, Any]) -> bool:
+    """Whether the exception speaks of a connection to a worker that is gone."""
     return not record["known"] and bool(_FOLLOW_UP.search(record["message"]["message"]))
 
 

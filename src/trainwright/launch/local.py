@@ -1,4 +1,6 @@
-"""Worker processes on this machine, through torch's elastic agent, on a free port of the loopback interface.
+"""Worker processes on this machine, through torch's elastic agent; alone, or one node of several.
+
+Alone, they meet on a free port of the loopback interface; several nodes have met at node 0's store already.
 
 The agent gives the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, …), watches the workers and
 takes the rest down when one fails. Around it: workers forked from a parent that has already imported the
@@ -7,69 +9,80 @@ libraries, one log a rank, a graceful stop, and the first failure told once.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.launch import stop
-from trainwright.launch.failure import RankErrorHandler, error_file, first_failure
+from trainwright.launch.failure import RankErrorHandler, error_file, error_records, first_failure
+from trainwright.launch.nodes import Nodes, NodesLost
 from trainwright.launch.process import enter_process, threads_allowed
+from trainwright.launch.rendezvous import LOOPBACK, host_store
 from trainwright.launch.stop import START_METHOD, Stopping
 
-_BACKEND = "trainwright-loopback"
-_LOOPBACK = "127.0.0.1"
 _MONITOR_SECONDS = 0.05
-_STORE_TIMEOUT = timedelta(minutes=15)
+_SHUTDOWN_SECONDS = 10
+# The nodes wait for each other afterwards, and notice meanwhile when one is gone; the agent would not.
+_BARRIER_SECONDS = 0.1
 
 
-def launch(entry: Callable[[], int], *, processes: int, logs: Path, stopping: Stopping) -> int:
-    """Run `entry` in `processes` workers and return the exit code of the whole, having told of a failure.
+def launch(
+    entry: Callable[[], int], *, processes: int, logs: Path, stopping: Stopping, nodes: Nodes | None = None
+) -> int:
+    """Run `entry` in `processes` workers here and return the exit code of the whole, having told of a failure.
 
     `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked
     (not Linux) it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json
-    for a worker that raised. `stopping` is entered by the caller.
+    for a worker that raised. `stopping` is entered by the caller. With `nodes`, as many workers run on each.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    for rank in range(processes):
+    first = processes * nodes.index if nodes else 0
+    ranks = range(first, first + processes)
+    for rank in ranks:
         error_file(logs, rank).unlink(missing_ok=True)
-    rendezvous = _Loopback(processes)
+    rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes)
     killed_for_memory = _memory_kills()
+    codes: dict[int, int | None] = {}
     try:
-        with _quiet_agent(logs / "launcher.log"), _agent_environment():
-            stopping.kill = _kill_workers
+        with _quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
+            stopping.kill = functools.partial(_kill_workers, nodes)
             arguments = (entry, logs, os.getpid(), stopping.flag)
-            codes = elastic_launch(_configuration(rendezvous, processes, logs), _worker)(*arguments)
-    except ChildFailedError as error:
-        codes = rendezvous.exit_codes() | {rank: f.exitcode for rank, f in error.failures.items()}
-        failure = first_failure(logs, processes, codes, _memory_kills() > killed_for_memory)
-        _tell(failure.message)
-        return failure.exit_code
+            result = _agent(rendezvous, processes, logs, arguments).run()
+        codes = rendezvous.exit_codes(first) | {rank: f.exitcode for rank, f in result.failures.items()}
+        if not result.is_failed():
+            codes = {rank: int(code or 0) for rank, code in result.return_values.items()}
+            others = nodes.finish(codes) if nodes else []
+            return _joint_code([int(code or 0) for code in codes.values()] + others)
+    except NodesLost:
+        codes = codes or rendezvous.exit_codes(first)
     except SignalException:
         return EXIT_STOPPED if stopping.killed else EXIT_TRAINING
-    return _joint_code([int(code or 0) for code in codes.values()])
+    out_of_memory = _memory_kills() > killed_for_memory
+    if nodes is None:
+        failure = first_failure(logs, processes, codes, out_of_memory)
+    else:
+        failure = nodes.fail(logs, codes, error_records(logs, ranks), out_of_memory)
+        if stopping.killed:
+            return EXIT_STOPPED
+    _tell(failure.message)
+    return failure.exit_code
 
 
 def _joint_code(codes: list[int]) -> int:
@@ -93,7 +106,7 @@ def _worker(entry: Callable[[], int], logs: Path, parent: int, flag: stop.Flag) 
         os._exit(error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING)
 
 
-class _Loopback(RendezvousHandler):
+class _OneNode(RendezvousHandler):
     """One agent alone: its store listens on a loopback port that the kernel picks, so none can collide.
 
     Torch's own static rendezvous wants a port chosen beforehand and listens on every interface; its c10d
@@ -103,32 +116,19 @@ class _Loopback(RendezvousHandler):
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._run_id = uuid.uuid4().hex
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._workers: list[multiprocessing.process.BaseProcess] = []
 
     def get_backend(self) -> str:
-        return _BACKEND
+        return "trainwright"
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((_LOOPBACK, 0))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            timeout=_STORE_TIMEOUT,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
-        )
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+        self._store = store = host_store(LOOPBACK, 0, "")
+        return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -140,9 +140,9 @@ class _Loopback(RendezvousHandler):
             self._workers = sorted(multiprocessing.active_children(), key=_started_as)
         return self._run_id
 
-    def exit_codes(self) -> dict[int, int | None]:
-        """Exit codes by rank, negative for signals."""
-        return {rank: worker.exitcode for rank, worker in enumerate(self._workers)}
+    def exit_codes(self, first: int) -> dict[int, int | None]:
+        """Exit codes by rank, of which `first` is the lowest here; negative for signals."""
+        return {rank: worker.exitcode for rank, worker in enumerate(self._workers, first)}
 
     def is_closed(self) -> bool:
         return False
@@ -154,12 +154,23 @@ class _Loopback(RendezvousHandler):
         return True
 
 
-def _given_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    handler: RendezvousHandler = parameters.config["handler"]
-    return handler
+class _SeveralNodes(_OneNode):
+    """One agent of several, at the store where the nodes have met. Ranks follow the nodes' numbers."""
 
+    def __init__(self, processes: int, nodes: Nodes) -> None:
+        super().__init__(processes)
+        self._nodes = nodes
 
-rendezvous_handler_registry.register(_BACKEND, _given_handler)
+    def next_rendezvous(self) -> RendezvousInfo:
+        nodes = self._nodes
+        nodes.running = True
+        info = RendezvousStoreInfo(nodes.meeting.address, nodes.meeting.port)
+        return RendezvousInfo(PrefixStore("agents", nodes.meeting.store), nodes.index, nodes.count, info)
+
+    def num_nodes_waiting(self) -> int:
+        # The agent asks again and again while its workers run: the moment to hear of the other nodes.
+        self._nodes.poll()
+        return 0
 
 
 class _ErrorFiles(LogsSpecs):
@@ -170,9 +181,9 @@ class _ErrorFiles(LogsSpecs):
         self._logs = logs
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        files = {rank: str(error_file(self._logs, rank)) for rank in envs}
-        for rank, environment in envs.items():
-            environment["TORCHELASTIC_ERROR_FILE"] = files[rank]
+        files = {local: str(error_file(self._logs, int(variables["RANK"]))) for local, variables in envs.items()}
+        for local, variables in envs.items():
+            variables["TORCHELASTIC_ERROR_FILE"] = files[local]
         console = dict.fromkeys(envs, "")
         return LogsDest(stdouts=console, stderrs=dict(console), error_files=files)
 
@@ -181,40 +192,48 @@ class _ErrorFiles(LogsSpecs):
         return str(self._logs)
 
 
-def _configuration(rendezvous: _Loopback, processes: int, logs: Path) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=rendezvous.get_run_id(),
+def _agent(rendezvous: _OneNode, processes: int, logs: Path, arguments: tuple[Any, ...]) -> LocalElasticAgent:
+    # Not SIGINT and SIGTERM: the agent would kill a worker that takes over 30 s to write its checkpoint.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    spec = WorkerSpec(
         role="worker",
-        rdzv_backend=rendezvous.get_backend(),
-        rdzv_endpoint=_LOOPBACK,
-        rdzv_configs={"handler": rendezvous},
-        local_addr=_LOOPBACK,
+        local_world_size=processes,
+        rdzv_handler=rendezvous,
+        entrypoint=_worker,
+        args=arguments,
         max_restarts=0,
         monitor_interval=_MONITOR_SECONDS,
-        start_method=START_METHOD,
+        local_addr=LOOPBACK,
+    )
+    return LocalElasticAgent(
+        spec,
         logs_specs=_ErrorFiles(logs),
-        # Not SIGINT and SIGTERM: the agent would kill a worker that takes over 30 s to write its checkpoint.
-        signals_to_handle="SIGQUIT",
+        start_method=START_METHOD,
+        exit_barrier_timeout=_BARRIER_SECONDS,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
     )
 
 
-def _kill_workers() -> None:
+def _agent_log(nodes: Nodes | None) -> str:
+    return f"launcher-{nodes.index}.log" if nodes else "launcher.log"
+
+
+def _kill_workers(nodes: Nodes | None) -> None:
+    if nodes is not None:
+        nodes.killed()
     raise SignalException("killed by a second ctrl-C", sigval=signal.SIGKILL)
 
 
 @contextmanager
-def _agent_environment() -> Any:
+def _agent_environment(loopback: bool) -> Any:
     """What the agent and its workers read from the environment; the user's own values stay."""
-    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    interface = "lo" if sys.platform.startswith("linux") else "lo0"
     wanted = {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # see preload_libraries
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
+    if loopback:
+        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})
     quit_handler = signal.getsignal(signal.SIGQUIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,12 +13,16 @@ from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
+from trainwright.launch.contract import agree, check_layout, usable_device
+from trainwright.launch.process import keep_freed_memory, threads_allowed
 from trainwright.machine.detect import detect
 from trainwright.models.compilation import compile_blocks
+from trainwright.models.recompute import save_activation_memory
+from trainwright.parallel import deepspeed_config
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.strategy import Strategy
-from trainwright.parallel.world import World, join, leave
+from trainwright.parallel.world import Seat, World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import build_task
@@ -35,29 +38,40 @@ def run_worker(
     reasons: Sequence[str],
     observers: Callable[[], Sequence[Observer]],
     stop_requested: Callable[[], bool],
+    rehearse: int | None = None,
+    seat: Seat | None = None,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
     Args:
         observers: called on rank 0 only, for what shall see the events.
+        rehearse: take only that many steps of the run, and keep nothing but their events.
+        seat: who this process is among all; None: as the environment says.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
     """
     recipe_text = (run / "recipe.yaml").read_text()
     recipe = load_recipe(run / "recipe.yaml")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    torch.set_num_threads(threads_allowed())
+    keep_freed_memory()
+    deepspeed_config.check(recipe)
     # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
     task = build_task(recipe, cache)
-    world = join(detect().device)
+    sizes = [(p.numel(), p.requires_grad) for p in task.module.parameters()]  # before they are cut up
+    world = join(usable_device(detect()), seat)
     try:
-        _check_world(recipe, world)
+        agree(recipe, task, world)
+        save_activation_memory(
+            task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
+        )
         if recipe.train.compile is True:
             compile_blocks(task.blocks())
         dtype = _DTYPES[recipe.train.mixed_precision]
         strategy = build_strategy(
-            recipe.parallel.strategy, world, task.module, optimizer_factory(recipe.optimizer), dtype
+            recipe.parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
         )
+        layout = check_layout(recipe, dtype, strategy)
         events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)
         checkpoints = Checkpoints(
             run / "checkpoints",
@@ -79,21 +93,12 @@ def run_worker(
         checkpoint = _latest(checkpoints, world, events) if resume else None
         if checkpoint is not None:
             trainer.resume(checkpoint)
-        events.emit("start", **_start(recipe, task, strategy, trainer, run, reasons))
-        finished = trainer.run(run / "final")
+        events.emit("start", **_start(recipe, task, strategy, trainer, run, sizes, reasons), layout=layout.line())
+        finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse)
         events.close()
         return EXIT_FINISHED if finished else EXIT_STOPPED
     finally:
         leave()
-
-
-def _check_world(recipe: Recipe, world: World) -> None:
-    """What was asked is what runs."""
-    if world.size != recipe.parallel.num_processes:
-        raise MachineError(
-            f"parallel.num_processes: the recipe asks for {recipe.parallel.num_processes} processes, and "
-            f"{world.size} were started; start it through `trainwright train` or with that many"
-        )
 
 
 def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
@@ -109,9 +114,15 @@ def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpo
 
 
 def _start(
-    recipe: Recipe, task: Task, strategy: Strategy, trainer: Trainer, run: Path, reasons: Sequence[str]
+    recipe: Recipe,
+    task: Task,
+    strategy: Strategy,
+    trainer: Trainer,
+    run: Path,
+    sizes: Sequence[tuple[int, bool]],
+    reasons: Sequence[str],
 ) -> dict[str, object]:
-    module, world = strategy.module, strategy.world
+    world = strategy.world
     first = task.stream.global_batch(0)
     return {
         "task": recipe.task,
@@ -122,8 +133,8 @@ def _start(
         "micro_batch_size": recipe.train.micro_batch_size,
         "gradient_accumulation_steps": len(first.for_rank(0, world.size)),
         "global_batch_size": recipe.train.global_batch_size,
-        "parameters": sum(p.numel() for p in module.parameters()),
-        "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "parameters": sum(size for size, _ in sizes),
+        "trainable_parameters": sum(size for size, trainable in sizes if trainable),
         "resumed_from": trainer.progress.step or None,
         "max_steps": trainer.max_steps,
         "threads": torch.get_num_threads(),

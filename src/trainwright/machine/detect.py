@@ -98,7 +98,9 @@ def _gpus() -> tuple[Gpu, ...]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         if visible is not None:
-            handles = [handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))]
+            handles = [
+                handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))
+            ]
         return tuple(
             Gpu(
                 name=pynvml.nvmlDeviceGetName(handle),

@@ -7,6 +7,7 @@ On a GPU this is one variable-length flash kernel; on a CPU the flash kernel run
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def document_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnpackableError(f"{type(module).__name__} is not told where packed documents begin")
     if kwargs.get("position_bias") is not None or is_causal is False:
-        raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
+        raise UnpackableError(
+            f"{type(module).__name__} needs an attention that packed training does not have"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     plain = not dropout and softcap is None and s_aux is None
@@ -118,7 +121,7 @@ def _each_document(
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     outputs = []
     edges = boundaries.tolist()
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         q, k, v = query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end]
         allowed = _causal(end - begin, window, query.device)
         if softcap is None and sinks is None:
@@ -178,7 +181,7 @@ def _flash_cpu(
     output, logsumexp = _empty_output(query, value, boundaries, scale, longest)
     query, key, value = _working(longest, query, key, value)
     edges = boundaries.tolist()
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         part = slice(begin, end)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True, scale=scale
@@ -223,7 +226,7 @@ def _flash_cpu_backward(
     grads = _empty_grads(query, key, value)
     grad, query, key, value, output = _working(longest, grad, query, key, value, output)
     edges = boundaries.tolist()
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         part = slice(begin, end)
         inputs = (x[:, :, part] for x in (grad, query, key, value, output))
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -268,7 +271,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     query, key, value, boundaries, output, logsumexp = ctx.saved_tensors
-    grads = _flash_cpu_backward(grad, query, key, value, output, logsumexp, boundaries, ctx.scale, ctx.longest)
+    grads = _flash_cpu_backward(
+        grad, query, key, value, output, logsumexp, boundaries, ctx.scale, ctx.longest
+    )
     return (*grads, None, None, None)
 
 

@@ -6,6 +6,7 @@ included, and runs on target positions only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,7 +58,9 @@ class CausalLM(nn.Module):
         """Negative log-likelihood of every target in nats [N], fp32, without gradients."""
         return token_statistics(*self._at_targets(batch), **self._head)[0]
 
-    def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+    def _at_targets(
+        self, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
         hidden = self._hidden(batch)
         head = self.model.get_output_embeddings()
@@ -109,12 +112,12 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         ValueError: the model has no such list.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     named = [m for m in lists if type(m[0]).__name__ in names]
     candidates = named or lists
     if not candidates:
         raise ValueError(f"no transformer blocks were found in {type(model).__name__}")
-    return list(max(candidates, key=len))
+    return list(max(candidates, key=lambda blocks: len(list(blocks))))
 
 
 def check_model(model: CausalLM, batch: Batch) -> None:
@@ -153,7 +156,7 @@ def check_model(model: CausalLM, batch: Batch) -> None:
 def _documents(batch: Batch) -> Iterator[Batch]:
     assert batch.boundaries is not None
     edges = batch.boundaries.tolist()
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         inside = (batch.target_index >= begin) & (batch.target_index < end)
         yield replace(
             batch,

@@ -88,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError("the gradient of linear_cross_entropy was already taken")
         ctx.spent = True  # the saved gradients are scaled in place: they are as large as the head

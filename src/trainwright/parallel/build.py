@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from trainwright.parallel.replicated import Replicated
 from trainwright.parallel.strategy import OptimizerFactory, Strategy
 from trainwright.parallel.world import World
+from trainwright.recipe.schema import ParallelSection
 
 
 def build_strategy(
-    name: str, world: World, module: nn.Module, make_optimizer: OptimizerFactory, dtype: torch.dtype
+    parallel: ParallelSection,
+    world: World,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    make_optimizer: OptimizerFactory,
+    dtype: torch.dtype,
 ) -> Strategy:
-    """Spread ``module`` (fp32, on CPU) over ``world``.
+    """Spread ``module`` (fp32, on CPU; ``blocks`` are its repeated units) over ``world``.
 
     Raises:
+        RequestError: keys of the recipe's section that do not fit the model or the world.
+        MachineError: the strategy needs a library that is not installed.
         ValueError: a name that is no strategy.
     """
+    name = parallel.strategy
     if name in ("single", "ddp"):
         return Replicated(name, world, module, make_optimizer, dtype)
+    if name == "fsdp":
+        from trainwright.parallel.fsdp import FullySharded
+
+        return FullySharded(name, world, module, make_optimizer, dtype, parallel, blocks)
+    if name in ("zero1", "zero2", "zero3"):
+        from trainwright.parallel.zero import Zero
+
+        return Zero(name, world, module, make_optimizer, dtype, parallel)
     raise ValueError(f"parallel.strategy: {name} is not a strategy")

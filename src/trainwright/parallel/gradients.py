@@ -32,6 +32,11 @@ class Gradients:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # of the micro-batches before this one
         self._exchange = _Exchange(self._parameters, self._sums) if exchange else None
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks whose gradients are summed into one."""
+        return 1 if self._exchange is None else dist.get_world_size()
+
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; with ``last``, also exchange what was added since the last step."""
         if last and self._exchange is not None:

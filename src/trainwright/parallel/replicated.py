@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainwright.parallel.gradients import Gradients, norm
+from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -65,11 +66,12 @@ class Replicated:
         for names in self._parts():
             for name in names:
                 grad = self._gradients.of(self._working[name])
-                if grad is not None:
-                    grad = grad.float()
-                    self._masters[name].grad = grad.mul_(scale) if scale != 1.0 else grad
-                    if self._masters[name] is not self._working[name]:
-                        self._gradients.drop(self._working[name])
+                # What no loss reached counts as zero, as it does after an exchange: the optimizer must do the same
+                # on one process as on many, and must have the same state to save.
+                grad = torch.zeros_like(self._masters[name]) if grad is None else grad.float()
+                self._masters[name].grad = grad.mul_(scale) if scale != 1.0 else grad
+                if self._masters[name] is not self._working[name]:
+                    self._gradients.drop(self._working[name])
             self._optimizer.step()
             for name in names:
                 self._masters[name].grad = None
@@ -132,6 +134,27 @@ class Replicated:
         for name, buffer in self.module.named_buffers():
             if name in persistent:
                 yield name, buffer
+
+    def layout(self) -> Layout:
+        name = max(self._working, key=lambda key: self._working[key].numel())
+        parameter, master = self._working[name], self._masters[name]
+        elements = sum(p.numel() for p in self._working.values())
+        updated = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return Layout(
+            parameter=name,
+            shape=tuple(parameter.shape),
+            local_shape=tuple(parameter.shape),
+            placement=placement("whole", 1, self._gradients.ranks),
+            forward_dtype=dtype_name(p.dtype for p in self.module.parameters() if p.is_floating_point()),
+            master_dtype=dtype_name(p.dtype for p in updated),
+            parameter_device=parameter.device.type,
+            optimizer_device=master.device.type,
+            elements=elements,
+            held=elements,
+            updated=sum(p.numel() for p in updated),
+            gradient_parts=1,
+            gradient_ranks=self._gradients.ranks,
+        )
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:

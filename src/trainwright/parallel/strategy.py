@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.parallel.layout import Layout
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
@@ -53,6 +54,9 @@ class Strategy(Protocol):
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full parameters and buffers in master precision, one after another. Every rank must iterate."""
+
+    def layout(self) -> Layout:
+        """How this rank holds the model, read from the live objects. No collective: ranks may disagree on what runs."""
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         """The module with all its parameters at hand on every rank, for generation."""

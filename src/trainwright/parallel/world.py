@@ -64,26 +64,54 @@ class World:
             dist.barrier()
 
 
-def join(device_type: str, timeout: timedelta = timedelta(minutes=30)) -> World:
-    """Join the process group that the launcher's environment describes (torchrun's variables).
+@dataclass(frozen=True)
+class Seat:
+    """Where a launcher has put this process.
 
-    A process started by hand, without those variables, is a world of one and needs no process group.
+    Attributes:
+        gpu: the index of its GPU among those that this process sees.
+        store: where the processes have met already; None: they meet at MASTER_ADDR and MASTER_PORT.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    gpu: int
+    store: dist.Store | None = None
+
+    @classmethod
+    def from_variables(cls) -> Seat:
+        """By torchrun's variables; a process started by hand, without them, is a world of one."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            size=size,
+            local_rank=local_rank,
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(size))),
+            gpu=local_rank,
+        )
+
+
+def join(device_type: str, seat: Seat | None = None, timeout: timedelta = timedelta(minutes=30)) -> World:
+    """Join the process group of the launcher's processes; a world of one needs none.
+
+    Without a `seat` it is found in the environment.
+    """
+    seat = seat or Seat.from_variables()
+    device = torch.device(device_type, seat.gpu) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if size > 1:
+    if seat.size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
-    return World(
-        rank=int(os.environ.get("RANK", "0")),
-        size=size,
-        local_rank=local_rank,
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(size))),
-        device=device,
-    )
+        if seat.store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            seat.store.set_timeout(timeout)
+            store = dist.PrefixStore("process group", seat.store)
+            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+    return World(seat.rank, seat.size, seat.local_rank, seat.local_size, device)
 
 
 def leave() -> None:

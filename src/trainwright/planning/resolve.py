@@ -56,7 +56,9 @@ def _processes(recipe: Recipe, machine: Machine, reasons: list[str]) -> int:
                 f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         if not gpus and asked > machine.cpu_cores:
-            reasons.append(f"{asked} processes share {machine.cpu_cores} cores: correct, but slower than fewer")
+            reasons.append(
+                f"{asked} processes share {machine.cpu_cores} cores: correct, but slower than fewer"
+            )
         return asked
     if recipe.parallel.strategy == "single":
         return 1
@@ -85,7 +87,9 @@ def _precision(recipe: Recipe, machine: Machine, reasons: list[str]) -> str:
             raise MachineError(
                 f"train.mixed_precision: {machine.gpus[0].name} does not compute in bf16; set it to no"
             )
-        reasons.append("train.mixed_precision bf16 is emulated by this CPU: correct, but slower than no (fp32)")
+        reasons.append(
+            "train.mixed_precision bf16 is emulated by this CPU: correct, but slower than no (fp32)"
+        )
     if asked != "auto":
         return asked
     name = "bf16" if machine.has_bf16 else "no"
@@ -105,7 +109,9 @@ def _recompute(recipe: Recipe, reasons: list[str]) -> str | int:
 def _compile(recipe: Recipe, reasons: list[str]) -> bool:
     if recipe.train.compile != "auto":
         return recipe.train.compile
-    reasons.append("train.compile false: compiling takes a minute at the start; worth setting true for long runs")
+    reasons.append(
+        "train.compile false: compiling takes a minute at the start; worth setting true for long runs"
+    )
     return False
 
 

@@ -33,7 +33,7 @@ class Sampler:
                 [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
             )
         inputs = torch.tensor([ids], device=model.device)
-        output = model.generate(
+        output = model.generate(  # type: ignore[operator]
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=self._max_new_tokens,

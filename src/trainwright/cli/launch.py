@@ -1,0 +1,178 @@
+"""``trainwright launch``: a user's own Accelerate or torch script, started with the care of ``train``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
+
+if TYPE_CHECKING:
+    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.launch.accelerate.reading import Source
+    from trainwright.machine.detect import Machine
+
+# Options of the script are not ours: the first word that is no option of ours ends our own.
+CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
+
+
+def launch(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with --module a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Given to the script as they are.")
+    ] = None,
+    num_processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to start. Default: as the file says, else one for every GPU."),
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An Accelerate file. Default: Accelerate's own, where there is one."),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there are GPUs.")] = False,
+    logs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIRECTORY", help="For a log a process. Default: one of its own under runs/."),
+    ] = None,
+) -> None:
+    """Start a script of your own, written for Accelerate or torch.distributed, in several processes.
+
+    Options of launch come before SCRIPT. Ends with the script's own exit code where it sets one.
+    """
+    _check_script(script, module)
+    plan = _plan(config_file, num_processes, cpu)
+    code = _run(script, module, tuple(arguments or ()), plan, logs)
+    if code == EXIT_STOPPED:
+        print(f"stopped: {script} was interrupted", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many workers, on what, with which variables; and the file that says so."""
+
+    processes: int
+    on_cpu: bool
+    variables: dict[str, str]
+    file: str | None
+    cores: int
+
+
+def _check_script(script: str, module: bool) -> None:
+    from importlib.util import find_spec
+
+    from trainwright.recipe.merging import missing_file
+
+    if not module:
+        if not Path(script).is_file():
+            raise RequestError(missing_file(Path(script)))
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(1, os.getcwd())
+    if find_spec(script.partition(".")[0]) is None:
+        raise RequestError(f"--module: there is no module {script} here or installed")
+
+
+def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> Plan:
+    from trainwright.launch.accelerate.reading import default_path, read
+
+    if config_file is None and default_path().is_file():
+        config_file = default_path()
+    if config_file is not None:
+        return _plan_of_file(read(config_file), num_processes, cpu)
+    from trainwright.launch.accelerate.machine import default_processes
+    from trainwright.machine.detect import detect
+
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+    os.environ.update(variables)
+    machine = detect()
+    processes = num_processes or default_processes(machine)
+    _check_gpus(processes, machine)
+    if not machine.gpus:
+        variables["ACCELERATE_USE_CPU"] = "true"
+    return Plan(processes, not machine.gpus, variables, None, machine.cpu_cores)
+
+
+def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
+    from trainwright.launch.accelerate.environment import worker_environment
+    from trainwright.launch.accelerate.machine import default_processes, require
+    from trainwright.launch.accelerate.meaning import interpret
+    from trainwright.machine.detect import detect
+
+    meaning = interpret(source)
+    meaning.refuse_problems(for_script=True)
+    if meaning.nodes > 1:
+        raise RequestError(
+            f"{source.place('num_machines')}: num_machines is {meaning.nodes}; launch starts the processes of one "
+            "machine: start a script of your own on several with torchrun, once on each"
+        )
+    if num_processes is not None:
+        meaning = replace(meaning, processes=num_processes)
+    if cpu:
+        meaning = replace(meaning, device="cpu")
+    machine = detect()
+    require(meaning, machine)
+    os.environ.update(meaning.device_environment())
+    on_cpu = meaning.device == "cpu" or not machine.gpus
+    if on_cpu:
+        _check_cpu(meaning)
+    processes = meaning.processes or default_processes(detect())
+    variables = worker_environment(source, meaning, on_cpu=on_cpu)
+    return Plan(processes, on_cpu, variables, source.name, machine.cpu_cores)
+
+
+def _check_cpu(meaning: Meaning) -> None:
+    """Accelerate's library runs these as DDP on a CPU, without a word."""
+    if meaning.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise MachineError(
+            f"{meaning.source}: on a CPU Accelerate runs {meaning.distributed_type} as plain DDP, so the script would "
+            "not do what the file says; write distributed_type: MULTI_CPU for that. A recipe is sharded on a CPU "
+            f"too: trainwright train RECIPE --accelerate-config {meaning.source}"
+        )
+
+
+def _check_gpus(processes: int, machine: Machine) -> None:
+    gpus = len(machine.gpus)
+    if gpus and processes > gpus:
+        raise MachineError(
+            f"--num-processes: {processes} processes, but there {'are' if gpus > 1 else 'is'} {gpus} "
+            f"GPU{'s' * (gpus > 1)}; here would run: --num-processes {gpus}, or --cpu"
+        )
+
+
+def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs: Path | None) -> int:
+    from trainwright.launch import run_directory
+    from trainwright.launch.process import limit_threads
+    from trainwright.launch.stop import Stopping
+
+    os.environ.update(plan.variables)
+    limit_threads(plan.cores, plan.processes)
+    with Stopping(_say_stopping) as stopping:
+        # Imports torch, so after the threads are limited and before the workers are forked.
+        from trainwright.launch.accelerate.script import Script, run_script
+        from trainwright.launch.local import launch as launch_workers
+
+        stem = script.rpartition(".")[2] if module else Path(script).stem
+        directory = logs or run_directory.create("auto", stem) / "logs"
+        _announce(script, plan, directory)
+        entry = functools.partial(run_script, Script(script, module, arguments))
+        return launch_workers(entry, processes=plan.processes, logs=directory, stopping=stopping)
+
+
+def _announce(script: str, plan: Plan, logs: Path) -> None:
+    number = f"{plan.processes} process{'es' * (plan.processes > 1)}"
+    by = f", by {plan.file}" if plan.file else ""
+    device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"
+    print(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr, flush=True)
+
+
+def _say_stopping(line: str) -> None:
+    # Called inside a signal handler: see Stopping. The given line speaks of checkpoints, which are the script's.
+    os.write(2, b"\nstopping: the script is interrupted; ctrl-C again kills it\n")

@@ -1,0 +1,176 @@
+"""``trainwright setup``: an Accelerate file for this machine, and what the one that is there means here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.launch.accelerate.writing import Answers
+    from trainwright.machine.detect import Machine
+
+T = TypeVar("T")
+
+_PORT = 29500
+_STRATEGIES = {
+    "ddp": "every process has the whole model",
+    "fsdp": "weights, gradients and optimizer state sharded by torch: for models too large for one device",
+    "zero2": "gradients and optimizer state sharded by DeepSpeed",
+    "zero3": "weights too, by DeepSpeed",
+}
+
+
+def setup(
+    config_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The file to write or show. Default: where Accelerate looks for it."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the file and what it means on this machine.")] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Take every pre-filled answer; a file that is there is kept as FILE.bak."),
+    ] = False,
+) -> None:
+    """Write an Accelerate file for this machine, every answer filled in; in place of `accelerate config`.
+
+    The file is for `accelerate launch`, `trainwright train --accelerate-config` and `trainwright launch`.
+    """
+    from trainwright.launch.accelerate.reading import default_path
+
+    path = config_file or default_path()
+    if show:
+        _show(path, is_default=config_file is None)
+        return
+    _write(path, is_default=config_file is None, yes=yes)
+
+
+def _show(path: Path, is_default: bool) -> None:
+    import shutil
+
+    from trainwright.launch.accelerate.meaning import interpret
+    from trainwright.launch.accelerate.reading import read
+    from trainwright.launch.accelerate.showing import show
+    from trainwright.machine.detect import detect
+
+    if is_default and not path.is_file():
+        raise RequestError(f"{path}: there is no Accelerate file yet; `trainwright setup` writes one")
+    source = read(path)
+    print(show(source, interpret(source), detect(), shutil.get_terminal_size((100, 24)).columns))
+
+
+def _write(path: Path, is_default: bool, yes: bool) -> None:
+    from trainwright.launch.accelerate.writing import file_values, suggested, write
+    from trainwright.machine.detect import detect
+
+    machine = detect()
+    answers = suggested(machine)
+    print(f"This machine: {machine.describe()}")
+    replacing = yes
+    if not yes:
+        print("Enter takes the answer in brackets.\n")
+        if path.exists():
+            replacing = _ask(f"{path} is there already; replace it?", "no", _yes_or_no, "the old one is kept as .bak")
+            if not replacing:
+                print(f"nothing written; `trainwright setup --show --config-file {path}` shows what is there")
+                return
+        answers = _questions(answers, machine)
+    values = file_values(answers)
+    backup = write(path, values, replace=replacing)
+    if backup is not None:
+        print(f"the file that was there is now {backup}")
+    _say_how_to_use(path, answers, is_default)
+
+
+def _questions(answers: Answers, machine: Machine) -> Answers:
+    gpus = len(machine.gpus)
+    if gpus:
+        device = _ask("device: gpu or cpu", "gpu", _one_of(("gpu", "cpu")), f"{gpus} found here")
+        answers = replace(answers, device=device, processes=gpus if device == "gpu" else min(2, machine.cpu_cores))
+        if device == "cpu":
+            answers = replace(answers, precision="no")
+    machines = _ask("machines", "1", _count(1), "that train together; each gets a file that differs in its number")
+    if machines > 1:
+        rank = _ask("number of this machine", "0", _count(0, machines - 1), "counted from 0")
+        host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all of them reach")
+        port = _ask("port on machine 0", str(_PORT), _count(1, 65535), "a free one, open between them")
+        answers = replace(answers, machines=machines, machine_rank=rank, main_ip=host, main_port=port)
+    why = "one for each GPU" if answers.device == "gpu" else "more than two on a CPU gain nothing"
+    most = gpus if answers.device == "gpu" else None
+    each = _ask("processes on this machine", str(answers.processes), _count(1, most), why)
+    answers = replace(answers, processes=each * machines)
+    if answers.device == "gpu":
+        explained = "; ".join(f"{name}: {text}" for name, text in _STRATEGIES.items())
+        strategy = _ask("strategy", answers.strategy, _one_of(tuple(_STRATEGIES)), explained)
+        answers = replace(answers, strategy=strategy)
+        if strategy != "ddp":
+            offload = _ask("offload to the host's memory", "no", _yes_or_no, "fits more, and is much slower")
+            answers = replace(answers, offload=offload)
+    why = "bf16 is multiplied in hardware here" if machine.has_bf16 else "no bf16 units here"
+    choices = ("no", "bf16", "fp16") if answers.device == "gpu" else ("no", "bf16")
+    precision = _ask("mixed precision", answers.precision, _one_of(choices), f"{', '.join(choices)}; {why}")
+    return replace(answers, precision=precision)
+
+
+def _ask(question: str, filled_in: str, read: Callable[[str], T], explained: str) -> T:
+    """One line: the question, why the answer is filled in, the answer. Asked again until it can be read."""
+    while True:
+        print(f"{question} ({explained}) [{filled_in}]: ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print()
+            raise RequestError("setup: no more answers on standard input; --yes takes the pre-filled ones")
+        try:
+            return read(line.strip() or filled_in)
+        except ValueError as error:
+            print(f"  {error}")
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(f"one of {', '.join(choices)}, not {text!r}")
+        return text.lower()
+
+    return read
+
+
+def _count(least: int, most: int | None = None) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() else None
+        if number is None or number < least or (most is not None and number > most):
+            upper = "" if most is None else f" to {most}"
+            raise ValueError(f"a whole number from {least}{upper}{' on' * (most is None)}, not {text!r}")
+        return number
+
+    return read
+
+
+def _yes_or_no(text: str) -> bool:
+    if text.lower() not in ("yes", "y", "no", "n"):
+        raise ValueError(f"yes or no, not {text!r}")
+    return text.lower() in ("yes", "y")
+
+
+def _say_how_to_use(path: Path, answers: Answers, is_default: bool) -> None:
+    from trainwright.launch.accelerate.meaning import interpret
+    from trainwright.launch.accelerate.reading import read
+    from trainwright.launch.accelerate.showing import accelerate_remarks
+
+    option = "" if is_default else f" --config-file {path}"
+    accelerate_option = "" if is_default else f" --config_file {path}"
+    number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
+    print(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
+    print(f"  trainwright train RECIPE --accelerate-config {path}")
+    print(f"  trainwright launch{option} SCRIPT    your own Accelerate or torch script")
+    print(f"  accelerate launch{accelerate_option} SCRIPT")
+    print(f"  trainwright setup --show{option}    what it means here")
+    source = read(path)
+    for remark in accelerate_remarks(source, interpret(source)):
+        print(f"note: {remark}")

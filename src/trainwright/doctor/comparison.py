@@ -1,0 +1,104 @@
+"""Two runs of one recipe side by side, step by step, and whether they are the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from trainwright.observe.reader import Event, read_events
+
+# Relative, by `train.mixed_precision`: what the order of a sum changes in a few steps.
+TOLERANCES = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
+
+_EXACT = ("tokens", "target_tokens", "learning_rate")
+_CLOSE = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The steps of a reference and of another run, as their events have them."""
+
+    names: tuple[str, str]
+    steps: tuple[tuple[Event, Event], ...]
+    tolerance: float
+
+    @classmethod
+    def of_runs(cls, names: tuple[str, str], runs: tuple[Path, Path], tolerance: float) -> Comparison:
+        """Read both runs' events.
+
+        Raises:
+            ValueError: they do not have the same steps, or none.
+        """
+        one, other = ([e for e in read_events(run / "events.jsonl") if e["event"] == "step"] for run in runs)
+        if not one or [e["step"] for e in one] != [e["step"] for e in other]:
+            raise ValueError(f"{runs[0]} has {len(one)} steps and {runs[1]} has {len(other)}")
+        return cls(names, tuple(zip(one, other, strict=True)), tolerance)
+
+    def worst(self, field: str) -> float:
+        """Largest relative difference of a field over the steps."""
+        return max(difference(one[field], other[field]) for one, other in self.steps)
+
+    def parting(self) -> str | None:
+        """Where the runs first part and by how much, in words; None when they are the same."""
+        for pair in self.steps:
+            if (reason := self._parting(pair)) is not None:
+                return f"at step {pair[0]['step']} {reason}"
+        return None
+
+    def _parting(self, pair: tuple[Event, Event]) -> str | None:
+        one, other = pair
+        for field in _EXACT:
+            if one[field] != other[field]:
+                return f"the {field.replace('_', ' ')} are {one[field]} and {other[field]}"
+        for field, name in _CLOSE.items():
+            apart = difference(one[field], other[field])
+            if not apart <= self.tolerance:
+                return f"the {name} is {one[field]:.6g} and {other[field]:.6g}, {_short(apart)} apart"
+        return None
+
+    def verdict(self) -> str:
+        """One line: the same run or not, by what numbers."""
+        allowed = f"allowed is {self.tolerance:.0e}, relative"
+        reason = self.parting()
+        if reason is not None:
+            return f"NOT the same run: {reason} ({allowed})"
+        return (
+            f"the same run: over {len(self.steps)} step{'s' * (len(self.steps) > 1)} losses differ by at most "
+            f"{_short(self.worst('loss'))} and gradient norms by {_short(self.worst('grad_norm'))} ({allowed})"
+        )
+
+    def show(self, stream: TextIO) -> None:
+        """Draw the table of both runs."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(highlight=False)
+        table.add_column("step", justify="right")
+        for name in _CLOSE.values():
+            for run in self.names:
+                table.add_column(f"{name}\n{run}", justify="right")
+            table.add_column("relative\ndifference", justify="right")
+        for pair in self.steps:
+            table.add_row(*self._row(pair), style="bold red" if self._parting(pair) else None)
+        # Not narrower than the table where nobody looks at it.
+        width = None if stream.isatty() else 120
+        Console(file=stream, highlight=False, markup=False, emoji=False, width=width).print(table)
+
+    def _row(self, pair: tuple[Event, Event]) -> Sequence[str]:
+        cells = [str(pair[0]["step"])]
+        for field in _CLOSE:
+            one, other = (event[field] for event in pair)
+            cells += [f"{one:.6f}", f"{other:.6f}", _short(difference(one, other))]
+        return cells
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def difference(one: float, other: float) -> float:
+    """Relative to the larger of the two; 0 for two zeros."""
+    larger = max(abs(one), abs(other))
+    return abs(one - other) / larger if larger else 0.0

@@ -1,0 +1,201 @@
+"""Prove on this machine that a recipe's run is the same spread over devices as on one process.
+
+Both sides go through the launcher and the engine that ``train`` uses, for a few steps, in a temporary directory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from trainwright.doctor.comparison import TOLERANCES, Comparison
+from trainwright.doctor.fitting import fitting_model
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
+from trainwright.launch import run_directory
+from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child, stop_requested
+from trainwright.launch.stop import Stopping
+from trainwright.machine.cache import cache_root
+from trainwright.machine.detect import Machine
+from trainwright.observe.progress import Bar, Lines, Progress
+from trainwright.recipe.loading import dump_recipe
+from trainwright.recipe.schema import ModelSection, ParallelSection, Recipe
+
+if TYPE_CHECKING:
+    from trainwright.observe.reader import Event
+
+_SHOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs."""
+
+    name: str
+    recipe: Recipe
+    run: Path
+
+    @property
+    def processes(self) -> int:
+        return _processes(self.recipe)
+
+
+def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path], None], out: TextIO) -> int:
+    """Compare the first steps of a resolved recipe with those of the same recipe on one process, on ``out``.
+
+    Args:
+        prepare: makes what the workers of a run directory need, in a process of its own.
+
+    Returns:
+        The exit code: finished when they are the same, training failed when they part or either side fails.
+
+    Raises:
+        RequestError: the recipe runs on one process already.
+        MachineError: the machine cannot run either side.
+    """
+    reference = reference_of(recipe)
+    limit_threads(machine.cpu_cores, _processes(recipe))
+    directory = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
+    code = EXIT_FINISHED
+    try:
+        with Stopping() as stopping:
+            preload_libraries()
+            model = _prepared_model(recipe, machine, directory, prepare, stopping, out)
+            sides = [
+                Side(_name(each), each.model_copy(update={"model": model}), directory / place)
+                for each, place in ((reference, "reference"), (recipe, "chosen"))
+            ]
+            for side in sides:
+                code = _rehearse(side, steps, stopping)
+                if code == EXIT_FINISHED and stopping.requested:
+                    code = EXIT_STOPPED
+                if code != EXIT_FINISHED:
+                    return code
+        return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)
+    finally:
+        if code == EXIT_TRAINING:  # the failure that was told names a log in it
+            print(f"what both sides wrote is kept in {directory}", file=sys.stderr)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def reference_of(recipe: Recipe) -> Recipe:
+    """The same run on one process: the same global batches, cut into the same micro-batches.
+
+    Raises:
+        RequestError: the recipe is that already.
+    """
+    processes, train = _processes(recipe), recipe.train
+    one = ParallelSection(strategy="single", num_processes=1)
+    if recipe.parallel.strategy == one.strategy:
+        raise RequestError(
+            "parallel.strategy: this recipe runs on one process here (single), which is what others are compared "
+            "with; choose one to compare, for instance parallel.strategy=fsdp parallel.num_processes=2"
+        )
+    # Dropout is drawn for each micro-batch, so these have to be the same ones.
+    steps = train.gradient_accumulation_steps
+    accumulation = steps * processes if train.micro_batch_size == "auto" and steps != "auto" else "auto"
+    values = recipe.model_dump()
+    values["parallel"] = one.model_dump()
+    values["train"]["gradient_accumulation_steps"] = accumulation
+    return type(recipe).model_validate(values)
+
+
+def _prepared_model(
+    recipe: Recipe,
+    machine: Machine,
+    directory: Path,
+    prepare: Callable[[Path], None],
+    stopping: Stopping,
+    out: TextIO,
+) -> ModelSection:
+    """Have data and weights in the cache; the model that one process can train too."""
+    work = functools.partial(_prepare, recipe, machine, directory, prepare)
+    run_in_child(work, directory / "prepare.log", stopping)
+    answer = json.loads((directory / "model.json").read_text(encoding="utf-8"))
+    if answer["cut"]:
+        print(f"model: {answer['cut']}", file=out, flush=True)
+    return ModelSection.model_validate(answer["model"])
+
+
+def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callable[[Path], None]) -> None:
+    """In a child: what this loads, and the threads it starts, must not be in the parent of the workers."""
+    run_directory.record(directory, dump_recipe(recipe), [])
+    prepare(directory)
+    model, cut = fitting_model(recipe.model, machine, directory / "model")
+    answer = {"model": model.model_dump(), "cut": cut}
+    (directory / "model.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _rehearse(side: Side, steps: int, stopping: Stopping) -> int:
+    from trainwright.launch.local import launch
+
+    side.run.mkdir()
+    run_directory.record(side.run, dump_recipe(side.recipe), [])
+    entry = functools.partial(_work, side, steps)
+    return launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
+
+
+def _work(side: Side, steps: int) -> int:
+    """In every worker."""
+    from trainwright.launch.worker import run_worker
+
+    return run_worker(
+        side.run,
+        cache=cache_root(),
+        resume=False,
+        reasons=(),
+        observers=functools.partial(_observers, side.name, steps),
+        stop_requested=stop_requested,
+        rehearse=steps,
+    )
+
+
+def _observers(name: str, steps: int) -> Sequence[Callable[[Event], None]]:
+    stream = console()
+    return [] if stream is None else [_Shown(name, steps, stream)]
+
+
+class _Shown:
+    """Shows a side while it runs: how the model lies, and the steps."""
+
+    def __init__(self, name: str, steps: int, stream: TextIO) -> None:
+        self._name = name
+        self._steps = steps
+        self._progress: Progress = Bar(stream) if stream.isatty() else Lines(stream, _SHOW_SECONDS)
+
+    def __call__(self, event: Event) -> None:
+        if event["event"] == "start":
+            self._steps = min(self._steps, event["max_steps"])
+            self._progress.write(f"{self._name}: {event['layout']}")
+            self._progress.begin(0, self._steps)
+        elif event["event"] == "step":
+            self._progress.step(event)
+        if event["event"] == "fault" or event.get("step") == self._steps:
+            self._progress.close()
+
+
+def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> int:
+    one, other = sides
+    compared = Comparison.of_runs((one.name, other.name), (one.run, other.run), tolerance)
+    print(file=out)
+    compared.show(out)
+    print(compared.verdict(), file=out, flush=True)
+    return EXIT_FINISHED if compared.parting() is None else EXIT_TRAINING
+
+
+def _processes(recipe: Recipe) -> int:
+    processes = recipe.parallel.num_processes
+    assert isinstance(processes, int), "a resolved recipe has no auto left"
+    return processes
+
+
+def _name(recipe: Recipe) -> str:
+    processes = _processes(recipe)
+    return recipe.parallel.strategy + (f" x {processes}" if processes > 1 else "")

@@ -1,0 +1,58 @@
+"""What is gathered while an Accelerate file is put into recipe keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe key's value, and where it is from as a message says it."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Keys that change nothing here, or do so another way, and why."""
+
+    keys: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What cannot be honoured. ``for_script``: not even where Accelerate's own library does the training."""
+
+    text: str
+    for_script: bool
+
+
+@dataclass
+class Draft:
+    """Settings, notes and problems as they are found."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def set(self, key: str, value: Any, origin: str) -> None:
+        """Set a recipe key. A second value that differs is a problem that names both origins."""
+        earlier = self.settings.get(key)
+        if earlier is not None and earlier.value != value:
+            self.problem(f"{earlier.origin} contradicts {origin}; both decide {key}")
+            return
+        self.settings[key] = earlier or Setting(value, origin)
+
+    def note(self, keys: str, reason: str) -> None:
+        """Notes with one reason are put together."""
+        for index, note in enumerate(self.notes):
+            if note.reason == reason:
+                self.notes[index] = Note((*note.keys, keys), reason)
+                return
+        self.notes.append(Note((keys,), reason))
+
+    def problem(self, text: str, *, for_script: bool = False) -> None:
+        self.problems.append(Problem(text, for_script))

@@ -1,0 +1,132 @@
+"""The `fsdp_config` of an Accelerate file, of version 1 and 2, in the words of `parallel.strategy: fsdp`.
+
+Both versions become torch's FSDP2, which shards parameter by parameter and computes the same.
+"""
+
+from __future__ import annotations
+
+from trainwright.launch.accelerate.draft import Draft
+from trainwright.launch.accelerate.values import Part
+
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+}
+_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+
+_BUILT_IN = "FSDP2 always works that way"
+_PREFETCH = "FSDP2 fetches the next block ahead by itself"
+_NOTES = {
+    "fsdp_use_orig_params": _BUILT_IN,
+    "fsdp_sync_module_states": "every rank loads the shards of the same file",
+    "fsdp_cpu_ram_efficient_loading": "every rank loads the shards of the same file",
+    "fsdp_backward_prefetch": _PREFETCH,
+    "fsdp_backward_prefetch_policy": _PREFETCH,
+    "fsdp_forward_prefetch": _PREFETCH,
+    "fsdp_limit_all_gathers": _BUILT_IN,
+    "fsdp_state_dict_type": "checkpoints are sharded, and final/ is one whole model, always",
+    "fsdp_min_num_params": "is for SIZE_BASED_WRAP",
+}
+KEYS = (
+    "fsdp_version",
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+    "fsdp_ignored_modules",
+    *_NOTES,
+)
+
+
+def interpret(part: Part, draft: Draft, *, nodes: int, replicas: int | None, stated: bool) -> None:
+    """Add what ``part`` says. ``replicas``: of the file's parallelism_config. ``stated``: see Source."""
+    _layout(part, draft, nodes, replicas)
+    _wrap(part, draft)
+    if (offload := part.flag("fsdp_offload_params")) is not None and (offload or stated):
+        draft.set("parallel.offload_parameters", offload, part.place("fsdp_offload_params"))
+    _activations(part, draft, stated)
+    if "fsdp_ignored_modules" in part:
+        draft.problem(f"{part.place('fsdp_ignored_modules')}: every parameter is sharded here; remove it")
+    part.raw("fsdp_ignored_modules")
+    part.choice("fsdp_state_dict_type", _STATE_DICTS)
+    if stated:
+        for key, reason in _NOTES.items():
+            if key in part:
+                draft.note(key, reason)
+    for key in _NOTES:
+        part.raw(key)
+    for text in part.unknown(KEYS, {}):
+        draft.problem(text, for_script=True)
+
+
+def _layout(part: Part, draft: Draft, nodes: int, replicas: int | None) -> None:
+    version = part.count("fsdp_version", least=1) or 1
+    if version > 2:
+        part.wrong("fsdp_version", "1 or 2")
+    sharding, origin = _sharding(part)
+    reshard = _reshard(part)
+    if sharding == "NO_SHARD":
+        draft.set("parallel.strategy", "ddp", origin)
+        draft.note("fsdp_sharding_strategy", "NO_SHARD keeps a whole model in every process, which is ddp")
+        return
+    draft.set("parallel.strategy", "fsdp", part.source.place("distributed_type") + ": distributed_type: FSDP")
+    if sharding is not None:
+        draft.set("parallel.reshard_after_forward", _RESHARDS[sharding], origin)
+    if reshard is not None:
+        draft.set("parallel.reshard_after_forward", reshard, part.place("fsdp_reshard_after_forward"))
+    if sharding is not None and sharding.startswith("HYBRID"):
+        draft.set("parallel.replicate_size", nodes, f"{origin} (one replica a machine)")
+        if nodes == 1:
+            draft.note("fsdp_sharding_strategy", "HYBRID shards within a machine; on one machine that is FULL_SHARD")
+    if replicas is not None:
+        where = part.source.place("parallelism_config", "parallelism_config_dp_replicate_size")
+        draft.set("parallel.replicate_size", replicas, f"{where}: parallelism_config_dp_replicate_size: {replicas}")
+
+
+def _sharding(part: Part) -> tuple[str | None, str]:
+    """The sharding strategy, which version 1's wizard writes as fsdp_reshard_after_forward."""
+    stated = part.choice("fsdp_sharding_strategy", SHARDING)
+    other = (part.text("fsdp_reshard_after_forward") or "").upper()
+    if other in SHARDING and (stated is None or not part.source.stated):
+        return other, part.place("fsdp_reshard_after_forward")
+    if not part.source.stated and stated == "FULL_SHARD":  # Accelerate's default, in version 2 too
+        return None, ""
+    return stated, part.place("fsdp_sharding_strategy")
+
+
+def _reshard(part: Part) -> bool | None:
+    text = part.text("fsdp_reshard_after_forward")
+    if text is None:
+        return None
+    if text.upper() in SHARDING:
+        return _RESHARDS.get(text.upper())
+    reshard = part.flag("fsdp_reshard_after_forward")
+    return None if reshard and not part.source.stated else reshard
+
+
+def _wrap(part: Part, draft: Draft) -> None:
+    policy = part.choice("fsdp_auto_wrap_policy", _WRAP_POLICIES)
+    classes = part.names("fsdp_transformer_layer_cls_to_wrap")
+    if classes and policy in (None, "TRANSFORMER_BASED_WRAP"):
+        draft.set("parallel.wrap", classes, part.place("fsdp_transformer_layer_cls_to_wrap"))
+    elif classes:
+        draft.note("fsdp_transformer_layer_cls_to_wrap", f"is not looked at under {policy}")
+    if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
+        draft.note("fsdp_auto_wrap_policy", f"{policy} has no counterpart: each of the model's blocks is a unit")
+
+
+def _activations(part: Part, draft: Draft, stated: bool) -> None:
+    recompute = part.flag("fsdp_activation_checkpointing")
+    offload = part.flag("fsdp_activation_checkpointing_offload")
+    if recompute is not None and (recompute or stated):
+        value = "full" if recompute else "none"
+        draft.set("train.activation_checkpointing", value, part.place("fsdp_activation_checkpointing"))
+    if offload:
+        draft.set("train.activation_offload", True, part.place("fsdp_activation_checkpointing_offload"))

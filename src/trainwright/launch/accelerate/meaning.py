@@ -1,0 +1,394 @@
+"""What an Accelerate file means here: recipe keys, processes and machines, and a line for all the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.errors import RequestError
+from trainwright.launch.accelerate import deepspeed, fsdp
+from trainwright.launch.accelerate.draft import Draft, Note, Problem, Setting
+from trainwright.launch.accelerate.reading import Source, read
+from trainwright.launch.accelerate.values import Part
+
+DEFAULT_PORT = 29500  # Accelerate's and torchrun's
+
+Device = Literal["cuda", "cpu", "any"]
+
+_DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+_OTHERS = {
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "TPUs",
+    "TPU": "TPUs",
+    "MULTI_NPU": "NPUs",
+    "MULTI_MLU": "MLUs",
+    "MULTI_SDAA": "SDAA devices",
+    "MULTI_MUSA": "MUSA devices",
+    "MULTI_XPU": "XPUs",
+    "MULTI_HPU": "HPUs",
+    "MULTI_NEURON": "Neuron cores",
+    "MPS": "Apple's GPUs",
+    "TP": "tensor parallelism by itself",
+}
+_PRECISIONS = ("NO", "BF16", "FP16", "FP8")
+_TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "commands")
+_PARTS = (
+    "fsdp_config",
+    "deepspeed_config",
+    "dynamo_config",
+    "parallelism_config",
+    "fp8_config",
+    "mpirun_config",
+    "megatron_lm_config",
+    "ipex_config",
+    "tp_config",
+)
+_PLAIN_KEYS = (
+    "compute_environment",
+    "distributed_type",
+    "mixed_precision",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "use_cpu",
+    "rdzv_backend",
+    "same_network",
+    "downcast_bf16",
+    "dynamo_backend",
+    "main_training_function",
+    "enable_cpu_affinity",
+    "gradient_accumulation_steps",
+)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """An Accelerate file (or environment) in Trainwright's words.
+
+    Attributes:
+        source: the file's path, or what else was read.
+        distributed_type: in Accelerate's word, for messages.
+        settings: recipe keys, such as parallel.strategy, each with its value and where that is from.
+        device: what the processes are to run on; any: GPUs where there are some.
+        gpu_ids: the GPUs of this machine to use, as CUDA_VISIBLE_DEVICES takes them; None: all.
+        processes: of all machines together; None where it was not said.
+        nodes, node_rank, rendezvous: the machines, which of them this is, and host:port of the first.
+        one_of_several: Accelerate's launcher was asked for several processes and started this one alone.
+        notes: what is ignored or done another way, and why.
+        problems: what cannot be honoured, or contradicts itself.
+    """
+
+    source: str
+    distributed_type: str
+    settings: Mapping[str, Setting]
+    device: Device
+    gpu_ids: str | None
+    processes: int | None
+    nodes: int
+    node_rank: int
+    rendezvous: str | None
+    one_of_several: bool
+    notes: tuple[Note, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def strategy(self) -> str | None:
+        return self.value("parallel.strategy")
+
+    @property
+    def local_processes(self) -> int | None:
+        """Of one machine."""
+        return None if self.processes is None else max(1, self.processes // self.nodes)
+
+    def value(self, key: str) -> Any:
+        """What a recipe key is set to; None where the file says nothing of it."""
+        return self.settings[key].value if key in self.settings else None
+
+    def to_overrides(self) -> list[str]:
+        """`section.key=value` for every recipe key the file sets. Raises RequestError for its problems."""
+        self.refuse_problems()
+        return [f"{key}={as_yaml(setting.value)}" for key, setting in self.settings.items()]
+
+    def refuse_problems(self, *, for_script: bool = False) -> None:
+        """Raise RequestError with what cannot be honoured: all of it, or what concerns the user's own script."""
+        found = [problem.text for problem in self.problems if problem.for_script or not for_script]
+        if found:
+            raise RequestError("\n".join(found))
+
+    def disagreements(self, values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """A line for every key of a resolved recipe (as nested mappings) that differs from what this says."""
+        lines = []
+        for key, setting in self.settings.items():
+            section, name = key.split(".")
+            there = values[section][name]
+            if there not in (setting.value, "auto"):
+                lines.append(f"{key}: the recipe has {as_yaml(there)}, but {setting.origin}")
+        return lines
+
+    def device_environment(self) -> dict[str, str]:
+        """To be set before anything looks for GPUs: hides those that the file does not want."""
+        if self.device == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        return {} if self.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": self.gpu_ids}
+
+    def with_machines(
+        self, nodes: int | None = None, node_rank: int | None = None, rendezvous: str | None = None
+    ) -> Meaning:
+        """With what the command line says of the machines in place of what the file says."""
+        return replace(
+            self,
+            nodes=self.nodes if nodes is None else nodes,
+            node_rank=self.node_rank if node_rank is None else node_rank,
+            rendezvous=self.rendezvous if rendezvous is None else rendezvous,
+        )
+
+
+def read_meaning(path: Path) -> Meaning:
+    """Read a file and say what it means. Raises RequestError where it cannot be read at all."""
+    return interpret(read(path))
+
+
+def interpret(source: Source) -> Meaning:
+    """Put a source into our words. Everything wrong with it is in the result's ``problems``."""
+    top, draft = Part(source), Draft()
+    for text in source.problems:
+        draft.problem(text, for_script=True)
+    if source.one_of_several:
+        draft.problem(
+            "accelerate launch was asked for several processes and has started one, which is what it does with "
+            "MULTI_CPU; start them with `trainwright train RECIPE --accelerate-config FILE` or torchrun"
+        )
+    kind = _kind(top, draft)
+    processes, nodes = _counts(top, draft, kind)
+    _precision(top, draft)
+    _compile(top, source, draft)
+    sizes = Part(source, ("parallelism_config",), "parallelism_config_")
+    replicas = _parallelism(sizes, draft)
+    parts = [top, sizes]
+    if kind == "FSDP":
+        part = Part(source, ("fsdp_config",), "fsdp_")
+        fsdp.interpret(part, draft, nodes=nodes, replicas=replicas, stated=source.stated)
+        parts.append(part)
+    elif kind == "DEEPSPEED":
+        part = Part(source, ("deepspeed_config",))
+        deepspeed.interpret(part, draft, source)
+        parts.append(part)
+    elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        single = kind == "NO" or processes == 1
+        draft.set("parallel.strategy", "single" if single else "ddp", top.place("distributed_type"))
+    if processes is not None and kind is not None:
+        draft.set("parallel.num_processes", processes, top.place("num_processes"))
+    device = _device(top, draft, kind)
+    node_rank, rendezvous = _machines(top, draft, nodes)
+    _left_over(top, draft, kind, source)
+    for part in parts:
+        for text in part.problems:
+            draft.problem(text, for_script=True)
+    return Meaning(
+        source=source.name,
+        distributed_type=kind or str(source.values.get("distributed_type")),
+        settings=draft.settings,
+        device=device,
+        gpu_ids=_gpu_ids(top),
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        one_of_several=source.one_of_several,
+        notes=tuple(draft.notes),
+        problems=tuple(dict.fromkeys(draft.problems)),
+    )
+
+
+def as_yaml(value: Any) -> str:
+    """A value as an override has it, on one line."""
+    plain = isinstance(value, str) and value.replace("_", "").isalnum() and value not in ("true", "false", "null")
+    return str(value) if plain and not str(value)[0].isdigit() else json.dumps(value)
+
+
+def _kind(top: Part, draft: Draft) -> str | None:
+    place = top.text("compute_environment")
+    if place is not None and place.upper() not in ("LOCAL_MACHINE", "1"):
+        draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is run here", for_script=True)
+    kind = top.text("distributed_type")
+    if kind is None:
+        near = "FSDP" if "fsdp_config" in top else "DEEPSPEED" if "deepspeed_config" in top else "MULTI_GPU"
+        draft.problem(
+            f"{top.source.name}: distributed_type is missing; one of {', '.join(_DISTRIBUTED)}, here probably {near}",
+            for_script=True,
+        )
+        return None
+    if kind.upper() in _OTHERS:
+        draft.problem(
+            f"{top.place('distributed_type')}: {_OTHERS[kind.upper()]} have no counterpart here; "
+            f"there are {', '.join(_DISTRIBUTED)}",
+            for_script=True,
+        )
+        return None
+    # Not by number: Accelerate stores this one as a word always.
+    if kind.upper() == "FALSE":  # an unquoted NO, read by YAML 1.1 and written out again
+        return "NO"
+    return top.choice("distributed_type", _DISTRIBUTED)
+
+
+def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]:
+    nodes = top.count("num_machines", least=1) or 1
+    if top.raw("num_processes") == -1:  # Accelerate's word for: given on the command line
+        draft.note("num_processes", "-1 leaves the number to the command line or the recipe")
+        return None, nodes
+    processes = top.count("num_processes", least=1)
+    if kind == "NO":
+        if processes not in (None, 1):
+            draft.problem(
+                f"{top.place('distributed_type')} is one process, but {top.place('num_processes')}; set "
+                "distributed_type to MULTI_GPU or MULTI_CPU, or num_processes to 1",
+                for_script=True,
+            )
+        return 1, nodes
+    if processes is not None and processes % nodes:
+        draft.problem(
+            f"{top.place('num_processes')} cannot be divided over {top.place('num_machines')} equally",
+            for_script=True,
+        )
+    if processes is None:
+        draft.note("num_processes", "is not given, so the recipe and this machine decide")
+    return processes, nodes
+
+
+def _precision(top: Part, draft: Draft) -> None:
+    if top.raw("mixed_precision") is False:  # an unquoted `no`, read by YAML 1.1 and written out again
+        draft.set("train.mixed_precision", "no", top.place("mixed_precision"))
+        return
+    name = top.choice("mixed_precision", _PRECISIONS)
+    if name == "FP8":
+        draft.problem(f"{top.place('mixed_precision')} has no counterpart here; the nearest is bf16")
+    elif name is not None:
+        draft.set("train.mixed_precision", name.lower(), top.place("mixed_precision"))
+    elif top.flag("fp16"):
+        draft.set("train.mixed_precision", "fp16", top.place("fp16"))
+    top.raw("fp16")  # what Accelerate wrote before it had mixed_precision
+
+
+def _compile(top: Part, source: Source, draft: Draft) -> None:
+    part = Part(source, ("dynamo_config",), "dynamo_")
+    where = part if "dynamo_backend" in part else top
+    backend = where.text("dynamo_backend")
+    top.raw("dynamo_backend")
+    if backend is not None and backend.upper() == "INDUCTOR":
+        draft.set("train.compile", True, where.place("dynamo_backend"))
+    elif backend is not None and backend.upper() not in ("NO", "FALSE"):
+        draft.problem(f"{where.place('dynamo_backend')}: train.compile is torch's inductor; there is no other")
+    for key in part.given():
+        part.raw(key)
+        value = part.text(key)
+        if key != "dynamo_backend" and value not in (None, "default") and value.lower() != "false":
+            draft.note(key, "blocks are compiled one by one with torch's own settings")
+    for text in part.problems:
+        draft.problem(text)
+
+
+def _parallelism(part: Part, draft: Draft) -> int | None:
+    """Replicas of the sharded model that the part asks for, None where it says nothing."""
+    prefix = "parallelism_config_"
+    replicas = part.count(f"{prefix}dp_replicate_size", least=1)
+    part.count(f"{prefix}dp_shard_size", least=1)  # what the replicas leave
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (part.count(f"{prefix}{name}", least=1) or 1) > 1:
+            draft.problem(f"{part.place(prefix + name)}: only data is spread over processes here; set it to 1")
+    for key in part.given():
+        part.raw(key)
+    return replicas
+
+
+def _device(top: Part, draft: Draft, kind: str | None) -> Device:
+    use_cpu = top.flag("use_cpu")
+    if kind == "MULTI_GPU" and use_cpu:
+        draft.problem(
+            f"{top.place('distributed_type')} contradicts {top.place('use_cpu')}; write MULTI_CPU, or use_cpu: false",
+            for_script=True,
+        )
+    if kind == "MULTI_CPU" or use_cpu:
+        return "cpu"
+    if kind in ("MULTI_GPU", "FSDP", "DEEPSPEED") and top.source.device_stated:
+        return "cuda"
+    return "any"
+
+
+def _machines(top: Part, draft: Draft, nodes: int) -> tuple[int, str | None]:
+    rank = top.count("machine_rank") or 0
+    host, port = top.text("main_process_ip"), top.count("main_process_port")
+    if rank >= nodes:
+        draft.problem(
+            f"{top.place('machine_rank')}: machines are counted from 0, so with num_machines: {nodes} "
+            f"the last is {nodes - 1}",
+            for_script=True,
+        )
+    if nodes == 1:
+        if port:
+            draft.note("main_process_port", "on one machine a free port is taken, so that none can collide")
+        return rank, None
+    backend = top.text("rdzv_backend")
+    if backend is not None and backend.lower() not in ("static", "c10d"):
+        draft.note("rdzv_backend", "machines meet by torch's c10d")
+    return rank, None if host is None else f"{host}:{port or DEFAULT_PORT}"
+
+
+def _gpu_ids(top: Part) -> str | None:
+    ids = top.names("gpu_ids")
+    return None if not ids or ids == ["all"] else ",".join(ids)
+
+
+def _left_over(top: Part, draft: Draft, kind: str | None, source: Source) -> None:
+    for key in ("rdzv_backend", "same_network", "main_process_ip", *_PARTS):
+        top.raw(key)
+    if "gradient_accumulation_steps" in top and top.text("gradient_accumulation_steps") != "auto":
+        steps = top.count("gradient_accumulation_steps", least=1)
+        draft.set("train.gradient_accumulation_steps", steps, top.place("gradient_accumulation_steps"))
+    if top.flag("downcast_bf16"):
+        draft.note("downcast_bf16", "is for TPUs")
+    if top.flag("debug"):
+        draft.note("debug", "what every rank has is compared before the first step anyway")
+    if top.flag("enable_cpu_affinity"):
+        draft.note("enable_cpu_affinity", "processes are not bound to cores here")
+    if (top.text("main_training_function") or "main") != "main":
+        draft.note("main_training_function", "is for TPUs")
+    tpu = [key for key in _TPU_KEYS if _is_on(top.raw(key))]
+    if tpu or _is_on(top.raw("command_file")):
+        draft.note(", ".join(tpu or ["command_file"]), "is for TPUs")
+    used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind or "")
+    for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config"):
+        if name in top and name != used and kind is not None:
+            draft.note(name, f"is not looked at under distributed_type {kind}")
+    for name in ("ipex_config", "fp8_config", "tp_config"):
+        if name in top and any(map(_is_on, _items(top.raw(name)))):
+            draft.note(name, "has no counterpart here")
+    if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
+        draft.note("mpirun_config", "processes are started without MPI; on several machines, once on each")
+    known = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
+    elsewhere = dict.fromkeys(deepspeed.KEYS, "deepspeed_config") | dict.fromkeys(fsdp.KEYS, "fsdp_config")
+    for text in top.unknown(known, elsewhere):
+        draft.problem(text, for_script=True)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else [value]
+
+
+def _is_on(value: Any) -> bool:
+    return value not in (None, False, "", [], {}) and str(value).lower() not in ("false", "no", "[]", "none")
+
+
+def missing_rendezvous(meaning: Meaning) -> RequestError | None:
+    """The error of several machines without a place to meet, if that is so."""
+    if meaning.nodes == 1 or meaning.rendezvous is not None:
+        return None
+    return RequestError(
+        f"{meaning.source}: num_machines is {meaning.nodes}, but main_process_ip is missing: the address of the "
+        f"first machine; write it, or give --rendezvous host:{DEFAULT_PORT}"
+    )

@@ -1,0 +1,169 @@
+"""An Accelerate file, or the environment of a worker that Accelerate started, as one plain mapping.
+
+Files are YAML or JSON whatever they are called. JSON may be loose as people paste it: Python's True, False
+and None, single quotes, commas before a closing bracket, comments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.recipe.merging import missing_file
+from trainwright.recipe.yaml_text import parse_mapping
+
+Place = tuple[str, ...]
+
+_KEY = re.compile(r"""^[\s{]*["']?[A-Za-z_]\w*["']?\s*:""", re.MULTILINE)
+_OF_DEEPSPEED = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+_ENUMS = ("compute_environment", "distributed_type")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What Accelerate was told. ``values`` is nested as a file is; ``places`` says where a key was written.
+
+    Attributes:
+        name: the file's path as given, or what else the values are from.
+        directory: where paths in it may start; None for an environment.
+        remarks: why Accelerate's own reader refuses the file although this one takes it.
+        problems: what was wrong with the text itself, such as a key given twice.
+        stated: False where Accelerate fills in its defaults, so that a default may be nobody's wish.
+        device_stated: False where whether GPUs are meant cannot be known.
+        one_of_several: Accelerate was asked for several processes and started one.
+    """
+
+    name: str
+    values: dict[str, Any]
+    places: Mapping[Place, str] = field(default_factory=dict)
+    directory: Path | None = None
+    problems: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    stated: bool = True
+    device_stated: bool = True
+    one_of_several: bool = False
+
+    def place(self, *path: str) -> str:
+        """Where ``path`` was written, for a message: file:line, or a variable's name."""
+        return self.places.get(path, self.name)
+
+
+def default_path() -> Path:
+    """Where `accelerate config` writes and `accelerate launch` looks: below HF_HOME or the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def read(path: Path) -> Source:
+    """Read an Accelerate file.
+
+    Raises RequestError, with the line where there is one, when there is no such file or it has no mapping.
+    """
+    text = _text(path)
+    if not text.strip():
+        raise RequestError(f"{path}: is empty; `trainwright setup --config-file {path}` writes one")
+    strict = _strict_json(text)
+    is_json = text.lstrip().startswith("{")
+    if strict is None and (not _KEY.search(text) or text.lstrip().startswith("[")):
+        raise RequestError(f"{path}: is no Accelerate file: it has no 'key: value', such as distributed_type: NO")
+    tree = parse_mapping(_without_comments(text) if is_json else text, str(path))
+    values = _plain(strict if strict is not None else tree.values)
+    if "distributed_type" not in values and any(key in values for key in _OF_DEEPSPEED):
+        return _deepspeed_file(path)
+    return Source(
+        name=str(path),
+        values=values,
+        places={tuple(map(str, place)): str(origin) for place, origin in tree.origins.items()},
+        directory=path.parent,
+        problems=tuple(map(str, tree.problems)),
+        remarks=tuple(_remarks(path, values, strict=strict is not None, is_json=is_json)),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that an Accelerate file points to, as loose as those may be. Raises RequestError."""
+    text = _text(path)
+    strict = _strict_json(text)
+    if strict is not None:
+        return strict
+    if not text.lstrip().startswith("{"):
+        raise RequestError(f"{path}: is no JSON object")
+    values: dict[str, Any] = _plain(parse_mapping(_without_comments(text), str(path)).values)
+    return values
+
+
+def _deepspeed_file(path: Path) -> Source:
+    """A DeepSpeed file in place of the Accelerate file that would name it."""
+    return Source(
+        name=str(path),
+        values={"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(path)}},
+        directory=Path(),
+        remarks=("it is a DeepSpeed file, which an Accelerate file names by deepspeed_config_file",),
+        device_stated=False,
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise RequestError(missing_file(path)) from None
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path}: is not UTF-8 text") from None
+
+
+def _strict_json(text: str) -> dict[str, Any] | None:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _without_comments(text: str) -> str:
+    """Loose JSON as YAML's flow style, which it is but for // comments and tabs; lines stay where they are."""
+
+    def replaced(match: re.Match[str]) -> str:
+        found = match.group()
+        if found[0] == "'":
+            return found.replace("\\'", "''")
+        if found[0] == '"':
+            return found
+        return "\n" * found.count("\n") if found.startswith("/") else "  "
+
+    return re.sub(
+        r""" "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | //[^\n]* | /\*.*?\*/ | \t """,
+        replaced,
+        text,
+        flags=re.VERBOSE | re.DOTALL,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if value in ("None", "") else value
+
+
+def _remarks(path: Path, values: dict[str, Any], *, strict: bool, is_json: bool) -> list[str]:
+    """What makes `accelerate launch` 1.15 refuse the file: it goes by the file's ending and by capitals."""
+    remarks = []
+    if path.suffix == ".json" and not strict:
+        remarks.append("is not strict JSON" if is_json else "is YAML under a name that ends in .json")
+    lower = [key for key in _ENUMS if isinstance(values.get(key), str) and values[key] != values[key].upper()]
+    if lower:
+        remarks.append(f"{' and '.join(lower)} not in capitals")
+    if "distributed_type" not in values:
+        remarks.append("no distributed_type")
+    return remarks

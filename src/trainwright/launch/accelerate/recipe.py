@@ -1,0 +1,110 @@
+"""A recipe and an Accelerate file put together: the file wins over the recipe, the command line over both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainwright.errors import RequestError
+from trainwright.launch.accelerate.machine import require
+from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous, read_meaning
+from trainwright.machine.detect import detect
+from trainwright.recipe.merging import read_merged
+from trainwright.recipe.yaml_text import Tree
+
+# What only means something under the strategy that the file names.
+_OF_THE_STRATEGY = (
+    "parallel.replicate_size",
+    "parallel.reshard_after_forward",
+    "parallel.offload_parameters",
+    "parallel.offload_optimizer",
+    "parallel.wrap",
+    "parallel.deepspeed_config",
+)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Overrides for load_recipe, the file's first and then the user's own; and a line for what gave way."""
+
+    overrides: list[str]
+    reasons: tuple[str, ...]
+    meaning: Meaning
+
+
+def for_training(
+    file: Path,
+    recipe: Path | None,
+    overrides: Sequence[str],
+    *,
+    resumed: bool = False,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+) -> Joined:
+    """What `train --accelerate-config FILE` does before the recipe is loaded.
+
+    ``nodes``, ``node_rank`` and ``rendezvous`` are the command line's; the result's ``meaning`` has what holds.
+    GPUs that the file does not want are hidden from this process and its children (CUDA_VISIBLE_DEVICES), so it
+    has to come before the machine is looked at.
+
+    Raises:
+        RequestError: the file cannot be read or honoured, or it and the recipe name different strategies.
+        MachineError: this machine lacks the GPUs asked for; the message says what would run here.
+    """
+    meaning = read_meaning(file).with_machines(nodes, node_rank, rendezvous)
+    joined = join(meaning, recipe, overrides, resumed=resumed)
+    if (error := missing_rendezvous(joined.meaning)) is not None:
+        raise error
+    require(joined.meaning, detect())
+    os.environ.update(joined.meaning.device_environment())
+    return joined
+
+
+def join(meaning: Meaning, recipe: Path | None, overrides: Sequence[str], *, resumed: bool = False) -> Joined:
+    """Put the meaning of a file over the recipe at ``recipe`` and under the user's ``overrides``.
+
+    A key the recipe leaves to auto, or to its default, is the file's to set; another value gives way to the
+    file's, with a line that says so. The strategy does not give way: where recipe and file name different
+    ones, RequestError names both. A ``resumed`` run's recipe has every key, so there it gives way too.
+    """
+    meaning.refuse_problems()
+    explicit = {override.partition("=")[0].strip() for override in overrides}
+    reasons = [
+        f"{key}: the command line's value, not {meaning.settings[key].origin}"
+        for key in meaning.settings
+        if key in explicit
+    ]
+    dropped = set(explicit)
+    if "parallel.strategy" in explicit and _last(overrides, "parallel.strategy") != meaning.strategy:
+        dropped |= set(_OF_THE_STRATEGY)
+    written = Tree() if recipe is None else read_merged(recipe, ())
+    for key, setting in meaning.settings.items():
+        there = _written(written, key)
+        if key in dropped or there in (None, "auto", setting.value):
+            continue
+        where = f"{written.origins.get(tuple(key.split('.')), recipe)}: {key} is {as_yaml(there)}"
+        if key == "parallel.strategy" and not resumed:
+            raise RequestError(
+                f"{where}, but {setting.origin} means {setting.value}; remove one of the two, or decide with "
+                f"{key}=… on the command line"
+            )
+        if not resumed:
+            reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
+    kept = replace(meaning, settings={k: v for k, v in meaning.settings.items() if k not in dropped})
+    if "parallel.num_processes" in explicit:
+        count = _last(overrides, "parallel.num_processes")
+        meaning = replace(meaning, processes=int(count) if count.isdigit() else None)
+    return Joined([*kept.to_overrides(), *overrides], tuple(reasons), meaning)
+
+
+def _last(overrides: Sequence[str], key: str) -> str:
+    return [override.partition("=")[2] for override in overrides if override.partition("=")[0] == key][-1]
+
+
+def _written(tree: Tree, key: str) -> object:
+    section, name = key.split(".")
+    values = tree.values.get(section)
+    return values.get(name) if isinstance(values, dict) else None

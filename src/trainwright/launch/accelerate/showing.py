@@ -1,0 +1,98 @@
+"""An Accelerate file on one screen: what it means, and whether it runs here."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from trainwright.launch.accelerate.machine import lacking, would_run
+from trainwright.launch.accelerate.meaning import Meaning, as_yaml
+from trainwright.launch.accelerate.reading import Source
+from trainwright.machine.detect import Machine
+
+_LABEL = 12
+_STRATEGIES = {
+    "single": "one process has the whole model",
+    "ddp": "every process has the whole model and its share of each batch",
+    "fsdp": "parameters, gradients and optimizer state are sharded (torch's FSDP2)",
+    "zero1": "optimizer state is sharded (DeepSpeed)",
+    "zero2": "optimizer state and gradients are sharded (DeepSpeed)",
+    "zero3": "parameters, gradients and optimizer state are sharded (DeepSpeed)",
+}
+_SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mixed_precision")
+
+
+def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -> str:
+    """The text, its lines at most ``width`` characters long where they can be broken."""
+    lines = [source.name, ""]
+    for label, text in _rows(source, meaning, machine):
+        wrapped = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
+        for index, line in enumerate(wrapped):
+            lines.append(f"{label if index == 0 else '':<{_LABEL}}{line}".rstrip())
+    return "\n".join(lines)
+
+
+def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
+    """What `accelerate launch` 1.15 makes of the file where that is something else than it says."""
+    remarks = [f"accelerate launch itself refuses this file: {remark}" for remark in source.remarks]
+    several = meaning.processes is not None and meaning.processes > 1
+    if meaning.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
+        remarks.append("accelerate launch itself runs one process of it; train and launch here run them all")
+    if meaning.device == "cpu" and meaning.distributed_type in ("FSDP", "DEEPSPEED"):
+        remarks.append("Accelerate itself runs this as ddp on a CPU; train here shards")
+    return remarks
+
+
+def _rows(source: Source, meaning: Meaning, machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "processes", _processes(meaning)
+    strategy = meaning.strategy
+    yield "strategy", f"{strategy}: {_STRATEGIES[strategy]}" if strategy else "not known"
+    yield "precision", str(meaning.value("train.mixed_precision") or "as the recipe says")
+    others = [
+        f"{key}={as_yaml(setting.value)}"
+        for key, setting in meaning.settings.items()
+        if key not in _SHOWN_BY_THEMSELVES
+    ]
+    yield from _listed("also sets", others)
+    reason = lacking(meaning, machine)
+    if meaning.problems:
+        yield "here", "refused:"
+        for problem in meaning.problems:
+            yield "", f"- {problem.text}"
+    elif reason is None:
+        yield "here", f"runs: {_local(meaning, machine)}"
+    if reason is not None:
+        yield "" if meaning.problems else "here", f"cannot run: {reason}"
+        yield "", would_run(meaning, machine)
+    yield from _listed("ignored", [f"{', '.join(note.keys)}: {note.reason}" for note in meaning.notes])
+    yield from _listed("accelerate", accelerate_remarks(source, meaning))
+    yield "use", f"trainwright train RECIPE --accelerate-config {source.name}"
+    yield "", f"trainwright launch --config-file {source.name} SCRIPT"
+
+
+def _listed(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
+    for index, line in enumerate(lines):
+        yield label if index == 0 else "", line
+
+
+def _processes(meaning: Meaning) -> str:
+    count = "as many as the recipe says" if meaning.processes is None else str(meaning.processes)
+    where = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[meaning.device]
+    if meaning.gpu_ids is not None:
+        where += f" {meaning.gpu_ids}"
+    if meaning.nodes == 1:
+        return f"{count} {where}, one machine"
+    place = f", meeting at {meaning.rendezvous}" if meaning.rendezvous else ""
+    return f"{count} {where}, {meaning.nodes} machines, this is number {meaning.node_rank}{place}"
+
+
+def _local(meaning: Meaning, machine: Machine) -> str:
+    count = meaning.local_processes
+    device = "the CPU" if meaning.device == "cpu" or not machine.gpus else "GPUs"
+    number = "processes" if count is None else f"{count} process{'es' * (count != 1)}"
+    return f"{number} on {device} ({machine.describe()})"
+
+
+def _has_mpi(source: Source) -> bool:
+    part = source.values.get("mpirun_config")
+    return isinstance(part, dict) and bool(part.get("mpirun_hostfile"))

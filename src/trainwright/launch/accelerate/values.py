@@ -1,0 +1,127 @@
+"""The keys of one part of an Accelerate file, each asked for by the type it should have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainwright.launch.accelerate.reading import Source
+
+_TRUE = ("true", "yes", "on", "1", "y", "t")
+_FALSE = ("false", "no", "off", "0", "n", "f")
+
+
+class Part:
+    """One mapping of a source. What is asked for is ticked off; what is left at the end is unknown."""
+
+    def __init__(self, source: Source, path: tuple[str, ...] = (), prefix: str = "") -> None:
+        """``prefix``: what Accelerate puts in front of a key that was written without it."""
+        self.source, self.path = source, path
+        self.problems: list[str] = []
+        values: Any = source.values
+        for name in path:
+            values = values.get(name)
+        if values is not None and not isinstance(values, dict):
+            self.problems.append(f"{source.place(*path)}: {'.'.join(path)}: expected keys and values under it")
+        self._written: dict[str, str] = {}  # the full name -> the name as written
+        self._values: dict[str, Any] = {}
+        for key, value in (values if isinstance(values, dict) else {}).items():
+            name = key if key.startswith(prefix) else prefix + key
+            self._written[name] = key
+            self._values[name] = value
+        self._asked: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key was given a value; null, none and an empty one are no value."""
+        return self._values.get(key) not in (None, "", {}, [])
+
+    def given(self) -> list[str]:
+        return list(self._values)
+
+    def raw(self, key: str) -> Any:
+        self._asked.add(key)
+        return self._values.get(key)
+
+    def text(self, key: str) -> str | None:
+        value = self.raw(key)
+        return None if key not in self else str(value).strip()
+
+    def flag(self, key: str) -> bool | None:
+        """True or false as YAML, JSON, Python and Accelerate's own wizard write them."""
+        text = self.text(key)
+        if text is None:
+            return None
+        if text.lower() not in _TRUE + _FALSE:
+            self.wrong(key, "true or false")
+            return None
+        return text.lower() in _TRUE
+
+    def count(self, key: str, least: int = 0) -> int | None:
+        text = self.text(key)
+        if text is None:
+            return None
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            self.wrong(key, f"a whole number of at least {least}")
+            return None
+        return number
+
+    def decimal(self, key: str) -> float | None:
+        text = self.text(key)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            self.wrong(key, "a number")
+            return None
+
+    def choice(self, key: str, choices: Sequence[str]) -> str | None:
+        """One of ``choices`` (in capitals), or its number counted from 1, as Accelerate's wizard stores some."""
+        text = self.text(key)
+        if text is None:
+            return None
+        if text.isdigit() and 1 <= int(text) <= len(choices):
+            return choices[int(text) - 1]
+        if text.upper() not in choices:
+            near = difflib.get_close_matches(text.upper(), choices, n=1)
+            self.wrong(key, " or ".join(choices), f"; did you mean {near[0]}?" if near else "")
+            return None
+        return text.upper()
+
+    def names(self, key: str) -> list[str]:
+        """A list, or text with commas; also the text of a list, which is how Accelerate passes one on."""
+        value = self.raw(key)
+        items = value if isinstance(value, list) else str(value).split(",") if key in self else []
+        return [name for item in items if (name := str(item).strip("[]'\" "))]
+
+    def place(self, key: str) -> str:
+        """Where it was written and how, for messages: `file.yaml:3: num_processes: 4`."""
+        written = self._written.get(key, key)
+        return f"{self.source.place(*self.path, written)}: {written}: {self._shown(key)}"
+
+    def wrong(self, key: str, expected: str, hint: str = "") -> None:
+        where = self.source.place(*self.path, self._written.get(key, key))
+        self.problems.append(f"{where}: {key}: expected {expected}, not {self._shown(key)}{hint}")
+
+    def unknown(self, known: Iterable[str], elsewhere: dict[str, str]) -> list[str]:
+        """A line for every key that nobody asked for. ``elsewhere``: keys of other parts, and which part."""
+        lines = []
+        for key in self._values:
+            if key in self._asked:
+                continue
+            written = self._written[key]
+            near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.7)
+            part = elsewhere.get(written)
+            hint = f"; it belongs under {part}" if part else f"; did you mean {near[0]}?" if near else ""
+            name = ".".join((*self.path, written))
+            lines.append(f"{self.source.place(*self.path, written)}: {name}: unknown key{hint}")
+        return lines
+
+    def _shown(self, key: str) -> str:
+        value = self._values.get(key)
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        return str(value)

@@ -1,0 +1,141 @@
+"""A new Accelerate file: what is filled in for this machine, and the keys that say it in Accelerate's words."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.launch.accelerate.machine import default_processes
+from trainwright.machine.detect import Machine
+from trainwright.recipe.yaml_text import to_yaml
+
+_HEADER = "# Written by `trainwright setup`; `trainwright setup --show` says what it means on this machine.\n"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the wizard asks for. ``processes`` counts those of all machines."""
+
+    device: str  # gpu or cpu
+    machines: int
+    machine_rank: int
+    main_ip: str | None
+    main_port: int | None
+    processes: int
+    strategy: str  # ddp, fsdp, zero2 or zero3
+    offload: bool
+    precision: str
+
+
+def suggested(machine: Machine) -> Answers:
+    """The answers for this machine, all of it used."""
+    return Answers(
+        device="gpu" if machine.gpus else "cpu",
+        machines=1,
+        machine_rank=0,
+        main_ip=None,
+        main_port=None,
+        processes=default_processes(machine),
+        strategy="ddp",
+        offload=False,
+        precision="bf16" if machine.has_bf16 else "no",
+    )
+
+
+def file_values(answers: Answers) -> dict[str, Any]:
+    """The file's keys, in the order and the spelling of Accelerate's own wizard."""
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": _distributed_type(answers),
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "machine_rank": answers.machine_rank,
+        "main_training_function": "main",
+        "mixed_precision": answers.precision,
+        "num_machines": answers.machines,
+        "num_processes": answers.processes,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": answers.device == "cpu",
+    }
+    if answers.machines > 1:
+        values["main_process_ip"] = answers.main_ip
+        values["main_process_port"] = answers.main_port
+    if values["distributed_type"] == "FSDP":
+        values["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": answers.offload,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": False,
+        }
+    if values["distributed_type"] == "DEEPSPEED":
+        values["deepspeed_config"] = _deepspeed(answers)
+    return dict(sorted(values.items()))
+
+
+def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
+    """Write the file, whole or not at all; JSON where the name ends so, as Accelerate goes by that.
+
+    A file that is there is kept under the name returned (default_config.yaml.bak, .bak2, …) where ``replace``
+    is set. Raises RequestError where it is not, or where the place cannot be written to.
+    """
+    text = file_text(path, values)
+    backup = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if not replace:
+                raise RequestError(f"{path}: exists, and was not to be replaced")
+            if path.read_text(encoding="utf-8", errors="replace") == text:
+                return None
+            backup = _free(path)
+            path.rename(backup)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
+    return backup
+
+
+def file_text(path: Path, values: dict[str, Any]) -> str:
+    """What write() writes."""
+    if path.suffix == ".json":
+        return json.dumps(values, indent=2) + "\n"
+    return _HEADER + to_yaml(values)
+
+
+def _distributed_type(answers: Answers) -> str:
+    if answers.strategy == "fsdp":
+        return "FSDP"
+    if answers.strategy.startswith("zero"):
+        return "DEEPSPEED"
+    if answers.processes == 1:
+        return "NO"
+    return "MULTI_CPU" if answers.device == "cpu" else "MULTI_GPU"
+
+
+def _deepspeed(answers: Answers) -> dict[str, Any]:
+    stage = int(answers.strategy.removeprefix("zero"))
+    device = "cpu" if answers.offload else "none"
+    return {
+        "deepspeed_multinode_launcher": "standard",
+        "offload_optimizer_device": device,
+        "offload_param_device": device if stage == 3 else "none",
+        "zero3_init_flag": stage == 3,
+        "zero3_save_16bit_model": stage == 3,
+        "zero_stage": stage,
+    }
+
+
+def _free(path: Path) -> Path:
+    candidates = (path.with_name(f"{path.name}.bak{n}" if n > 1 else f"{path.name}.bak") for n in range(1, 10**6))
+    return next(candidate for candidate in candidates if not candidate.exists())

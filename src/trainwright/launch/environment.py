@@ -1,0 +1,271 @@
+"""Who a process is among those that a launcher started, read from the variables each launcher sets.
+
+torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (docs.pytorch.org,
+"torchrun"); srun sets SLURM_* (slurm.schedmd.com/srun.html, "output environment variables"); Open MPI's mpirun
+OMPI_COMM_WORLD_*; MPICH's and Intel's PMI_* and MPI_LOCAL*.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainwright.errors import MachineError
+
+# Below the ports that systems hand out to connections by themselves (Linux: from 32768).
+_FIRST_PORT, _PORTS = 15000, 16000
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher says of this process.
+
+    Attributes:
+        launcher: a name for messages.
+        address, port: where the processes meet; None where the launcher does not say.
+        agent_store: the launcher itself listens there; rank 0 has to where it does not.
+        job: the same text in all processes of this start, and in no other's on the machine; None where
+            nothing tells one start from another.
+    """
+
+    launcher: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    address: str | None = None
+    port: int | None = None
+    agent_store: bool = False
+    job: str | None = None
+
+    def torch_variables(self) -> dict[str, str]:
+        """The variables that torch and DeepSpeed read, whoever started the process."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+        }
+
+
+def read_environment(variables: Mapping[str, str] | None = None, parent: int | None = None) -> Environment:
+    """Find out who this process is.
+
+    Args:
+        variables: os.environ where not given.
+        parent: the parent's process id; os.getppid() where not given.
+
+    Raises:
+        MachineError: variables that contradict each other or are no numbers, or a Slurm allocation of several
+            tasks without srun.
+    """
+    given = _Variables(os.environ if variables is None else variables)
+    parent = os.getppid() if parent is None else parent
+    if given.has("RANK", "WORLD_SIZE"):
+        found = _torch(given)
+    elif given.has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        found = _open_mpi(given, parent)
+    elif _in_slurm_step(given) and not _hydra_inside_slurm(given):
+        found = _slurm(given)
+    elif given.has("PMI_RANK", "PMI_SIZE"):
+        found = _hydra(given, parent)
+    else:
+        _refuse_bare_allocation(given)
+        return Environment("python")
+    _check(found)
+    return found
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Host names of a Slurm node list: `a[01-03,07],b` is a01, a02, a03, a07, b. Raises ValueError."""
+    return [name for part in _split(text) for name in _expand(part)]
+
+
+class _Variables:
+    """Environment variables as numbers, with errors that name them."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+
+    def has(self, *names: str) -> bool:
+        return all(self._values.get(name, "").strip() for name in names)
+
+    def text(self, *names: str) -> str | None:
+        return next((self._values[name].strip() for name in names if self.has(name)), None)
+
+    def number(self, *names: str, default: int) -> int:
+        """Of the first name that is set."""
+        name = next((name for name in names if self.has(name)), None)
+        if name is None:
+            return default
+        try:
+            return int(self._values[name])
+        except ValueError:
+            raise MachineError(f"the environment variable {name} is not a number: {self._values[name]!r}") from None
+
+
+def _torch(given: _Variables) -> Environment:
+    size = given.number("WORLD_SIZE", default=1)
+    elastic = given.has("TORCHELASTIC_RUN_ID")
+    rank = given.number("RANK", default=0)
+    # Some launchers (Kubernetes operators) start one process a machine and give it no local rank.
+    local_rank = given.number(
+        "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0
+    )
+    # Without a count, local ranks that go as far as the ranks do mean one machine.
+    local_size = given.number("LOCAL_WORLD_SIZE", default=size if local_rank == rank else 1)
+    nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)))
+    name = "the launcher that set RANK and WORLD_SIZE"
+    if elastic:
+        name = "accelerate launch" if given.has("ACCELERATE_MIXED_PRECISION") else "torchrun"
+    return Environment(
+        launcher=name,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=given.number("GROUP_RANK", default=rank // local_size),
+        nodes=nodes,
+        address=given.text("MASTER_ADDR"),
+        port=given.number("MASTER_PORT", default=0) or None,
+        agent_store=given.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        job=given.text("TORCHELASTIC_RUN_ID"),
+    )
+
+
+def _open_mpi(given: _Variables, parent: int) -> Environment:
+    size = given.number("OMPI_COMM_WORLD_SIZE", default=1)
+    local_size = given.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
+    rank = given.number("OMPI_COMM_WORLD_RANK", default=0)
+    job = given.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or f"parent-{parent}"
+    return _mpi(given, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
+
+
+def _hydra(given: _Variables, parent: int) -> Environment:
+    """MPICH and Intel MPI."""
+    size = given.number("PMI_SIZE", default=1)
+    local_size = given.number("MPI_LOCALNRANKS", default=size)
+    return _mpi(
+        given, "mpiexec", given.number("PMI_RANK", default=0), size, "MPI_LOCALRANKID", local_size, f"parent-{parent}"
+    )
+
+
+def _mpi(
+    given: _Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
+) -> Environment:
+    return Environment(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        local_rank=given.number(local, default=rank if local_size == size else 0),
+        local_size=local_size,
+        node=rank // local_size,
+        nodes=-(-size // local_size),
+        address=given.text("MASTER_ADDR"),
+        port=given.number("MASTER_PORT", default=0) or None,
+        job=f"{launcher}-{job}",
+    )
+
+
+def _in_slurm_step(given: _Variables) -> bool:
+    return given.has("SLURM_PROCID") and (given.has("SLURM_STEP_ID") or given.has("SLURM_STEPID"))
+
+
+def _hydra_inside_slurm(given: _Variables) -> bool:
+    """Whether srun started mpiexec's own daemons, and those this process: the step's ranks are the daemons'."""
+    if not given.has("PMI_RANK", "PMI_SIZE"):
+        return False
+    ours = given.text("PMI_RANK"), given.text("PMI_SIZE")
+    return ours != (given.text("SLURM_PROCID"), given.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+
+
+def _slurm(given: _Variables) -> Environment:
+    rank = given.number("SLURM_PROCID", default=0)
+    # The step's own numbers: an allocation may be larger than the step that srun starts in it.
+    size = given.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
+    nodes = given.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+    node = given.number("SLURM_NODEID", default=0)
+    job, step = given.text("SLURM_JOB_ID", "SLURM_JOBID") or "0", given.text("SLURM_STEP_ID", "SLURM_STEPID") or "0"
+    counts = _tasks_per_node(given.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    address, port = given.text("MASTER_ADDR"), given.number("MASTER_PORT", default=0) or None
+    if nodes > 1:
+        address = address or _first_node(given)
+        port = port or slurm_port(job, step)
+    return Environment(
+        launcher="srun",
+        rank=rank,
+        size=size,
+        local_rank=given.number("SLURM_LOCALID", default=0),
+        local_size=counts[node] if node < len(counts) else (size if nodes == 1 else -(-size // nodes)),
+        node=node,
+        nodes=nodes,
+        address=address,
+        port=port,
+        job=f"slurm-{job}-{step}-{given.text('SLURM_RESTART_COUNT') or 0}",
+    )
+
+
+def slurm_port(job: str, step: str) -> int:
+    """The port of a job step: the same on every node, and another for the job's next step."""
+    numbers = [int(digits) for digits in re.findall(r"\d+", f"{job} {step}")]
+    return _FIRST_PORT + sum(n * 7**i for i, n in enumerate(numbers)) % _PORTS
+
+
+def _tasks_per_node(text: str | None) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in (text or "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _first_node(given: _Variables) -> str:
+    text = given.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    try:
+        return expand_nodes(text or "")[0]
+    except (ValueError, IndexError):
+        raise MachineError(
+            f"Slurm's list of nodes cannot be read ({text!r}); set MASTER_ADDR to the name of the first"
+        ) from None
+
+
+def _refuse_bare_allocation(given: _Variables) -> None:
+    tasks = given.number("SLURM_NTASKS", default=1)
+    if tasks > 1 and given.has("SLURM_JOB_ID") and not _in_slurm_step(given):
+        raise MachineError(
+            f"this Slurm allocation is for {tasks} tasks, and this process was started alone; start them with "
+            "srun python -m trainwright.worker …"
+        )
+
+
+def _check(found: Environment) -> None:
+    if not 0 <= found.rank < found.size or not 0 <= found.local_rank < found.local_size <= found.size:
+        raise MachineError(
+            f"{found.launcher} gives rank {found.rank} of {found.size} and local rank {found.local_rank} of "
+            f"{found.local_size}, which cannot be; are variables left over from another launcher set here?"
+        )
+
+
+def _split(text: str) -> list[str]:
+    """At the commas outside brackets."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def _expand(part: str) -> list[str]:
+    found = re.search(r"\[([^\[\]]*)\]", part)
+    if found is None:
+        if "[" in part or "]" in part:
+            raise ValueError(f"unbalanced brackets in {part!r}")
+        return [part]
+    names = []
+    for span in found[1].split(","):
+        first, _, last = span.strip().partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            middle = str(number).zfill(len(first))
+            names += [part[: found.start()] + middle + rest for rest in _expand(part[found.end() :])]
+    return names

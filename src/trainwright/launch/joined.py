@@ -1,0 +1,332 @@
+"""A run whose processes another launcher has started: they meet, rank 0 opens the run, the others follow.
+
+Rank 0 alone reads the recipe, refuses it or makes the run directory, and prepares data and weights. Nobody waits
+in a collective meanwhile: the others ask the store, however long it takes.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, MachineError, TrainingError, TrainwrightError
+from trainwright.launch import run_directory
+from trainwright.launch.environment import Environment, read_environment
+from trainwright.launch.process import Stopped, die_with_parent, enter_process, limit_threads, threads_allowed
+from trainwright.launch.request import Request, check_request, for_started, read_request, resolve_request
+from trainwright.launch.stop import STOP_SIGNALS, follow_signals
+from trainwright.machine.detect import detect
+
+if TYPE_CHECKING:
+    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.launch.last_words import LastWords
+    from trainwright.launch.members import Place
+    from trainwright.launch.rendezvous import Meeting
+    from trainwright.parallel.world import Seat
+
+_LEAVE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What rank 0 has decided. `directory` is the run's, as rank 0 wrote it."""
+
+    directory: str
+    working_directory: str
+    recipe: str
+    resume: bool
+
+    @property
+    def path(self) -> Path:
+        """For a process that may have been started in another directory."""
+        return Path(self.working_directory) / self.directory
+
+
+def run_joined(
+    arguments: list[str],
+    resume: str | None,
+    seconds: float,
+    prepare: Callable[[Path], None],
+    work: Callable[[Path, bool, Seat], int],
+) -> int:
+    """This process's part in a run; returns its exit code, having told of a failure once in the whole run.
+
+    Args:
+        arguments: RECIPE and overrides.
+        resume: None, a run's directory, or "" for the newest.
+        seconds: how long to wait for the other processes.
+        prepare: called on rank 0 with the run's directory.
+        work: trains: run directory, whether to resume, seat.
+    """
+    terminal = os.fdopen(os.dup(2), "w")
+    environment = read_environment()
+    meaning = _accelerate()
+    os.environ.update(environment.torch_variables())
+    if (parent := _parent(environment)) is not None:
+        die_with_parent(parent)
+    own_threads = "OMP_NUM_THREADS" in os.environ
+    limit_threads(detect().cpu_cores, environment.local_size)
+    # From here on torch is imported.
+    from trainwright.launch.last_words import LastWords
+
+    try:
+        meeting = _meet(environment, seconds)
+    except TrainwrightError as error:
+        if environment.rank <= 1:  # where rank 0 is missing, rank 1 speaks for the rest
+            print(f"error: {error}", file=terminal, flush=True)
+        return error.exit_code
+    words = LastWords(environment.rank, terminal, meeting and meeting.peers)
+    with ExitStack() as held:
+        try:
+            if environment.rank == 0:
+                held.enter_context(_interruptible(words))
+                opened, place = _open(_Asked(arguments, resume, seconds), environment, meaning, meeting, words, prepare, held)
+            else:
+                opened, place = _follow(environment, meeting, words)
+        except Exception as error:
+            return _refused(error, environment, meeting, words)
+        if not own_threads:
+            os.environ["OMP_NUM_THREADS"] = str(_threads(environment, place))
+        follow_signals()
+        words.interrupting(None)
+        seat = _seat(environment, meeting, place)
+        run = Path(opened.directory) if environment.rank == 0 else opened.path
+        try:
+            code = work(run, opened.resume, seat)
+        except Exception as error:
+            code = words.fail(error)
+            _discard_refused(run, code, opened, environment)
+            _end(code, meeting)
+        _leave_together(environment, meeting)
+        if environment.rank == 0 and code == EXIT_STOPPED:
+            print(f"stopped after a checkpoint; continue with --resume {run}", file=terminal, flush=True)
+        return code
+
+
+@dataclass(frozen=True)
+class _Asked:
+    arguments: list[str]
+    resume: str | None
+    seconds: float
+
+
+def _accelerate() -> Meaning | None:
+    """What `accelerate launch` was told by its file; hides the GPUs that it does not want."""
+    from trainwright.launch.accelerate.environment import from_environment
+
+    meaning = from_environment()
+    if meaning is not None:
+        os.environ.update(meaning.device_environment())
+    return meaning
+
+
+def _meet(environment: Environment, seconds: float) -> Meeting | None:
+    from trainwright.launch import rendezvous
+
+    if environment.size == 1:
+        return None
+    address = rendezvous.LOOPBACK if environment.nodes == 1 else environment.address
+    if address is not None:
+        rendezvous.set_interfaces(address)
+    meeting = rendezvous.meet_ranks(environment, seconds)
+    from trainwright.launch.members import Member
+
+    meeting.post(Member.here(environment).posted())
+    return meeting
+
+
+def _open(
+    asked: _Asked,
+    environment: Environment,
+    meaning: Meaning | None,
+    meeting: Meeting | None,
+    words: LastWords,
+    prepare: Callable[[Path], None],
+    held: ExitStack,
+) -> tuple[Opened, Place]:
+    """Rank 0: everything up to the first step that has to be done once."""
+    from trainwright.launch.members import Member, places
+
+    if meeting is None:
+        members = [Member.here(environment)]
+    else:
+        members = [Member.read(posted) for posted in meeting.gather(asked.seconds)]
+    everyone = places(members)
+    request = _request(asked, environment, meaning)
+    resolved = resolve_request(request, detect(), environment.nodes, check_gpus=False)
+    check_request(request, resolved.recipe)
+    from trainwright.recipe.loading import dump_recipe
+
+    run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
+    held.enter_context(run_directory.only_launch(run))
+    text = dump_recipe(resolved.recipe)
+    with run_directory.undone_on_error(run, created=request.run is None):
+        run_directory.record(run, text, resolved.reasons)
+        logs = run / "logs"
+        logs.mkdir(exist_ok=True)
+        words.clear(logs, environment.size)
+        enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+        prepare(run)
+        words.begin(logs)
+    opened = Opened(str(run), os.getcwd(), text, request.run is not None)
+    if meeting is not None:
+        shown = [[place.gpu, place.own_cores] for place in everyone]
+        meeting.publish("opened", {"opened": vars(opened), "places": shown})
+    return opened, everyone[0]
+
+
+def _request(asked: _Asked, environment: Environment, meaning: Meaning | None) -> Request:
+    if meaning is None:
+        request = read_request(asked.arguments, asked.resume)
+    else:
+        from trainwright.launch.accelerate.machine import require
+
+        if meaning.one_of_several:
+            raise MachineError(
+                f"{meaning.source}: accelerate launch starts one process for {meaning.distributed_type} on a CPU, "
+                "whatever num_processes says; start the recipe with trainwright train RECIPE --accelerate-config FILE, "
+                "or with torchrun --nproc-per-node"
+            )
+        meaning.refuse_problems()
+        require(meaning, detect())
+        request = read_request(asked.arguments, asked.resume, meaning)
+        notes = tuple(f"{meaning.source}: {', '.join(note.keys)}: {note.reason}" for note in meaning.notes)
+        request = replace(request, reasons=(*request.reasons, *notes))
+    return for_started(request, environment.size, environment.launcher)
+
+
+def _follow(environment: Environment, meeting: Meeting | None, words: LastWords) -> tuple[Opened, Place]:
+    """The other ranks: wait for rank 0's word, and see what it has made."""
+    from trainwright.launch.members import Place
+
+    assert meeting is not None, "a world of one is rank 0"
+    follow_signals()
+    said = meeting.wait_for("opened")
+    if "refused" in said:
+        raise _Told(int(said["refused"]))
+    opened = Opened(**said["opened"])
+    recipe = opened.path / run_directory.RECIPE
+    if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
+        raise MachineError(
+            f"rank {environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, which "
+            "rank 0 has made; put it on a file system that all machines share: logging.run_directory"
+        )
+    log = opened.path / "logs" / f"rank-{environment.rank}.log"
+    enter_process(log, parent=_parent(environment), keep_console=False)
+    words.begin(log.parent)
+    gpu, own_cores = said["places"][environment.rank]
+    return opened, Place(gpu, own_cores)
+
+
+class _Told(TrainwrightError):
+    """Rank 0 has refused, and says so itself."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+def _refused(error: Exception, environment: Environment, meeting: Meeting | None, words: LastWords) -> int:
+    """Nothing has begun: rank 0 says why, and every rank ends with the same code."""
+    if isinstance(error, _Told):
+        _leave_together(environment, meeting)
+        return error.exit_code
+    if environment.rank != 0:
+        code = words.exit_code if words.heard.is_set() else words.fail(error)
+        _end(code, meeting)
+    code, said = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, TrainwrightError):
+        code, said = error.exit_code, str(error)
+    words.interrupting(lambda: None)
+    if meeting is not None:
+        meeting.publish("opened", {"refused": code})
+    print(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal, flush=True)
+    _leave_together(environment, meeting)
+    return code
+
+
+@contextmanager
+def _interruptible(words: LastWords) -> Iterator[None]:
+    """While rank 0 prepares: a stop signal ends that at once, and so does hearing that another rank has failed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if words.heard.is_set():
+            error = TrainingError(words.text)
+            error.exit_code = words.exit_code
+            raise error
+        raise Stopped("stopped before the first step; nothing was kept")
+
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    words.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
+    yield
+
+
+def _parent(environment: Environment) -> int | None:
+    # Started by hand, its parent is a shell, which it may be meant to outlive.
+    return None if environment.launcher == "python" else os.getppid()
+
+
+def _threads(environment: Environment, place: Place) -> int:
+    cores = detect().cpu_cores
+    return max(1, cores if place.own_cores else cores // environment.local_size) if cores else threads_allowed()
+
+
+def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Seat:
+    from trainwright.parallel.world import Seat
+
+    return Seat(
+        environment.rank,
+        environment.size,
+        environment.local_rank,
+        environment.local_size,
+        place.gpu,
+        None if meeting is None else meeting.store,
+    )
+
+
+def _discard_refused(run: Path, code: int, opened: Opened, environment: Environment) -> None:
+    """A request that only a worker could refuse leaves nothing behind either."""
+    if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
+        if not (run / "events.jsonl").exists():
+            import shutil
+
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def _leave_together(environment: Environment, meeting: Meeting | None) -> None:
+    """Rank 0 ends last of what it hosts and first of all that a launcher would end the others for."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # of a launcher that ends the rest when the first has ended
+    if meeting is None:
+        return
+    try:
+        if environment.rank == 0:
+            meeting.publish("done", True)
+            meeting.wait_until_left(_LEAVE_SECONDS)
+        else:
+            meeting.wait_for("done", seconds=None)
+            meeting.leave()
+    except (TrainwrightError, RuntimeError, TimeoutError):
+        pass  # it has ended already
+    meeting.close()
+
+
+def _end(code: int, meeting: Meeting | None) -> NoReturn:
+    """At once: the other ranks wait for this one, and its threads may not be joinable any more."""
+    if meeting is not None:
+        meeting.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

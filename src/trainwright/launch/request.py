@@ -1,0 +1,188 @@
+"""What a command line asks for: a recipe, or a run to continue; read, resolved and checked without torch.
+
+The same for `trainwright train` and for every process that another launcher starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.launch import run_directory
+from trainwright.machine.detect import Machine
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.planning.resolve import Resolved
+
+# What makes a run the run it is: with another value of these, its checkpoints would continue something else.
+_FIXED = ("task", "model", "data", "train.seed", "train.global_batch_size", "logging.run_directory")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. `run` is the run to continue, None for a new one; `stem` names a new one."""
+
+    recipe: Recipe
+    stem: str
+    run: Path | None
+    reasons: tuple[str, ...] = field(default=())
+
+
+def read_request(arguments: list[str], resume: str | None, meaning: Meaning | None = None) -> Request:
+    """Read RECIPE and section.key=value, with the meaning of an Accelerate file between the two.
+
+    `resume` is None for a new run, else the run's directory, or "" for the recipe's newest run. Raises
+    RequestError.
+    """
+    files = [a for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if len(files) > 1:
+        raise RequestError(
+            f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value"
+        )
+    if not files and not resume:
+        raise RequestError("no recipe given; for instance: trainwright train recipes/sft/tiny.yaml")
+    path = Path(files[0]) if files else None
+    if resume is None:
+        assert path is not None
+        overrides, reasons = _under(overrides, meaning, path, resumed=False)
+        return Request(load_recipe(path, overrides), path.stem, None, reasons)
+    asked = load_recipe(path, overrides) if path else None
+    stem = path.stem if path else ""
+    run = run_directory.find(resume, asked.logging.run_directory if asked else "auto", stem)
+    before = load_recipe(run / run_directory.RECIPE)
+    overrides, reasons = _under(overrides, meaning, run / run_directory.RECIPE, resumed=True)
+    recipe = load_recipe(run / run_directory.RECIPE, _with_consequences(overrides))
+    _check_same_run(before, recipe)
+    return Request(recipe, stem, run, reasons)
+
+
+def for_started(request: Request, processes: int, launcher: str) -> Request:
+    """The request for the number of processes that a launcher has started.
+
+    Raises MachineError where the recipe asks for another number, RequestError where its strategy cannot be run
+    by so many.
+    """
+    parallel = request.recipe.parallel
+    reasons = request.reasons
+    if parallel.strategy == "single" and processes > 1:
+        raise RequestError(
+            f"parallel.strategy: single runs one process, but {launcher} started {processes}; start one, or set "
+            "parallel.strategy to auto"
+        )
+    if parallel.num_processes == "auto":
+        reasons += (f"parallel.num_processes {processes}: as many as {launcher} started",)
+    elif parallel.num_processes != processes:
+        raise MachineError(
+            f"parallel.num_processes: the recipe asks for {parallel.num_processes} process"
+            f"{'es' * (parallel.num_processes > 1)}, but {launcher} started {processes}; start "
+            f"{parallel.num_processes}, or set it to {processes} or auto"
+        )
+    return replace(request, recipe=_with_processes(request.recipe, processes), reasons=reasons)
+
+
+def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
+    """The request for several equal machines, of which `machine` is one.
+
+    parallel.num_processes counts the processes of all of them. Raises RequestError where they cannot be
+    divided equally, or where the strategy is for one process.
+    """
+    from trainwright.planning.resolve import resolve
+
+    if nodes == 1:
+        return request
+    if request.recipe.parallel.strategy == "single":
+        raise RequestError(
+            f"parallel.strategy: single runs one process, but --nodes is {nodes}; set it to auto, or leave --nodes out"
+        )
+    processes = request.recipe.parallel.num_processes
+    reasons = request.reasons
+    if processes == "auto":
+        each = resolve(request.recipe, machine).recipe.parallel.num_processes
+        assert each != "auto"
+        processes = each * nodes
+        reasons += (f"parallel.num_processes {processes}: {each} on each of {nodes} nodes",)
+    if processes % nodes:
+        raise RequestError(
+            f"parallel.num_processes: {processes} processes cannot be divided over --nodes {nodes} equally; "
+            f"set it to {max(1, processes // nodes) * nodes}, or auto"
+        )
+    return replace(request, recipe=_with_processes(request.recipe, processes), reasons=reasons)
+
+
+def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
+    """Choose what is left to auto, for `nodes` machines like this one.
+
+    `check_gpus` is False where the processes' GPUs are counted in another way: a launcher may show each process
+    its own alone.
+    """
+    from trainwright.planning.resolve import Resolved, resolve
+
+    processes = request.recipe.parallel.num_processes
+    gpus = machine.gpus * nodes
+    if not check_gpus and gpus and processes != "auto":
+        gpus = (machine.gpus * processes)[: max(processes, len(gpus))]
+    resolved = resolve(request.recipe, replace(machine, gpus=gpus, cpu_cores=machine.cpu_cores * nodes))
+    return Resolved(resolved.recipe, (*request.reasons, *resolved.reasons))
+
+
+def check_request(request: Request, recipe: Recipe) -> None:
+    """Refuse what can be refused without torch, before anything is written. Raises RequestError."""
+    from importlib.util import find_spec
+
+    from trainwright.data.sources import check_source
+
+    if recipe.logging.tensorboard and find_spec("tensorboard") is None:
+        raise RequestError(
+            "logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false"
+        )
+    if request.run is None and recipe.logging.run_directory != "auto":
+        run_directory.check_new(Path(recipe.logging.run_directory))
+    check_source(recipe.data.train)
+    if isinstance(recipe.data.validation, str):
+        check_source(recipe.data.validation)
+
+
+def is_bare_resume(following: str | None) -> bool:
+    """Whether `--resume`, followed by this argument, stands without a value and means the newest run."""
+    return following is None or following.startswith("-") or "=" in following or Path(following).is_file()
+
+
+def _under(
+    overrides: list[str], meaning: Meaning | None, path: Path, *, resumed: bool
+) -> tuple[list[str], tuple[str, ...]]:
+    if meaning is None:
+        return overrides, ()
+    from trainwright.launch.accelerate.recipe import join
+
+    joined = join(meaning, path, overrides, resumed=resumed)
+    return joined.overrides, joined.reasons
+
+
+def _with_processes(recipe: Recipe, processes: int) -> Recipe:
+    parallel = recipe.parallel.model_copy(update={"num_processes": processes})
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def _with_consequences(overrides: list[str]) -> list[str]:
+    """The run's recipe is resolved: what its number of processes decided is decided anew."""
+    keys = {override.split("=", 1)[0] for override in overrides}
+    if "parallel.num_processes" not in keys:
+        return overrides
+    dependent = ("parallel.strategy", "train.gradient_accumulation_steps")
+    return [*(f"{key}=auto" for key in dependent if key not in keys), *overrides]
+
+
+def _check_same_run(before: Recipe, after: Recipe) -> None:
+    for key in _FIXED:
+        old, new = (functools.reduce(getattr, key.split("."), recipe) for recipe in (before, after))
+        if old != new:
+            raise RequestError(
+                f"override '{key}': cannot change when a run is resumed; start a new run for that"
+            )

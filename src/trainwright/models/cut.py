@@ -1,0 +1,76 @@
+"""A model with its first layers only: as wide as the whole one, and small enough for one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.models.load import load_config
+from trainwright.models.resolve import resolve
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from trainwright.recipe.schema import ModelSection
+
+_LAYERS = "num_hidden_layers"
+
+
+def layer_count(config: PretrainedConfig) -> int:
+    """Number of layers of the language model."""
+    return int(getattr(config.get_text_config(), _LAYERS))
+
+
+def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
+    """Parameters of a causal language model of this configuration, cut to ``layers``; tied ones count once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    fields = config.to_dict()
+    if layers is not None:
+        _cut(fields, config, layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(type(config).from_dict(fields))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
+    """The section of the same model with its first ``layers`` layers, which have the weights they have in the whole.
+
+    Args:
+        directory: made for a model with weights: its configuration, and links to its files.
+    """
+    config = load_config(model.model_copy(update={"dropout": None}))
+    source = resolve(model)
+    if source.directory is None:
+        assert model.config is not None
+        fields = copy.deepcopy(model.config)
+        _cut(fields, config, layers)
+        return model.model_copy(update={"config": fields})
+    directory.mkdir(parents=True)
+    for file in source.directory.iterdir():
+        if file.name != "config.json":
+            (directory / file.name).symlink_to(file.resolve())
+    fields = json.loads((source.directory / "config.json").read_text(encoding="utf-8"))
+    _cut(fields, config, layers)
+    (directory / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    return model.model_copy(update={"name": str(directory), "gguf_file": None})
+
+
+def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
+    """Set the number of layers in a configuration's fields, and shorten what they have one of for every layer."""
+    text = config.get_text_config()
+    whole = layer_count(config)
+    if text is not config:  # a model of several parts has the language model's fields in one of their own
+        part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
+        fields = fields.setdefault(part, {})
+    own = text.attribute_map.get(_LAYERS, _LAYERS)
+    fields.pop(_LAYERS, None)
+    fields[own] = layers
+    for key, value in fields.items():
+        # By the name, or where a list of another meaning would hardly be as long.
+        of_layers = "layer" in key or (whole > 8 and not key.endswith(("_id", "_ids")))
+        if isinstance(value, list) and len(value) == whole and of_layers:
+            fields[key] = value[:layers]

@@ -1,0 +1,384 @@
+"""A user's own DeepSpeed JSON against the recipe, and the configuration DeepSpeed is started with.
+
+The recipe stays the one place that says how a run trains; a file brings DeepSpeed's own tuning. What both can say
+must agree, `auto` is whatever the recipe says, and a key that would do nothing here is refused rather than ignored.
+The keys are those of https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.recipe.schema import ParallelSection, Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+AUTO = "auto"
+INSTALL = "pip install 'deepspeed==0.19.*'"
+
+# Elements that are gathered or reduced at a time: 64 MiB of fp32. DeepSpeed's own 500 million are 2 GB a buffer.
+_BUCKET = 2**24
+# Handed on as they are, `auto` being DeepSpeed's default: tuning and logs, none of which changes what is trained.
+_PASSED = {
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+}
+_PASSED_ZERO = {
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "enable_sanity_checks",
+    "ignore_unused_parameters",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
+    "overlap_comm",
+    "parameter_alignment",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "module_granularity_threshold",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+}
+# True of every run here whatever they say: full weights are always exported, any optimizer is allowed.
+_GRANTED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
+_GRANTED_ZERO = {"stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"}
+_OFFLOAD = {"offload_optimizer": "parallel.offload_optimizer", "offload_param": "parallel.offload_parameters"}
+_OFFLOAD_KEYS = {"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
+# Keys whose one value is what runs anyway, as another would change the gradients.
+_FIXED: dict[str, Any] = {
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "communication_data_type": "fp32",
+    "managed_gradient_accumulation": True,
+}
+# What the recipe has a key of its own for.
+_ELSEWHERE = {
+    "activation_checkpointing": "use train.activation_checkpointing",
+    "checkpoint": "use the recipe's checkpoint section",
+    "compile": "use train.compile",
+    "tensorboard": "use logging.tensorboard",
+    "amp": "use train.mixed_precision",
+    "torch_autocast": "use train.mixed_precision",
+    "seed": "use train.seed",
+}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def check_installed() -> None:
+    """Raises MachineError when DeepSpeed is not there, or is a version whose insides are laid out otherwise."""
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        raise MachineError(
+            f"parallel.strategy: zero1, zero2 and zero3 need DeepSpeed, which is not installed; {INSTALL}"
+        ) from None
+    if version.split(".")[:2] != ["0", "19"]:
+        raise MachineError(f"parallel.strategy: DeepSpeed {version} is not known to work here; {INSTALL}")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
+    where = f"parallel.deepspeed_config: {path}"
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise RequestError(f"{where} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where}:{error.lineno}:{error.colno} is not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise RequestError(f"{where}: {error}") from error
+    if not isinstance(content, dict):
+        raise RequestError(f"{where} holds no JSON object")
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"{twice[0]} is given twice")
+    return dict(pairs)
+
+
+def check(recipe: Recipe) -> None:
+    """That the recipe's DeepSpeed file, if it has one, asks for nothing but what the recipe asks for.
+
+    Raises:
+        RequestError: everything that contradicts the recipe or has no effect here, by key.
+    """
+    file = recipe.parallel.deepspeed_config
+    if file is None:
+        return
+    problems = list(_problems(read_file(file), recipe))
+    if problems:
+        raise RequestError("\n".join(f"{file}: {problem}" for problem in problems))
+
+
+def _problems(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    checks: dict[str, Callable[[Any, Recipe], Iterator[str]]] = {
+        "optimizer": _optimizer,
+        "scheduler": _scheduler,
+        "bf16": _precision("bf16"),
+        "bfloat16": _precision("bf16"),
+        "fp16": _precision("fp16"),
+        "zero_optimization": _zero,
+        "data_types": _data_types,
+    }
+    for key, value in content.items():
+        if key in checks:
+            if isinstance(value, dict):
+                yield from checks[key](value, recipe)
+            elif value != AUTO:
+                yield f"{key}: must be an object"
+        elif key in _ELSEWHERE:
+            yield f"{key}: has no effect here; {_ELSEWHERE[key]}"
+        elif key in _FIXED:
+            if value not in (AUTO, _FIXED[key]):
+                yield f"{key}: {value} is not supported; gradients are summed in fp32. Remove it"
+        elif key in _BATCH or key == "gradient_clipping":
+            yield from _agrees(key, value, *_scalar(key, recipe))
+        elif key not in _PASSED | _GRANTED:
+            yield f"{key}: is not supported here; remove it"
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
+    """The recipe's key for one of DeepSpeed's, and its value; None where it differs from step to step."""
+    train = recipe.train
+    if key == "train_batch_size":
+        return "train.global_batch_size", train.global_batch_size
+    if key == "gradient_clipping":
+        return "optimizer.max_grad_norm", recipe.optimizer.max_grad_norm or 0.0
+    if key == "train_micro_batch_size_per_gpu":
+        return "train.micro_batch_size", train.micro_batch_size if train.micro_batch_size != AUTO else None
+    steps: int | None = None
+    if train.gradient_accumulation_steps != AUTO:
+        steps = train.gradient_accumulation_steps
+    elif train.micro_batch_size != AUTO and recipe.data.pack_length is None:
+        if recipe.parallel.num_processes != AUTO:
+            passes = math.ceil(train.global_batch_size / train.micro_batch_size)
+            steps = math.ceil(passes / recipe.parallel.num_processes)
+    return "train.gradient_accumulation_steps", steps
+
+
+def _agrees(key: str, value: Any, ours: str, expected: Any) -> Iterator[str]:
+    if value == AUTO:
+        return
+    if expected is None:
+        yield f"{key}: {value}, but {ours} is auto and depends on the batch; make it auto here too"
+    elif not _equal(value, expected):
+        yield f"{key}: {value} contradicts {ours} {expected}; make it auto here, or change one of them"
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    if isinstance(expected, (tuple, list)):
+        return (
+            isinstance(value, list)
+            and len(value) == len(expected)
+            and all(_equal(one, other) for one, other in zip(value, expected, strict=True))
+        )
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, (int, float)) and isinstance(expected, (int, float)):
+        return math.isclose(value, expected, rel_tol=1e-9)
+    return bool(value == expected)
+
+
+def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    ours = recipe.optimizer
+    expected = {
+        "lr": ("optimizer.learning_rate", ours.learning_rate),
+        "betas": ("optimizer.betas", ours.betas),
+        "eps": ("optimizer.eps", ours.eps),
+        "weight_decay": ("optimizer.weight_decay", ours.weight_decay),
+        "torch_adam": ("optimizer.name: torch's AdamW is what runs,", True),
+        "adam_w_mode": ("optimizer.name: AdamW is what runs,", True),
+    }
+    kind = section.get("type", AUTO)
+    # DeepSpeed's Adam decays weights as AdamW does unless adam_w_mode says otherwise.
+    if kind != AUTO and str(kind).lower() not in ("adam", "adamw"):
+        yield f"optimizer.type: {kind} contradicts optimizer.name {ours.name}"
+    yield from _section("optimizer", section, {"type", "params"})
+    for key, value in _parameters(section).items():
+        if key in expected:
+            yield from _agrees(f"optimizer.params.{key}", value, *expected[key])
+        else:
+            yield f"optimizer.params.{key}: is not supported here; remove it"
+
+
+def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    ours = recipe.optimizer
+    kind = section.get("type", AUTO)
+    if kind != AUTO and _SCHEDULES.get(kind) != ours.schedule:
+        yield (
+            f"scheduler.type: {kind} contradicts optimizer.schedule {ours.schedule}; set that to "
+            f"{_SCHEDULES[kind]}"
+            if kind in _SCHEDULES
+            else f"scheduler.type: {kind} is not supported; remove the section and use optimizer.schedule"
+        )
+    yield from _section("scheduler", section, {"type", "params"})
+    warmup = ours.warmup_steps
+    expected = {
+        "warmup_max_lr": ("optimizer.learning_rate", ours.learning_rate),
+        "warmup_min_lr": ("optimizer.warmup_steps, whose warm-up begins at", 0.0),
+        "warmup_num_steps": ("optimizer.warmup_steps", warmup if isinstance(warmup, int) else None),
+        "total_num_steps": ("train.max_steps", recipe.train.max_steps),
+        "warmup_type": ("optimizer.warmup_steps, whose warm-up is", "linear"),
+        "cos_min_ratio": ("optimizer.final_learning_rate_ratio", ours.final_learning_rate_ratio),
+    }
+    for key, value in _parameters(section).items():
+        if key in expected:
+            yield from _agrees(f"scheduler.params.{key}", value, *expected[key])
+        else:
+            yield f"scheduler.params.{key}: is not supported here; remove it"
+
+
+def _parameters(section: dict[str, Any]) -> dict[str, Any]:
+    parameters = section.get("params", {})
+    return parameters if isinstance(parameters, dict) else {}
+
+
+def _section(name: str, section: dict[str, Any], known: set[str]) -> Iterator[str]:
+    for key in section.keys() - known:
+        yield f"{name}.{key}: is not supported here; remove it"
+
+
+def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
+    def problems(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+        ours = recipe.train.mixed_precision
+        enabled = section.get("enabled", False)
+        if enabled != AUTO and bool(enabled) != (ours == name):
+            state = "enabled" if enabled else "not enabled"
+            yield f"{name}.enabled: {name} is {state}, but train.mixed_precision is {ours}; make it auto here"
+        # Loss scaling is the engine's own, and dynamic; in a file that only says how it would be done if fp16 were
+        # enabled, it does no harm.
+        scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
+        for key in section.keys() - {"enabled"}:
+            if key not in scaling or (ours == "fp16" and key == "loss_scale" and section[key] not in (0, AUTO)):
+                yield f"{name}.{key}: is not supported here; remove it"
+
+    return problems
+
+
+def _data_types(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    for key, value in section.items():
+        if key != "grad_accum_dtype" or value not in (AUTO, "fp32", "float32"):
+            yield f"data_types.{key}: {value} is not supported; gradients are summed in fp32. Remove it"
+
+
+def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    strategy = recipe.parallel.strategy
+    stage = section.get("stage", AUTO)
+    if stage != AUTO and f"zero{stage}" != strategy:
+        yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
+    for key, value in section.items():
+        if key in _OFFLOAD:
+            yield from _offload(key, value, recipe)
+        elif key in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+            yield f"zero_optimization.{key}: is DeepSpeed's old name; use {' or '.join(_OFFLOAD.values())}"
+        elif key not in {"stage"} | _PASSED_ZERO | _GRANTED_ZERO:
+            yield f"zero_optimization.{key}: is not supported here; remove it"
+
+
+def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
+    asked = getattr(recipe.parallel, _OFFLOAD[key].split(".")[1])
+    if value is None or value == AUTO:
+        return
+    if not isinstance(value, dict):
+        yield f"zero_optimization.{key}: must be an object"
+        return
+    device = value.get("device", "none")
+    if device not in ("cpu", "none", None, AUTO):
+        yield f"zero_optimization.{key}.device: {device} is not supported; cpu or none"
+    elif device != AUTO and asked != (device == "cpu"):
+        yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(asked).lower()}"
+    yield from _section(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
+
+
+def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -> dict[str, Any]:
+    """The configuration for ``deepspeed.initialize``: the user's tuning, and everything else as the engine needs it.
+
+    Args:
+        module: not sharded yet; sizes that are `auto` follow from its parameters.
+    """
+    import torch
+
+    content = {} if parallel.deepspeed_config is None else read_file(parallel.deepspeed_config)
+    section = content.get("zero_optimization", {})
+    section = section if isinstance(section, dict) else {}
+    stage = int(parallel.strategy[-1])
+    config: dict[str, Any] = {key: content[key] for key in _PASSED if content.get(key, AUTO) != AUTO}
+    config |= {
+        # The engine says where a step ends and divides the loss itself; these only have to be consistent.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # off; DeepSpeed's default is 1.0
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16, "loss_scale": 1.0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            **_sizes(module, stage),
+            **{key: section[key] for key in _PASSED_ZERO & section.keys() if section[key] != AUTO},
+            **_offload_settings(parallel, section),
+            "stage": stage,
+        },
+    }
+    if stage < 3:
+        config["gradient_allreduce_op"] = "sum"
+    return config
+
+
+def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    bucket = max(2, min(_BUCKET, sum(sizes)))
+    found: dict[str, Any] = {"reduce_bucket_size": bucket}
+    if stage == 3:
+        vectors = [parameter.numel() for parameter in module.parameters() if parameter.dim() == 1]
+        found |= {
+            "stage3_prefetch_bucket_size": bucket,
+            # Norms and biases stay whole on every rank: nothing to speak of in memory, and many small gathers less.
+            "stage3_param_persistence_threshold": max(vectors, default=0),
+            "memory_efficient_linear": False,  # replaces torch's linear for the whole process
+        }
+    else:
+        found["allgather_bucket_size"] = bucket + bucket % 2
+    return found
+
+
+def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dict[str, Any]:
+    """What is kept in the host's memory is the recipe's to say; how, the file's."""
+    found = {}
+    asked = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
+    for key in (key for key, wanted in asked.items() if wanted):
+        given = section.get(key)
+        given = {k: v for k, v in given.items() if v != AUTO} if isinstance(given, dict) else {}
+        found[key] = {**given, "device": "cpu"}
+    return found

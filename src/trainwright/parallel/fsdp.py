@@ -1,0 +1,299 @@
+"""The `fsdp` strategy: parameters, gradients and optimizer state sharded over the ranks by torch's FSDP2.
+
+Each unit (a transformer block; the rest of the model is the last one) is gathered when it runs and freed after it. The
+shards are fp32 masters; what is gathered is cast to the dtype of the run, gradients are summed in fp32.
+
+The optimizer works on the local parts of the shards as plain tensors: an update is element-wise, so it needs no
+DTensor, and the multi-tensor AdamW over DTensors leaks from torch 2.12 on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from trainwright.errors import RequestError
+from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.strategy import OptimizerFactory
+from trainwright.parallel.units import find_units
+from trainwright.parallel.world import World
+from trainwright.recipe.schema import ParallelSection
+
+
+class FullySharded:
+    """The model sharded over ``world.size / parallel.replicate_size`` ranks.
+
+    Args:
+        module: fp32, on the CPU, its trainable parameters marked. It is moved and sharded unit by unit, so at no time
+            there is more of it than the whole it came as and one gathered unit.
+        blocks: its units where ``parallel.wrap`` names none.
+        dtype: what the forward and backward passes compute in.
+
+    Raises:
+        RequestError: sizes that do not multiply to the world's, or a class to wrap that the model does not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        module: nn.Module,
+        make_optimizer: OptimizerFactory,
+        dtype: torch.dtype,
+        parallel: ParallelSection,
+        blocks: Sequence[nn.Module],
+    ) -> None:
+        self.name = name
+        self.world = world
+        self.module = module
+        self._replicas = parallel.replicate_size
+        self._mesh = _mesh(world, parallel.replicate_size)
+        self._reshard = parallel.reshard_after_forward
+        self._buffers = _persistent_buffers(module)
+        # FSDP2 shards along the first dimension; what has none stays whole on every rank.
+        self._scalars = {key: p for key, p in module.named_parameters() if p.dim() == 0}
+        self._root = self._shard(find_units(module, blocks, parallel.wrap), dtype, parallel.offload_parameters)
+        self._parameters = dict(module.named_parameters())
+        self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
+        self._optimizer = make_optimizer(self._masters.items())
+
+    def _shard(self, units: list[nn.Module], dtype: torch.dtype, offload: bool) -> FSDPModule:
+        """Shard the units, inner ones first, and then the module with what is left."""
+        device = self.world.device
+        for parameter in self._scalars.values():
+            parameter.data = parameter.data.to(device)
+        precision = MixedPrecisionPolicy()
+        if dtype != torch.float32:
+            precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        for unit in [*units, self.module]:
+            for parameter in unit.parameters():
+                if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                    parameter.data = parameter.data.contiguous()
+            sharded = fully_shard(
+                unit,
+                mesh=self._mesh,
+                # What is left for the module itself is needed first in the backward pass: never freed before it.
+                reshard_after_forward=self._reshard and unit is not self.module,
+                mp_policy=precision,
+                offload_policy=policy,
+                ignored_params=set(self._scalars.values()),
+            )
+            # Losses arrive divided. Sums alone, as gloo knows no others.
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            # Experts that no token of this rank went to.
+            sharded.set_reduce_scatter_unused_params(True)
+        assert isinstance(self.module, FSDPModule)
+        _make_root(self.module)
+        return self.module
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self._reshard:
+            # Memory first: each micro-batch's gradients are summed into the shards, whole ones are never kept.
+            self._root.set_requires_all_reduce(last)
+        else:
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_reshard_after_backward(last)
+        loss.backward()
+        if last and self._scalars and self.world.size > 1:
+            self._sum_scalars()
+
+    def _sum_scalars(self) -> None:
+        trainable = [p for p in self._scalars.values() if p.requires_grad]
+        if not trainable:
+            return
+        total = torch.stack([p.new_zeros(()) if p.grad is None else p.grad for p in trainable])
+        dist.all_reduce(total)
+        for parameter, grad in zip(trainable, total, strict=True):
+            parameter.grad = grad
+
+    def gradient_norm(self) -> float:
+        squares: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for key, grad in self._gradients():
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            squares[key in self._scalars].append(norm.double().square())
+        whole, sharded = (float(torch.stack(part).sum()) if part else 0.0 for part in (squares[True], squares[False]))
+        # Every rank adds its shards, so each is counted as often as there are replicas of it.
+        return math.sqrt(self.world.sum([sharded])[0] / self._replicas + whole)
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parts of the gradients that there are."""
+        for key in self._masters:
+            grad = self._parameters[key].grad
+            if grad is not None:
+                yield key, grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def step(self, learning_rate: float, scale: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        for key, grad in self._gradients():
+            self._masters[key].grad = grad.mul_(scale) if scale != 1.0 else grad
+        self._optimizer.step()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for key, master in self._masters.items():
+            master.grad = self._parameters[key].grad = None
+
+    def discard_gradients(self) -> None:
+        self._root.reset_iter_state()
+        self._forget_gradients()
+
+    def state(self) -> dict[str, Shard]:
+        return dict(self._shards())
+
+    def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+        self._create_optimizer_state()
+        self._root.reset_iter_state()  # what is gathered is of the old weights
+        for name, shard in self._shards():
+            shard.local.copy_(read(name, shard))
+
+    def _shards(self) -> Iterator[tuple[str, Shard]]:
+        """Everything training changes, by the name it has in a checkpoint."""
+        for key, parameter in self._parameters.items():
+            yield f"model.{key}", self._shard_of(key, _local(parameter))
+        for key, buffer in self._persistent():
+            yield f"model.{key}", Shard.whole(buffer, self.world.rank, self.world.size)
+        for key, master in self._masters.items():
+            for slot, value in self._optimizer.state[master].items():
+                yield f"optimizer.{slot}.{key}", self._shard_of(key, value)
+
+    def _shard_of(self, key: str, local: torch.Tensor) -> Shard:
+        """``local`` as a part of parameter ``key``, or of its optimizer state."""
+        parameter = self._parameters[key]
+        if not isinstance(parameter, DTensor) or not local.dim():
+            return Shard.whole(local, self.world.rank, self.world.size)
+        ranks = self.world.size // self._replicas
+        # Equal parts along the first dimension, the last ones smaller or empty, as torch.chunk makes them.
+        rows = -(-parameter.shape[0] // ranks)
+        begin = min(rows * self._mesh.get_local_rank("shard"), parameter.shape[0])
+        offset = (begin,) + (0,) * (parameter.dim() - 1)
+        replica = self._mesh.get_local_rank("replicate") if self._replicas > 1 else 0
+        return Shard(local.detach(), tuple(parameter.shape), offset, replica, self._replicas)
+
+    def _create_optimizer_state(self) -> None:
+        """Have the optimizer make its state, to be filled: a step with zero gradients at a learning rate of 0."""
+        if any(self._optimizer.state.values()):
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, parameter in self._parameters.items():
+            tensor = parameter.detach()
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to(self.world.device).full_tensor()
+            yield key, tensor
+        yield from self._persistent()
+
+    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((key, buffer) for key, buffer in self.module.named_buffers() if key in self._buffers)
+
+    def layout(self) -> Layout:
+        sharded = {key: p for key, p in self._parameters.items() if key in self._masters and isinstance(p, DTensor)}
+        name = max(sharded, key=lambda key: sharded[key].numel())
+        parameter = sharded[name]
+        updated = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return Layout(
+            parameter=name,
+            shape=tuple(parameter.shape),
+            local_shape=tuple(parameter.to_local().shape),
+            placement=tensor_placement(parameter),
+            forward_dtype=dtype_name(_gathered_dtypes(self.module)),
+            master_dtype=dtype_name(p.dtype for p in updated),
+            parameter_device=parameter.to_local().device.type,
+            optimizer_device=self._masters[name].device.type,
+            elements=sum(self._parameters[key].numel() for key in self._masters),
+            held=sum(_local(self._parameters[key]).numel() for key in self._masters),
+            updated=sum(p.numel() for p in updated),
+            gradient_parts=parameter.device_mesh.size() // self._replicas,
+            gradient_ranks=parameter.device_mesh.size(),
+        )
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
+        marked = [m for m in self.module.modules() if getattr(m, "_is_fsdp_managed_module", False)]
+        self._root.set_reshard_after_forward(False)
+        for unit in units:
+            unit.unshard()
+        for module in marked:
+            # transformers would have all ranks generate in step, and they have different prompts.
+            module._is_fsdp_managed_module = False  # type: ignore[assignment]
+        try:
+            yield self.module
+        finally:
+            for module in marked:
+                module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            self._root.set_reshard_after_forward(self._reshard)
+            self._root.set_reshard_after_forward(False, recurse=False)
+            self._root.reset_iter_state()
+
+
+def _mesh(world: World, replicas: int) -> DeviceMesh:
+    """The ranks, in rows of neighbours that share one copy of the model."""
+    if world.size % replicas:
+        raise RequestError(
+            f"parallel.replicate_size: {replicas} copies of the model cannot be spread evenly over "
+            f"parallel.num_processes {world.size}; make it one of "
+            f"{', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"
+        )
+    if not dist.is_initialized():  # a world of one joins none
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    shape = (replicas, world.size // replicas)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _make_root(module: nn.Module) -> None:
+    """Have FSDP2 know that ``module`` is the whole. It takes whatever runs first to be that, and generation runs blocks."""
+    module.settle = lambda: None  # type: ignore[assignment]
+    register_fsdp_forward_method(module, "settle")
+    with torch.no_grad():
+        module.settle()
+    del module.settle
+    assert isinstance(module, FSDPModule)
+    module.reset_iter_state()
+
+
+def _local(parameter: nn.Parameter) -> nn.Parameter:
+    """The part of a parameter that this rank holds, in the same memory."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad)
+
+
+def _gathered_dtypes(module: nn.Module) -> Iterator[torch.dtype]:
+    """What the units cast their weights to when they gather them. FSDP2 shows it in its own state only."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                yield from (p.param_dtype or p.orig_dtype for p in group.fsdp_params)
+
+
+def _persistent_buffers(module: nn.Module) -> set[str]:
+    kept = set(module.state_dict(keep_vars=True))
+    return {key for key, _ in module.named_buffers() if key in kept}

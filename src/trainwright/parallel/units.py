@@ -1,0 +1,56 @@
+"""Which modules of a model are sharded as a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainwright.errors import RequestError
+
+
+def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[str] | str) -> list[nn.Module]:
+    """The units of ``module``, inner ones before those around them; what is in none belongs to the module itself.
+
+    Args:
+        wrap: class names of the units, or "auto" for ``blocks``.
+
+    Raises:
+        RequestError: a class that the model does not have, or whose parameters are used outside of it.
+    """
+    possible = _possible(module)
+    if isinstance(wrap, str):
+        assert wrap == "auto"
+        return [unit for unit in possible if any(unit is block for block in blocks)]
+    names = {type(unit).__name__ for unit in possible}
+    present = {type(unit).__name__ for unit in module.modules()}
+    for name in wrap:
+        if name not in names:
+            reason = "has its weights used from outside of it" if name in present else "is not in the model"
+            raise RequestError(
+                f"parallel.wrap: {name} {reason}; what can be wrapped is {', '.join(sorted(names))}"
+            )
+    return [unit for unit in possible if type(unit).__name__ in wrap]
+
+
+def _possible(module: nn.Module) -> list[nn.Module]:
+    """Modules below ``module`` whose parameters are used by nobody but them, inner ones first.
+
+    A unit's parameters are there while it runs. One that is tied to another module's is needed elsewhere too, and so
+    is the weight of a model's head, which the loss takes without calling the head.
+    """
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for holder in module.modules():
+        for parameter in holder.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(holder)
+        head = holder.get_output_embeddings() if hasattr(holder, "get_output_embeddings") else None
+        for parameter in head.parameters() if head is not None else ():
+            holders.setdefault(parameter, set()).add(module)
+    possible = []
+    for unit in reversed(list(module.modules())[1:]):
+        parameters = list(unit.parameters())
+        inside = set(unit.modules())
+        is_container = isinstance(unit, nn.ModuleList | nn.ModuleDict)
+        if parameters and not is_container and all(holders[p] <= inside for p in parameters):
+            possible.append(unit)
+    return possible

@@ -1,0 +1,233 @@
+"""Where DeepSpeed keeps what it shards: flat fp32 partitions, mapped back to parameters by name.
+
+ZeRO-1 and ZeRO-2 lay the parameters of a group end to end and cut the whole into one partition a rank; ZeRO-3 cuts
+every parameter into one chunk a rank. Either way a rank holds a range of the elements of each parameter, somewhere in
+a flat tensor that the optimizer updates. This module reads that out of DeepSpeed's optimizers (0.19: stage_1_and_2.py,
+bf16_optimizer.py, stage3.py), so that nothing else has to know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        shape: of the whole parameter.
+        ranges: for every rank, the elements ``[begin, end)`` of the flattened parameter that it updates.
+        begin: where this rank's range begins; ``size`` elements.
+        group: index of the flat partition it lies in, ``position`` elements from its start.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    begin: int
+    size: int
+    group: int
+    position: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The range in a flat tensor laid out as the partition is, as a view."""
+        return flat.narrow(0, self.position, self.size)
+
+
+class Partitions(Protocol):
+    """The sharded state of one of DeepSpeed's optimizers."""
+
+    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
+        """This rank's piece of every trainable parameter, by name."""
+
+    def masters(self) -> list[torch.Tensor]:
+        """The flat fp32 partitions that the optimizer updates."""
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """This rank's part of the reduced gradients after the last backward; changing them changes the step."""
+
+    def gradient_parts(self) -> int:
+        """Over how many ranks an exchanged gradient is spread."""
+
+    def optimizer_step(self) -> None:
+        """A step of the inner optimizer over the partitions, with the gradients they carry."""
+
+    def refresh(self) -> None:
+        """Give the changed masters to the parameters that compute."""
+
+    def forget(self) -> None:
+        """Drop gradients, and what DeepSpeed leaves of them for parameters that the next step does not reach."""
+
+
+def partitions(optimizer: Any) -> Partitions:
+    """For the optimizer that ``deepspeed.initialize`` made: ZeRO-1 in bf16 has a class of its own."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return _Stage3(optimizer)
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        return _Bf16Stage1(optimizer)
+    return _Stage1And2(optimizer)
+
+
+class _Stage1And2:
+    """Parameters of a group end to end, one partition a rank."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def _groups(self) -> Iterator[list[tuple[nn.Parameter, int]]]:
+        """The parameters of each group with where they begin in it."""
+        groups = self._optimizer.round_robin_bit16_groups
+        for parameters, offsets in zip(groups, self._optimizer.round_robin_bit16_offsets, strict=True):
+            yield list(zip(parameters, offsets, strict=True))
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self._optimizer.single_partition_of_fp32_groups)
+
+    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
+        found = {}
+        for group, (members, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
+            share = master.numel()
+            for parameter, offset in members:
+                total = parameter.numel()
+                edges = [min(max(r * share - offset, 0), total) for r in range(size + 1)]
+                begin, end = edges[rank], edges[rank + 1]
+                position = offset + begin - rank * share if end > begin else 0
+                ranges = tuple(zip(edges, edges[1:], strict=False))
+                shape = tuple(parameter.shape)
+                found[names[parameter]] = Piece(shape, ranges, begin, end - begin, group, position)
+        return found
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        if self._optimizer.cpu_offload:
+            yield from (master.grad for master in self.masters() if master.grad is not None)
+            return
+        for group in self._optimizer.averaged_gradients.values():
+            # A group that is one flat buffer says so; its views would be many small operations.
+            flat = getattr(group, "flat_partition", None)
+            yield from (group or ()) if flat is None else (flat,)
+
+    def gradient_parts(self) -> int:
+        return _ranks(self._optimizer) if self._optimizer.partition_gradients else 1
+
+    def optimizer_step(self) -> None:
+        self._optimizer.optimizer.step()
+
+    def refresh(self) -> None:
+        self._optimizer.update_lp_params()
+
+    def forget(self) -> None:
+        optimizer = self._optimizer
+        optimizer.zero_grad()
+        if optimizer.cpu_offload:
+            # What is not reached keeps its gradient of the last step here.
+            for master in self.masters():
+                if master.grad is not None:
+                    master.grad.zero_()
+            optimizer.reset_cpu_buffers()
+            return
+        for group in list(optimizer.averaged_gradients):
+            optimizer.averaged_gradients[group] = None
+            optimizer.all_grad_tensors[group] = None
+
+
+class _Bf16Stage1(_Stage1And2):
+    """ZeRO-1 with bf16 parameters: the same layout under other names."""
+
+    def _groups(self) -> Iterator[list[tuple[nn.Parameter, int]]]:
+        for parameters in self._optimizer.bf16_groups:
+            offset, members = 0, []
+            for parameter in parameters:
+                members.append((parameter, offset))
+                offset += parameter.numel()
+            yield members
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self._optimizer.fp32_groups_flat_partition)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        yield from self._optimizer.fp32_groups_gradient_flat_partition
+
+    def gradient_parts(self) -> int:
+        return 1
+
+    def forget(self) -> None:
+        self._optimizer.clear_hp_grads()
+        self._optimizer.clear_lp_grads()
+
+
+class _Stage3:
+    """One chunk of every parameter a rank."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._share_equal_copies()
+
+    def _share_equal_copies(self) -> None:
+        """In fp32 the masters are what computes; DeepSpeed 0.19 means to share them, and copies instead."""
+        masters = self._optimizer.fp32_partitioned_groups_flat
+        for master, working in zip(masters, self._optimizer.fp16_partitioned_groups_flat, strict=True):
+            if working is not None and (master.dtype, master.device) == (working.dtype, working.device):
+                master.data = working.data
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
+        found = {}
+        for group in self._optimizer.fp16_groups:
+            for parameter in group:
+                index, position, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                shape, ranges = tuple(parameter.ds_shape), chunks(parameter.ds_numel, size)
+                begin, end = ranges[rank]
+                found[names[parameter]] = Piece(shape, ranges, begin, end - begin, index, position)
+        return found
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        if self._optimizer.offload_optimizer:
+            yield from (master.grad for master in self.masters() if master.grad is not None)
+        else:
+            # One buffer holds what `averaged_gradients` has views of.
+            yield self._optimizer.grad_partitions_flat_buffer
+
+    def gradient_parts(self) -> int:
+        return _ranks(self._optimizer)
+
+    def optimizer_step(self) -> None:
+        self._optimizer._set_fp32_optimizer_param_groups()
+        self._optimizer.optimizer.step()
+        self._optimizer._clear_fp32_optimizer_param_groups()
+
+    def refresh(self) -> None:
+        self._optimizer._partition_all_parameters()
+        for group in range(len(self._optimizer.fp16_groups)):
+            self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        persistent = self._optimizer.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def forget(self) -> None:
+        optimizer = self._optimizer
+        optimizer.zero_grad()
+        # A parameter that the next step does not reach would be updated with the gradient of this one.
+        optimizer.grad_partitions_flat_buffer.zero_()
+        if optimizer.offload_optimizer:
+            for master in self.masters():
+                if master.grad is not None:
+                    master.grad.zero_()
+            optimizer.reset_cpu_buffers()
+
+
+def _ranks(optimizer: Any) -> int:
+    return dist.get_world_size(optimizer.dp_process_group)
+
+
+def chunks(total: int, size: int) -> tuple[tuple[int, int], ...]:
+    """How ZeRO-3 cuts a parameter of ``total`` elements: equal chunks, what is missing at the end is padding."""
+    chunk = -(-total // size)
+    return tuple((min(r * chunk, total), min((r + 1) * chunk, total)) for r in range(size))

@@ -1,0 +1,108 @@
+"""Ranges of flattened tensors as blocks of whole rows, which is what a checkpoint holds.
+
+A rank's part of a parameter under ZeRO begins and ends in the middle of a row. Here every row goes to the rank that
+holds its first element, so that a checkpoint has the blocks any other strategy reads, on any number of ranks; only
+the pieces of rows that are cut travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.zero_partitions import Piece
+
+
+def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:
+    """This rank's rows of every tensor.
+
+    Args:
+        pieces: by name, the same names in the same order on every rank; with each piece the elements it stands for
+            (1-D, all of one dtype). Every rank calls this.
+    """
+    heads = {name: _heads(piece) for name, (piece, _) in pieces.items()}
+    received = _exchange(pieces, heads, rank, size)
+    shards = {}
+    for name, (piece, local) in pieces.items():
+        if not piece.shape:
+            if piece.size:
+                shards[name] = Shard(local.reshape(()), (), ())
+            continue
+        begin, end = _owned_rows(piece, rank)
+        rows = local[heads[name][rank] :]
+        missing = (end - begin) * _width(piece) - rows.numel()
+        if missing > 0:
+            rows = torch.cat([rows, *_following(received, name, rank, missing)])
+        shards[name] = Shard(rows.reshape(end - begin, *piece.shape[1:]), piece.shape, _offset(piece, begin))
+    return shards
+
+
+def covering_rows(piece: Piece, dtype: torch.dtype) -> tuple[Shard, slice]:
+    """An empty block of the rows that a piece touches, and where the piece lies in the flattened block."""
+    width = _width(piece)
+    first, last = piece.begin // width, -(-(piece.begin + piece.size) // width)
+    shape = (last - first, *piece.shape[1:]) if piece.shape else ()
+    block = torch.empty(shape, dtype=dtype, device="meta")
+    begin = piece.begin - first * width
+    return Shard(block, piece.shape, _offset(piece, first)), slice(begin, begin + piece.size)
+
+
+def _width(piece: Piece) -> int:
+    return max(1, math.prod(piece.shape[1:]))
+
+
+def _offset(piece: Piece, row: int) -> tuple[int, ...]:
+    return (row, *(0 for _ in piece.shape[1:])) if piece.shape else ()
+
+
+def _owned_rows(piece: Piece, rank: int) -> tuple[int, int]:
+    """The rows whose first element is in a rank's range."""
+    width = _width(piece)
+    begin, end = piece.ranges[rank]
+    return (-(-begin // width), -(-end // width)) if end > begin else (0, 0)
+
+
+def _heads(piece: Piece) -> list[int]:
+    """For every rank, how many elements at the start of its range belong to a row that began before it."""
+    width = _width(piece)
+    return [min(-(-begin // width) * width, end) - begin if end > begin else 0 for begin, end in piece.ranges]
+
+
+_Received = dict[tuple[str, int], torch.Tensor]
+
+
+def _exchange(
+    pieces: Mapping[str, tuple[Piece, torch.Tensor]], heads: Mapping[str, list[int]], rank: int, size: int
+) -> _Received:
+    """The heads of all tensors from all ranks, by name and rank."""
+    lengths = [sum(heads[name][r] for name in pieces) for r in range(size)]
+    if not any(lengths):
+        return {}
+    some = next(iter(pieces.values()))[1]
+    own = some.new_zeros(max(lengths))
+    parts = [local[: heads[name][rank]] for name, (_, local) in pieces.items()]
+    own[: lengths[rank]] = torch.cat(parts)
+    everyone = own.new_empty(size * len(own))
+    dist.all_gather_into_tensor(everyone, own)
+    received = {}
+    for r, row in enumerate(everyone.view(size, -1)):
+        position = 0
+        for name in pieces:
+            received[name, r] = row[position : position + heads[name][r]]
+            position += heads[name][r]
+    return received
+
+
+def _following(received: _Received, name: str, rank: int, missing: int) -> list[torch.Tensor]:
+    """The rest of this rank's last row, from as many of the ranks after it as it lies on."""
+    parts = []
+    while missing > 0:
+        rank += 1
+        part = received[name, rank][:missing]
+        parts.append(part)
+        missing -= part.numel()
+    return parts

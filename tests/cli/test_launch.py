@@ -1,0 +1,234 @@
+"""`trainwright launch`: scripts of a user's own, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import all_gone, descendants, environment, started, trainwright, wait_for
+
+SCRIPT = """
+import argparse, atexit, os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--mode", default="finish")
+mode = parser.parse_args().mode
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+print(f"rank {rank} of {dist.get_world_size()}: sum {total.item()}, {__name__}, {os.environ['MASTER_PORT']}")
+assert sys.path[0] == str(Path(__file__).resolve().parent)
+import beside
+atexit.register(lambda: print(f"at exit of rank {rank}"))
+if mode == "raise" and rank == 1:
+    raise ValueError("boom in rank 1")
+if mode == "raise-first" and rank == 0:
+    raise ValueError("boom in rank 0")
+if mode == "exit" and rank == 1:
+    sys.exit(7)
+if mode == "die" and rank == 0:
+    print("last words", flush=True)
+    os.kill(os.getpid(), 9)
+if mode == "sleep":
+    Path(f"ready-{rank}").touch()
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        Path(f"interrupted-{rank}").touch()
+        raise
+if mode == "handle":
+    import signal
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    Path(f"ready-{rank}").touch()
+    while not stopped:
+        time.sleep(0.05)
+    Path(f"saved-{rank}").touch()
+if mode != "finish" and mode != "handle":
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script and a module beside it, and no Accelerate file of the user's."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").write_text(SCRIPT)
+    (tmp_path / "own" / "beside.py").touch()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def launch(cwd: Path, *arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    return trainwright("launch", *arguments, cwd=cwd, timeout=timeout)
+
+
+def two(cwd: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    return launch(cwd, "--num-processes", "2", "--logs", "logs", "own/train.py", "--mode", mode)
+
+
+def test_script_runs_in_processes_with_a_log_each_and_rank_0_on_the_console(tmp_path: Path) -> None:
+    result = launch(tmp_path, "--num-processes", "2", "own/train.py", "--mode=finish")
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 of 2: sum 3.0, __main__" in result.stdout and "rank 1" not in result.stdout
+    assert "at exit of rank 0" in result.stdout
+    assert result.stderr.startswith("own/train.py: 2 processes on the CPU; logs: runs/train-")
+    (logs,) = (tmp_path / "runs").glob("train-*/logs")
+    for rank in range(2):
+        log = (logs / f"rank-{rank}.log").read_text()
+        assert f"rank {rank} of 2: sum 3.0" in log and f"at exit of rank {rank}" in log
+
+
+def test_module_with_the_file_of_accelerates_place(tmp_path: Path) -> None:
+    (tmp_path / "hf" / "accelerate").mkdir(parents=True)
+    (tmp_path / "hf" / "accelerate" / "default_config.yaml").write_text(
+        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 3\nmixed_precision: bf16\n"
+    )
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "tool.py").write_text(
+        "import json, os, sys\nprint(json.dumps([sys.argv[1:], __name__, {k: v for k, v in os.environ.items()}]))\n"
+    )
+    result = launch(tmp_path, "-m", "package.tool", "--num-processes", "9", "--", "-x")
+    assert result.returncode == 0, result.stderr
+    arguments, name, variables = json.loads(result.stdout)
+    assert arguments == ["--num-processes", "9", "--", "-x"] and name == "__main__"
+    assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("3", "3")
+    assert variables["ACCELERATE_USE_CPU"] == "true" and variables["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert "default_config.yaml" in result.stderr
+
+
+@pytest.mark.parametrize(("mode", "rank"), [("raise", 1), ("raise-first", 0)])
+def test_first_traceback_once_with_its_rank(tmp_path: Path, mode: str, rank: int) -> None:
+    result = two(tmp_path, mode)
+    assert result.returncode == 4
+    assert (result.stdout + result.stderr).count("Traceback") == 1
+    assert f"error: rank {rank} failed" in result.stderr and f"ValueError: boom in rank {rank}" in result.stderr
+    assert "runpy" not in result.stderr and f"logs/rank-{rank}.log" in result.stderr
+
+
+def test_scripts_own_exit_code(tmp_path: Path) -> None:
+    result = two(tmp_path, "exit")
+    assert result.returncode == 7
+    assert "rank 1: own/train.py ended itself with exit code 7" in result.stderr
+    wrong = launch(tmp_path, "--num-processes", "2", "own/train.py", "--no-such-option")
+    assert wrong.returncode == 2 and "unrecognized arguments: --no-such-option" in wrong.stdout
+    assert "Traceback" not in wrong.stdout + wrong.stderr
+
+
+def test_last_words_of_a_killed_script_arrive(tmp_path: Path) -> None:
+    result = two(tmp_path, "die")
+    assert result.returncode == 4
+    assert "last words" in result.stdout and "error: rank 0 was killed" in result.stderr
+    assert "last words" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def running(tmp_path: Path, mode: str) -> list[str]:
+    return ["-m", "trainwright", "launch", "--num-processes", "2", "--logs", "logs", "own/train.py", "--mode", mode]
+
+
+def ready(tmp_path: Path) -> None:
+    wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_stop_is_a_keyboard_interrupt_in_every_rank(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
+    output = tmp_path / "output"
+    with started(*running(tmp_path, "sleep"), cwd=tmp_path, output=output) as process:
+        ready(tmp_path)
+        workers = descendants(process.pid)
+        if to_group:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(30) == 75
+        assert all_gone(workers)
+    assert all((tmp_path / f"interrupted-{rank}").exists() for rank in range(2))
+    assert "Traceback" not in output.read_text() and "stopped: own/train.py was interrupted" in output.read_text()
+    assert "KeyboardInterrupt" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_script_that_handles_sigterm_gets_it(tmp_path: Path) -> None:
+    with started(*running(tmp_path, "handle"), cwd=tmp_path) as process:
+        ready(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
+
+
+def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
+    with started(*running(tmp_path, "sleep"), cwd=tmp_path) as process:
+        ready(tmp_path)
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        process.kill()
+        assert all_gone(workers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("own/trian.py",), 2, "did you mean own/train.py"),
+        (("-m", "no_such_module"), 2, "there is no module no_such_module"),
+        (("--config-file", "no.yaml", "own/train.py"), 2, "no.yaml: no such file"),
+        (("--config-file", "gpus.yaml", "own/train.py"), 3, "here would run"),
+        (("--config-file", "fsdp.yaml", "own/train.py"), 3, "runs FSDP as plain DDP"),
+        (("--config-file", "nodes.yaml", "own/train.py"), 2, "torchrun, once on each"),
+        (("--config-file", "wrong.yaml", "own/train.py"), 2, "did you mean num_processes"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    (tmp_path / "gpus.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n")
+    (tmp_path / "nodes.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 2\n")
+    (tmp_path / "wrong.yaml").write_text("distributed_type: NO\nnum_procesess: 2\n")
+    result = launch(tmp_path, *arguments)
+    assert result.returncode == code and said in result.stderr, result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+ACCELERATED = """
+import sys, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model, optimizer = torch.nn.Linear(4, 1), None
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+loss = model(torch.full((2, 4), accelerator.process_index + 1.0)).pow(2).mean()
+accelerator.backward(loss)
+optimizer.step()
+weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach())
+same = bool((weights[0] == weights[-1]).all())
+print(accelerator.num_processes, accelerator.distributed_type, accelerator.mixed_precision, same)
+accelerator.end_training()
+"""
+
+
+def test_accelerate_script_does_what_its_file_says(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "accelerated.py").write_text(ACCELERATED)
+    (tmp_path / "two.yaml").write_text(
+        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n"
+    )
+    result = launch(tmp_path, "--config-file", "two.yaml", "accelerated.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "2 DistributedType.MULTI_CPU bf16 True"
+
+
+def test_launch_imports_torch_only_when_it_starts(tmp_path: Path) -> None:
+    code = "import sys, trainwright.cli.launch; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,108 @@
+"""`trainwright setup` as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.commands import environment, trainwright
+
+WANTS_GPUS = "distributed_type: MULTI_GPU\nnum_processes: 64\nmixed_precision: bf16\n"
+
+
+def setup(cwd: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainwright", "setup", *arguments]
+    variables = environment(HF_HOME=str(cwd / "hf"), CUDA_VISIBLE_DEVICES="")
+    return subprocess.run(command, cwd=cwd, env=variables, input=answers, capture_output=True, text=True, timeout=60)
+
+
+def test_yes_writes_to_accelerates_place_and_says_how_to_use_it(tmp_path: Path) -> None:
+    result = setup(tmp_path, "--yes")
+    path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
+    assert result.returncode == 0, result.stderr
+    assert yaml.safe_load(path.read_text())["use_cpu"] is True
+    assert str(path) in result.stdout and "accelerate launch SCRIPT" in result.stdout
+    assert f"train RECIPE --accelerate-config {path}" in result.stdout
+    shown = setup(tmp_path, "--show")
+    assert shown.returncode == 0 and "runs: " in shown.stdout
+
+
+def test_yes_keeps_the_file_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(WANTS_GPUS)
+    result = setup(tmp_path, "--yes", "--config-file", "mine.yaml")
+    assert result.returncode == 0, result.stderr
+    assert "mine.yaml.bak" in result.stdout
+    assert (tmp_path / "mine.yaml.bak").read_text() == WANTS_GPUS
+
+
+def test_questions_are_explained_and_asked_again_until_answered(tmp_path: Path) -> None:
+    result = setup(tmp_path, "--config-file", "new.yaml", answers="2\n1\n10.0.0.1\nport\n\n3\nbf61\nBF16\n")
+    assert result.returncode == 0, result.stderr
+    assert "not 'port'" in result.stdout and "not 'bf61'" in result.stdout
+    values = yaml.safe_load((tmp_path / "new.yaml").read_text())
+    assert (values["num_machines"], values["machine_rank"], values["num_processes"]) == (2, 1, 6)
+    assert (values["main_process_ip"], values["main_process_port"]) == ("10.0.0.1", 29500)
+    assert values["mixed_precision"] == "bf16"
+
+
+def test_existing_file_is_replaced_only_when_that_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(WANTS_GPUS)
+    result = setup(tmp_path, "--config-file", "mine.yaml", answers="\n")
+    assert result.returncode == 0 and "nothing written" in result.stdout
+    assert (tmp_path / "mine.yaml").read_text() == WANTS_GPUS
+    result = setup(tmp_path, "--config-file", "mine.yaml", answers="yes\n\n\n\n")
+    assert result.returncode == 0, result.stderr
+    assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["use_cpu"] is True
+
+
+def test_no_answers_end_with_2_and_write_nothing(tmp_path: Path) -> None:
+    result = setup(tmp_path, "--config-file", "new.yaml")
+    assert result.returncode == 2 and "--yes" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "new.yaml").exists()
+
+
+def test_show_says_what_cannot_run_here_and_ends_with_0(tmp_path: Path) -> None:
+    (tmp_path / "gpus.yaml").write_text(WANTS_GPUS)
+    result = setup(tmp_path, "--show", "--config-file", "gpus.yaml")
+    assert result.returncode == 0, result.stderr
+    assert "cannot run: MULTI_GPU asks for 64 GPUs" in result.stdout and "here would run" in result.stdout
+    (tmp_path / "wrong.yaml").write_text("distributed_type: MULTI_GPU\nnum_procesess: 2\n")
+    result = setup(tmp_path, "--show", "--config-file", "wrong.yaml")
+    assert result.returncode == 0 and "did you mean num_processes" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--show",), "`trainwright setup` writes one"),
+        (("--show", "--config-file", "no.yaml"), "no.yaml: no such file"),
+    ],
+)
+def test_show_without_a_file_ends_with_2(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = setup(tmp_path, *arguments)
+    assert result.returncode == 2 and said in result.stderr
+
+
+def test_setup_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; from trainwright.cli.setup import setup; setup(None, False, True);"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'accelerate') if name in sys.modules])"
+    )
+    variables = environment(HF_HOME=str(tmp_path))
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_accelerate_launch_takes_the_file_unchanged(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text("import os; print('precision', os.environ['ACCELERATE_MIXED_PRECISION'])\n")
+    assert trainwright("setup", "--yes", "--config-file", "new.yaml", cwd=tmp_path).returncode == 0
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "new.yaml", "script.py"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0 and "precision" in result.stdout, result.stderr

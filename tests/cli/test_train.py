@@ -1,0 +1,177 @@
+"""`trainwright train`: what it refuses, and that nothing is left of it then; what it prints, and where things are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.runs import TINY, Finished, Runs, events
+
+ROW = '{"question": "What is it?", "answer": "It is this."}\n'
+OTHER = '{"colour": "red", "size": 3}\n'
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A directory with a recipe like `tiny` that trains on rows.jsonl, and with rows of many kinds."""
+    recipe = yaml.safe_load(TINY.read_text())
+    recipe["data"] = {"train": "rows.jsonl", "max_length": 128, "validation": 4}
+    recipe["train"]["max_steps"] = 2
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    (tmp_path / "rows.jsonl").write_text("".join(ROW.replace("it", f"it {n}") for n in range(30)))
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "empty.json").write_text("[]")
+    (tmp_path / "broken.jsonl").write_text(ROW + ROW + '{"question": "cut\n' + ROW)
+    (tmp_path / "broken.json").write_text("[\n" + ROW.strip() + ",\n{]\n")
+    (tmp_path / "other.jsonl").write_text(OTHER * 20)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "precious").write_text("kept")
+    return tmp_path
+
+
+def files(directory: Path) -> dict[str, Any]:
+    found = sorted(directory.rglob("*"))
+    return {str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def attempt(runs: Runs, here: Path, *arguments: str, **limits: Any) -> Finished:
+    fixed = ("parallel.num_processes=1",) if not any("num_processes" in a for a in arguments) else ()
+    return runs.command("train", *arguments, *fixed, cwd=here, **limits).wait()
+
+
+REFUSALS = {
+    "unknown key": (("train.glbal_batch_size=4",), ("train.glbal_batch_size", "global_batch_size")),
+    "unknown section": (("tran.max_steps=4",), ("tran", "train")),
+    "not a number": (("train.max_steps=many",), ("train.max_steps", "many")),
+    "two batch sizes that contradict": (
+        ("train.gradient_accumulation_steps=3", "train.global_batch_size=8", "train.micro_batch_size=2"),
+        ("train.gradient_accumulation_steps", "train.global_batch_size", "train.micro_batch_size"),
+    ),
+    "more rows at once than a batch has": (
+        ("train.micro_batch_size=9",),
+        ("train.micro_batch_size", "train.global_batch_size 8"),
+    ),
+    "single on two processes": (
+        ("parallel.strategy=single", "parallel.num_processes=2"),
+        ("parallel.strategy", "parallel.num_processes"),
+    ),
+    "missing file": (("data.train=nowhere.jsonl",), ("data.train", "nowhere.jsonl")),
+    "missing validation file": (("data.validation=nowhere.jsonl",), ("data.validation", "nowhere.jsonl")),
+    "empty file": (("data.train=empty.jsonl",), ("data.train", "empty.jsonl")),
+    "file without rows": (("data.train=empty.json",), ("data.train", "empty.json")),
+    "broken line": (("data.train=broken.jsonl",), ("broken.jsonl:3",)),
+    "broken JSON": (("data.train=broken.json",), ("broken.json:3",)),
+    "other fields": (("data.train=other.jsonl",), ("other.jsonl", "colour", "size", "question")),
+    "fields of another format": (("data.format=messages",), ("rows.jsonl", "messages", "question, answer")),
+    "longer than the model": (("data.max_length=600", "data.pack_length=null"), ("data.max_length", "600", "512")),
+    "pack shorter than an example": (("data.pack_length=64",), ("data.pack_length", "data.max_length")),
+    "all rows held back": (("data.validation=30",), ("data.validation", "30")),
+    "directory that exists": (("logging.run_directory=taken",), ("logging.run_directory", "--resume taken")),
+    "no such model": (
+        ("model.name=nowhere/at-all", "model.config=null", "model.tokenizer=null"),
+        ("model.name", "nowhere/at-all"),
+    ),
+    "no such architecture": (("model.config.model_type=lama",), ("model.config", "lama", "llama")),
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_wrong_request_ends_with_2_and_one_message_and_leaves_nothing(runs: Runs, here: Path, why: str) -> None:
+    overrides, said = REFUSALS[why]
+    before = files(here)
+    ended = attempt(runs, here, "recipe.yaml", *overrides)
+    assert ended.code == 2, ended.stdout + ended.stderr
+    assert ended.stderr.count("error:") == 1 and ended.stderr.startswith("error: ")
+    for part in said:
+        assert part in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    left = {name: content for name, content in files(here).items() if name != "runs"}
+    assert left == before
+    assert not list((here / "runs").glob("*"))
+
+
+def test_a_mistake_in_the_file_is_named_with_its_line(runs: Runs, here: Path) -> None:
+    text = (here / "recipe.yaml").read_text().replace("micro_batch_size", "micro_batchsize")
+    line = next(n for n, found in enumerate(text.splitlines(), 1) if "micro_batchsize" in found)
+    (here / "recipe.yaml").write_text(text)
+    ended = attempt(runs, here, "recipe.yaml")
+    assert ended.code == 2
+    assert f"recipe.yaml:{line}: train.micro_batchsize" in ended.stderr
+    assert "did you mean micro_batch_size?" in ended.stderr
+    assert not (here / "runs").exists()
+
+
+def test_a_resume_of_what_is_no_run_is_refused(runs: Runs, here: Path) -> None:
+    before = files(here)
+    ended = attempt(runs, here, "--resume", "taken")
+    assert ended.code == 2 and "taken is not a run" in ended.stderr
+    ended = attempt(runs, here, "recipe.yaml", "--resume")
+    assert ended.code == 2 and "no run of this recipe" in ended.stderr
+    assert files(here) == before
+
+
+def test_more_processes_than_cores_run_with_a_line_about_it(runs: Runs, here: Path) -> None:
+    arguments = ("recipe.yaml", "parallel.num_processes=2", "logging.run_directory=run")
+    ended = attempt(runs, here, *arguments, cores=1)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert "2 processes share 1 core" in ended.stdout
+    assert events(here / "run", "start")[0]["world_size"] == 2
+
+
+def test_a_run_leaves_what_it_says_and_the_recipe_reproduces_it(runs: Runs, here: Path) -> None:
+    ended = attempt(runs, here, "recipe.yaml", "evaluate.prompts=[What is it 3?]".replace("?", ""))
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (run,) = (here / "runs").iterdir()
+    assert run.name.startswith("recipe-")
+    assert {path.name for path in run.iterdir()} == {
+        "recipe.yaml",
+        "plan.json",
+        "events.jsonl",
+        "logs",
+        "tensorboard",
+        "checkpoints",
+        "final",
+    }
+    shown = ended.stdout
+    for part in ("fp32", "strategy single", "step 2/2", "validation", "finished at step 2", f"runs/{run.name}/final"):
+        assert part in shown, shown
+    assert "\r" not in shown, "no bar where there is no terminal"
+    resolved = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert "auto" not in [value for s in resolved.values() if isinstance(s, dict) for value in s.values()] or (
+        resolved["logging"]["run_directory"] == "auto"
+    )
+    assert list((run / "tensorboard").iterdir())
+    assert (run / "logs" / "rank-0.log").is_file()
+
+    os.rename(run / "recipe.yaml", here / "again.yaml")
+    again = runs.command("train", "again.yaml", "logging.run_directory=again", cwd=here).wait()
+    assert again.code == 0, again.stdout + again.stderr
+    assert [e["loss"] for e in events(here / "again", "step")] == [e["loss"] for e in events(run, "step")]
+
+
+def test_resume_without_a_name_takes_the_newest_run(runs: Runs, here: Path) -> None:
+    for steps in (1, 2):
+        ended = attempt(runs, here, "recipe.yaml", f"train.max_steps={steps}", "logging.tensorboard=false")
+        assert ended.code == 0, ended.stdout + ended.stderr
+    ended = runs.command("train", "recipe.yaml", "--resume", "train.max_steps=4", cwd=here).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    counts = sorted(len(events(run, "step")) for run in (here / "runs").iterdir())
+    assert counts == [1, 4]
+
+
+def test_a_run_that_is_being_trained_is_not_trained_by_another(runs: Runs) -> None:
+    started = runs.train("parallel.num_processes=2", "train.max_steps=1000")
+    started.wait_for_step(1)
+    assert started.run is not None
+    before = (started.run / "recipe.yaml").read_text()
+    ended = runs.resume(started.run).wait()
+    assert ended.code == 2 and "is being trained by another process" in ended.stderr
+    assert (started.run / "recipe.yaml").read_text() == before
+    started.kill()
+    assert started.wait().code < 0
+    assert json.loads((started.run / "events.jsonl").read_text().splitlines()[0])["event"] == "start"

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.runs import ON_ROWS, TINY, Runs
+from trainwright.doctor.verify import reference_of
+from trainwright.recipe.loading import load_recipe
+
+
+def leftovers(temporary: Path) -> list[str]:
+    return [name for name in os.listdir(temporary) if name.startswith("trainwright-verify")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "steps"),
+    [
+        (("parallel.num_processes=2",), "ddp x 2", 3),
+        (("parallel.strategy=fsdp", "parallel.num_processes=3", "train.mixed_precision=bf16"), "fsdp x 3", 3),
+        (
+            (
+                "parallel.strategy=fsdp",
+                "parallel.num_processes=2",
+                "train.micro_batch_size=auto",
+                "train.gradient_accumulation_steps=2",
+                "model.dropout=0.3",
+            ),
+            "fsdp x 2",
+            2,
+        ),
+    ],
+)
+def test_a_recipe_is_proven_the_same_and_nothing_is_left(
+    runs: Runs, tmp_path: Path, overrides: tuple[str, ...], name: str, steps: int
+) -> None:
+    temporary, here = tmp_path / "temporary", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    started = runs.command(
+        "verify", str(TINY), ON_ROWS, *overrides, "--steps", str(steps), cwd=here, TMPDIR=str(temporary)
+    )
+    ended = started.wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[-1].startswith(f"the same run: over {steps} steps losses differ by at most ")
+    assert any(line.startswith("single: model.model.embed_tokens.weight whole") for line in lines)
+    assert any(line.startswith(f"{name}: model.model.embed_tokens.weight ") for line in lines)
+    assert any("single" in line and f" {name} " in line for line in lines if line.startswith("┃"))
+    rows = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+    assert [int(row[0]) for row in rows] == list(range(1, steps + 1))
+    assert leftovers(temporary) == []
+    assert os.listdir(here) == []
+
+
+def test_one_process_has_nothing_to_be_compared_with(runs: Runs) -> None:
+    ended = runs.command("verify", str(TINY), ON_ROWS, "parallel.num_processes=1").wait()
+    assert ended.code == 2
+    assert ended.stderr.startswith("error: parallel.strategy: this recipe runs on one process here (single)")
+
+
+def test_a_side_that_fails_ends_it_with_its_reason(runs: Runs, tmp_path: Path) -> None:
+    """A class that the model does not have is found by the workers of the second side."""
+    overrides = ("parallel.num_processes=2", "parallel.strategy=fsdp", "parallel.wrap=[Nothing]")
+    ended = runs.command("verify", str(TINY), ON_ROWS, *overrides, "--steps", "1", TMPDIR=str(tmp_path)).wait()
+    assert ended.code == 2
+    assert "parallel.wrap: Nothing is not in the model" in ended.stderr
+    assert leftovers(tmp_path) == []
+
+
+def test_the_reference_has_the_same_micro_batches(tmp_path: Path) -> None:
+    chosen = load_recipe(
+        TINY,
+        [
+            "parallel.strategy=fsdp",
+            "parallel.num_processes=3",
+            "parallel.replicate_size=3",
+            "train.micro_batch_size=auto",
+            "train.gradient_accumulation_steps=2",
+        ],
+    )
+    reference = reference_of(chosen)
+    assert (reference.parallel.strategy, reference.parallel.num_processes) == ("single", 1)
+    assert reference.parallel.replicate_size == 1
+    assert reference.train.gradient_accumulation_steps == 6
+    assert reference.train.global_batch_size == chosen.train.global_batch_size
+    assert reference.model_dump(exclude={"parallel", "train"}) == chosen.model_dump(exclude={"parallel", "train"})
+
+
+def test_a_model_too_large_for_one_process_is_cut_on_both_sides(runs: Runs, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(TINY.read_text())
+    recipe["model"]["config"]["num_hidden_layers"] = 12
+    path = tmp_path / "deep.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    # 16 bytes for each of 16,640 parameters of the embeddings and the norm and 37,024 a layer: five fit in 80 %.
+    memory = int(16 * (16_640 + 5.5 * 37_024) / 0.8)
+    overrides = (ON_ROWS, "parallel.num_processes=2", "parallel.strategy=fsdp")
+    output = tmp_path / "output"
+    runs.function("tests.doctor.verify_entry:on_a_machine_with", memory, path, overrides, output)
+    assert output.read_text().splitlines()[0].startswith("model: cut to its first 5 of 12 layers on both sides: ")
+    assert output.read_text().splitlines()[-1].startswith("the same run: ")
+
+
+def test_a_model_that_does_not_fit_with_one_layer_is_refused(runs: Runs, tmp_path: Path) -> None:
+    overrides = (ON_ROWS, "parallel.num_processes=2")
+    output = tmp_path / "output"
+    runs.function("tests.doctor.verify_entry:on_a_machine_with", 100_000, TINY, overrides, output)
+    assert "90.6k parameters with their optimizer need 1.4 MiB, and this machine has 97.7 KiB" in output.read_text()

@@ -1,0 +1,235 @@
+"""What goes wrong in a run, and what it does about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.commands import wait_for
+from tests.support.runs import ON_ROWS, ROWS, Runs, column, events
+from trainwright.engine.checkpoint import Checkpoint, Checkpoints
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+
+def processes(count: int) -> str:
+    return f"parallel.num_processes={count}"
+
+
+def stopped(runs: Runs, *overrides: str, step: int) -> Path:
+    """A run that was stopped by a signal after this step, with a checkpoint."""
+    started = runs.train(*overrides)
+    started.wait_for_step(step)
+    started.kill(signal.SIGTERM)
+    assert started.wait().code == 75
+    assert started.run is not None
+    return started.run
+
+
+def checkpoints(run: Path) -> Checkpoints:
+    return Checkpoints(run / "checkpoints", keep_last=2, keep_best=True)
+
+
+def test_killed_while_a_checkpoint_is_written_the_one_before_is_used(runs: Runs) -> None:
+    # Large enough for the writing to take a while.
+    large = (
+        processes(2),
+        ON_ROWS,
+        "model.config.hidden_size=512",
+        "model.config.intermediate_size=1024",
+        "train.max_steps=6",
+        "train.global_batch_size=2",
+        "data.validation=null",
+    )
+    uninterrupted = runs.trained(*large)
+    for _ in range(10):
+        started = runs.train(*large, "checkpoint.every=1")
+        assert started.run is not None
+        directory = started.run / "checkpoints"
+        wait_for(lambda at=directory: any(at.glob("step-00000002")), every=0.001)
+        wait_for(lambda at=directory, s=started: any(at.glob(".writing-*")) or s.ended, every=0.0005)
+        started.kill()
+        assert started.wait().code == -signal.SIGKILL
+        if any(directory.glob(".writing-*")):
+            break
+    else:
+        pytest.fail("no kill came while a checkpoint was written")
+    run = started.run
+    (half,) = directory.glob(".writing-*")
+    whole = max(checkpoints(run).steps())
+    assert int(half.name[-8:]) == whole + 1 and whole >= 2
+    runs.resumed(run)
+    assert events(run, "start")[-1]["resumed_from"] == whole
+    assert not events(run, "fault")
+    assert column(run, "loss") == column(uninterrupted, "loss")
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("file", ["rank-00001.safetensors", "state.json", "manifest.json"])
+def test_a_flipped_byte_is_refused_by_name_and_the_checkpoint_before_is_used(runs: Runs, file: str) -> None:
+    settings = (processes(2), ON_ROWS, "train.max_steps=10", "checkpoint.every=3")
+    uninterrupted = runs.trained(*settings)
+    run = runs.copied(uninterrupted)
+    assert checkpoints(run).steps() == [9, 10]
+    damaged = checkpoints(run).path(10) / file
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    ended = runs.resume(run).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "checkpoint" and str(damaged) in fault["detail"] and "before" in fault["action"]
+    assert str(damaged) in ended.stdout
+    assert events(run, "start")[-1]["resumed_from"] == 9
+    assert column(run, "loss") == column(uninterrupted, "loss")
+    assert Checkpoint.open(checkpoints(run).path(10)).state["progress"]["step"] == 10
+
+
+def test_any_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    made = checkpoints(tmp_path)
+    state = {"model.a": Shard.whole(torch.ones(2, 4)), "model.b": Shard.whole(torch.zeros(3))}
+    saved = made.save(world, 1, state, {"progress": {"step": 1}}, "task: sft\n").path
+    manifest = saved / "manifest.json"
+    content = manifest.read_bytes()
+    believed = json.loads(content)
+    for place in range(len(content)):
+        for bit in (1, 4, 32):
+            changed = bytearray(content)
+            changed[place] ^= bit
+            manifest.write_bytes(changed)
+            found, refused = made.latest()
+            if found is None:
+                assert str(manifest) in refused[0] or str(saved) in refused[0]
+            else:  # white space may be any
+                assert json.loads(manifest.read_bytes()) == believed
+    manifest.write_bytes(content)
+    assert made.latest()[0] is not None
+
+
+@pytest.fixture(scope="module")
+def poisoned(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Overrides for a model that gives NaN for one letter, and data in which one example has that letter."""
+    made = tmp_path_factory.mktemp("poisoned")
+    untied = runs.trained(processes(1), ON_ROWS, "train.max_steps=1", "model.config.tie_word_embeddings=false")
+    model = made / "model"
+    subprocess.run(["cp", "-r", untied / "final", model], check=True)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"][ord("~")] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()[:100]]
+    rows.insert(50, {"question": "What is a tilde?", "answer": "This is one: ~"})
+    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (
+        f"data.train={made / 'rows.jsonl'}",
+        "data.validation=null",
+        f"model.name={model}",
+        "model.config=null",
+        "model.tokenizer=null",
+        "checkpoint.every=1",
+        "data.pack_length=null",
+        "train.max_steps=20",
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_that_is_no_number_stops_before_the_weights_are_touched(
+    runs: Runs, poisoned: tuple[str, ...], count: int
+) -> None:
+    started = runs.train(*poisoned, processes(count))
+    ended = started.wait()
+    run = started.run
+    assert run is not None
+    assert ended.code == 4, ended.stdout + ended.stderr
+    step = len(column(run, "loss")) + 1
+    assert 1 < step <= 13
+    assert f"at step {step}" in ended.stderr and "What is a tilde?" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "non_finite" and fault["action"] == "stop" and fault["step"] == step
+    assert "What is a tilde?" in fault["detail"] and fault["rank"] in range(count)
+    # The one micro-batch, of two rows, and not the whole batch of eight.
+    assert len(fault["detail"].split("Examples in the batch: ")[1].split(" (")[0].split(", ")) == 2
+    assert not (run / "final").exists()
+
+    assert checkpoints(run).steps()[-1] == step - 1
+    found, refused = checkpoints(run).latest()
+    assert found is not None and not refused
+    for file in found.path.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            broken = tensor.isnan() | tensor.isinf()
+            if name.endswith("embed_tokens.weight") and name.startswith("model."):
+                broken[ord("~")] = False  # as it was given
+            assert not broken.any(), name
+
+
+def test_the_examples_named_do_not_depend_on_the_number_of_processes(runs: Runs, poisoned: tuple[str, ...]) -> None:
+    details = []
+    for count in (1, 3):
+        started = runs.train(*poisoned, processes(count))
+        assert started.wait().code == 4
+        assert started.run is not None
+        details.append(events(started.run, "fault")[0]["detail"].split("Examples")[1])
+    assert details[0] == details[1]
+
+
+@contextmanager
+def small_disk(at: Path, kilobytes: int) -> Iterator[None]:
+    """A real file system of this size at a directory; the test is skipped where that needs other rights."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(at)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int) -> None:
+    settings = (processes(count), ON_ROWS, "train.max_steps=12")
+    uninterrupted = runs.trained(*settings)
+    run = stopped(runs, *settings, step=2)
+    (step,) = checkpoints(run).steps()
+    directory = run / "checkpoints"
+    directory.rename(run / "before")
+    directory.mkdir()
+    size = sum(file.stat().st_size for file in (run / "before").rglob("*") if file.is_file()) // 1024
+    with small_disk(directory, int(size * 1.5) + 32):
+        subprocess.run(["cp", "-r", *(run / "before").iterdir(), directory], check=True)
+        ended = runs.resume(run, "checkpoint.every=4").wait()
+        assert ended.code == 0, ended.stdout + ended.stderr
+        assert [path.name for path in directory.iterdir()] == [f"step-{step:08d}"]
+        assert checkpoints(run).latest()[0] is not None
+    faults = events(run, "fault")
+    assert faults and all("No space left on device" in fault["detail"] for fault in faults)
+    assert all(fault["kind"] == "checkpoint" and fault["action"] == "continue" for fault in faults)
+    assert [fault["step"] for fault in faults] == [n for n in (4, 8, 12) if n > step]
+    assert ended.stdout.count("No space left on device") == len(faults)
+    assert column(run, "loss") == column(uninterrupted, "loss")
+    assert (run / "final" / "model.safetensors").is_file()
+
+
+def test_a_killed_worker_ends_the_run_with_its_rank(runs: Runs) -> None:
+    import psutil
+
+    started = runs.train(processes(2), ON_ROWS, "train.max_steps=1000")
+    started.wait_for_step(3)
+    workers = psutil.Process(started.pid).children(recursive=True)
+    ranks = {worker.environ().get("RANK"): worker for worker in workers}
+    victim = ranks.get("1") or max(workers, key=lambda worker: worker.pid)
+    os.kill(victim.pid, signal.SIGKILL)
+    ended = started.wait()
+    assert ended.code == 4
+    assert "killed" in ended.stderr and "rank" in ended.stderr and "Traceback" not in ended.stderr

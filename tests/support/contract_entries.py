@@ -1,0 +1,77 @@
+"""What one of several processes does in tests of the contract: something is not as the recipe says, on one rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from trainwright.engine.optimizer import optimizer_factory
+from trainwright.errors import MachineError
+from trainwright.launch.contract import agree, check_layout
+from trainwright.machine.cache import cache_root
+from trainwright.parallel.build import build_strategy
+from trainwright.parallel.world import World, join, leave
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import ParallelSection
+from trainwright.tasks.registry import build_task
+
+
+def refused(kind: str, run: str) -> int:
+    """Go up to the first step of ``run``; the MachineError that stops this rank goes to ``run``/refused-<rank>."""
+    rank = int(os.environ["RANK"])
+    try:
+        _go(kind, Path(run), rank)
+    except MachineError as error:
+        Path(run, f"refused-{rank}").write_text(str(error))
+        return 0
+    raise AssertionError("nothing stopped this rank")
+
+
+def _go(kind: str, run: Path, rank: int) -> None:
+    tampered = rank == 1
+    if kind == "setting" and tampered:
+        torch.set_float32_matmul_precision("high")
+    recipe = load_recipe(run / "recipe.yaml", ["train.seed=1"] if kind == "recipe" and tampered else [])
+    task = build_task(recipe, cache_root())
+    if kind == "weights" and tampered:
+        with torch.no_grad():
+            next(task.module.parameters()).mul_(1.001)
+    world = join("cpu")
+    try:
+        agree(recipe, task, world)
+        dtype = torch.bfloat16 if kind == "dtype" and tampered else torch.float32
+        parallel = recipe.parallel
+        if kind == "another strategy":
+            parallel = ParallelSection(strategy="ddp", num_processes=world.size)
+        if kind == "alone" and tampered:
+            world = World(rank=0, size=1, local_rank=0, local_size=1, device=world.device)
+        strategy = build_strategy(
+            parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
+        )
+        strategy.world = join_again(world)
+        check_layout(recipe, torch.float32, strategy)
+    finally:
+        leave()
+
+
+def join_again(world: World) -> World:
+    """The world that the processes are in, whatever the strategy was told."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return World(rank=rank, size=size, local_rank=rank, local_size=size, device=world.device)
+
+
+def worker(run: str, variable: str) -> int:
+    """``python -m trainwright.worker RUN`` with an environment variable on rank 1 only; it must end with 3."""
+    from trainwright.worker import main
+
+    if os.environ["RANK"] == "1":
+        os.environ[variable] = "1"
+    sys.argv = ["trainwright.worker", run]
+    try:
+        main()
+    except SystemExit as ended:
+        return 0 if ended.code == 3 else 1
+    return 1
