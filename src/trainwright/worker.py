@@ -78,9 +78,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # No option may begin as one of torchrun's or accelerate's does: they would take it for their own.
-    parser.add_argument(
-        "recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train"
-    )
+    parser.add_argument("recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train")
     parser.add_argument("--resume", metavar="[RUN]", help="continue this run, or the recipe's newest one")
     parser.add_argument(
         "--rendezvous-timeout",

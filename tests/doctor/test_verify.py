@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.doctor.verify import reference_of
 from trainwright.recipe.loading import load_recipe
@@ -67,6 +69,17 @@ def test_a_side_that_fails_ends_it_with_its_reason(runs: Runs, tmp_path: Path) -
     ended = runs.command("verify", str(TINY), ON_ROWS, *overrides, "--steps", "1", TMPDIR=str(tmp_path)).wait()
     assert ended.code == 2
     assert "parallel.wrap: Nothing is not in the model" in ended.stderr
+    assert leftovers(tmp_path) == []
+
+
+def test_a_signal_ends_it_with_75_and_nothing_is_left(runs: Runs, tmp_path: Path) -> None:
+    settings = ("parallel.num_processes=2", "train.max_steps=5000", "--steps", "5000")
+    started = runs.command("verify", str(TINY), ON_ROWS, *settings, TMPDIR=str(tmp_path))
+    wait_for(lambda: "step 1/5000" in (started.files / "stdout").read_text())
+    started.kill(signal.SIGTERM)
+    ended = started.wait(60)
+    assert ended.code == 75
+    assert "stopped; nothing is compared and nothing was kept" in ended.stderr
     assert leftovers(tmp_path) == []
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import started
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.launch.run_directory import record
 from trainwright.recipe.loading import dump_recipe, load_recipe
@@ -44,7 +47,6 @@ def refusal(runs: Runs, run: Path, kind: str, processes: int) -> str:
         ("setting", "ddp", "settings: precision of fp32 products: 'highest' on ranks 0, 2, 'high' on rank 1"),
         ("weights", "ddp", "weights: fingerprint: "),
         ("dtype", "ddp", "layout: forward dtype: the recipe asks for 'float32', and it is 'bfloat16' on rank 1"),
-        ("dtype", "fsdp", "layout: forward dtype: the recipe asks for 'float32', and it is 'bfloat16' on rank 1"),
         ("another strategy", "fsdp", "layout: strategy: the recipe asks for 'fsdp', and it is 'ddp' on ranks 0-2"),
         ("another strategy", "fsdp", "layout: placement: the recipe asks for 'rows over 3 ranks', and it is 'whole"),
         ("alone", "ddp", "layout: gradient ranks: the recipe asks for 3, and it is 1 on rank 1"),
@@ -62,12 +64,22 @@ def test_as_many_processes_as_were_asked_for(runs: Runs, asked: int, started: in
     assert f"processes: number: the recipe asks for {asked}, and it is {started} on rank" in said
 
 
-def test_an_environment_variable_on_one_rank_ends_the_workers_with_3(runs: Runs) -> None:
-    run = directory(runs, 2)
-    runs.function("tests.support.contract_entries:worker", run, "NVIDIA_TF32_OVERRIDE", processes=2)
-    log = (run / "logs" / "rank-0.log").read_text()
-    assert "settings: NVIDIA_TF32_OVERRIDE: None on rank 0, '1' on rank 1" in log
-    assert not (run / "events.jsonl").exists()
+def test_an_environment_variable_on_one_rank_ends_every_worker_with_3(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    arguments = ("-m", "trainwright.worker", str(TINY), *RESOLVED, "parallel.num_processes=2", "data.limit=100")
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for rank in range(2):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", **meeting}
+            odd = {"NVIDIA_TF32_OVERRIDE": "1"} if rank else {}
+            output = tmp_path / f"output-{rank}"
+            workers.append(stack.enter_context(started(*arguments, cwd=tmp_path, output=output, **place, **odd)))
+        assert [worker.wait(120) for worker in workers] == [3, 3]
+    said = "".join((tmp_path / f"output-{rank}").read_text() for rank in range(2))
+    assert said.count("settings: NVIDIA_TF32_OVERRIDE: None on rank 0, '1' on rank 1") == 1, said
+    assert not list(tmp_path.glob("runs/*/events.jsonl"))
 
 
 @pytest.mark.parametrize(

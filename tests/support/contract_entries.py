@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -51,27 +50,13 @@ def _go(kind: str, run: Path, rank: int) -> None:
         strategy = build_strategy(
             parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
         )
-        strategy.world = join_again(world)
+        strategy.world = _joined(world)
         check_layout(recipe, torch.float32, strategy)
     finally:
         leave()
 
 
-def join_again(world: World) -> World:
+def _joined(world: World) -> World:
     """The world that the processes are in, whatever the strategy was told."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return World(rank=rank, size=size, local_rank=rank, local_size=size, device=world.device)
-
-
-def worker(run: str, variable: str) -> int:
-    """``python -m trainwright.worker RUN`` with an environment variable on rank 1 only; it must end with 3."""
-    from trainwright.worker import main
-
-    if os.environ["RANK"] == "1":
-        os.environ[variable] = "1"
-    sys.argv = ["trainwright.worker", run]
-    try:
-        main()
-    except SystemExit as ended:
-        return 0 if ended.code == 3 else 1
-    return 1

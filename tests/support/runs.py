@@ -56,8 +56,17 @@ class Started:
         return (self.files / "status").exists()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to every process of the command at once."""
+        """Send a signal to every process of the command at once; with SIGKILL, see them gone."""
         os.killpg(self.pid, number)
+        if number == signal.SIGKILL:
+            wait_for(self._gone)
+
+    def _gone(self) -> bool:
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
 
     def wait_for_step(self, step: int, seconds: float = 100) -> None:
         """Until the events of the run have this step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,12 +13,11 @@ from typer.core import TyperCommand
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, RequestError
 
 if TYPE_CHECKING:
+    from trainwright.launch.nodes import Nodes
+    from trainwright.launch.request import Request
+    from trainwright.launch.stop import Stopping
     from trainwright.machine.detect import Machine
     from trainwright.planning.resolve import Resolved
-    from trainwright.recipe.schema import Recipe
-
-# What makes a run the run it is: with another value of these, its checkpoints would continue something else.
-_FIXED = ("task", "model", "data", "train.seed", "train.global_batch_size", "logging.run_directory")
 
 
 class TrainCommand(TyperCommand):
@@ -40,105 +38,70 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="[RUN]", help="Continue this run; without a directory, the recipe's newest one."
-        ),
+        typer.Option(metavar="[RUN]", help="Continue this run; without a directory, the recipe's newest one."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would run and why, and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run and why, and write nothing.")] = False,
+    num_processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Worker processes, of all nodes together: parallel.num_processes in short."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that train together; run this on each of them.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="Which of the nodes this one is, counted from 0.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: an address of node 0.")
+    ] = None,
+    rendezvous_timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="How long the nodes wait for each other.")
+    ] = 600.0,
 ) -> None:
     """Train as a recipe says.
 
     Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
-    request = _read_request(arguments or [], resume)
+    from trainwright.launch.request import check_request, for_nodes, read_request, resolve_request
     from trainwright.machine.detect import detect
-    from trainwright.planning.resolve import resolve
 
+    place = _meeting_place(nodes, node_rank, rendezvous)
+    request = read_request(_with_number(arguments or [], num_processes), resume)
     machine = detect()
-    resolved = resolve(request.recipe, machine)
-    _check(request, resolved.recipe)
+    request = for_nodes(request, machine, nodes)
+    resolved = resolve_request(request, machine, nodes)
+    check_request(request, resolved.recipe, creates=not node_rank)
     if dry_run:
         _show(resolved)
         return
-    raise typer.Exit(_run(request, resolved, machine))
+    raise typer.Exit(_run(request, resolved, machine, nodes, node_rank or 0, place, rendezvous_timeout))
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for. `run` is the run to continue, None for a new one."""
-
-    recipe: Recipe
-    stem: str
-    run: Path | None
-
-
-def _read_request(arguments: list[str], resume: str | None) -> Request:
-    from trainwright.launch import run_directory
-    from trainwright.recipe.loading import load_recipe
-
-    files = [a for a in arguments if "=" not in a]
-    overrides = [a for a in arguments if "=" in a]
-    if len(files) > 1:
+def _meeting_place(nodes: int, node_rank: int | None, rendezvous: str | None) -> tuple[str, int] | None:
+    """Host and port where several nodes meet; None for one. Raises RequestError."""
+    if nodes == 1:
+        if node_rank or rendezvous is not None:
+            given = "--rendezvous" if rendezvous is not None else "--node-rank"
+            raise RequestError(f"{given} is for several nodes; say how many with --nodes")
+        return None
+    if rendezvous is None:
         raise RequestError(
-            f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value"
+            f"--nodes {nodes} needs --rendezvous host:port, an address of node 0; the same on every node"
         )
-    if not files and not resume:
-        raise RequestError("no recipe given; for instance: trainwright train recipes/sft/tiny.yaml")
-    path = Path(files[0]) if files else None
-    if resume is None:
-        assert path is not None
-        return Request(load_recipe(path, overrides), path.stem, None)
-    asked = load_recipe(path, overrides) if path else None
-    stem = path.stem if path else ""
-    run = run_directory.find(resume, asked.logging.run_directory if asked else "auto", stem)
-    before = load_recipe(run / run_directory.RECIPE)
-    recipe = load_recipe(run / run_directory.RECIPE, _with_consequences(overrides))
-    _check_same_run(before, recipe)
-    return Request(recipe, stem, run)
+    if node_rank is None:
+        raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
+    if node_rank >= nodes:
+        raise RequestError(f"--node-rank: nodes are counted from 0, so of {nodes} the last is {nodes - 1}")
+    from trainwright.launch.request import parse_place
+
+    return parse_place(rendezvous)
 
 
-def _with_consequences(overrides: list[str]) -> list[str]:
-    """The run's recipe is resolved: what its number of processes decided is decided anew."""
-    keys = {override.split("=", 1)[0] for override in overrides}
-    if "parallel.num_processes" not in keys:
-        return overrides
-    dependent = ("parallel.strategy", "train.gradient_accumulation_steps")
-    return [*(f"{key}=auto" for key in dependent if key not in keys), *overrides]
-
-
-def _check_same_run(before: Recipe, after: Recipe) -> None:
-    for key in _FIXED:
-        old, new = (functools.reduce(getattr, key.split("."), recipe) for recipe in (before, after))
-        if old != new:
-            raise RequestError(
-                f"override '{key}': cannot change when a run is resumed; start a new run for that"
-            )
-
-
-def _check(request: Request, recipe: Recipe) -> None:
-    """Refuse what can be refused without torch, before anything is written."""
-    from importlib.util import find_spec
-
-    from trainwright.data.sources import check_source
-    from trainwright.launch import run_directory
-
-    if recipe.logging.tensorboard and find_spec("tensorboard") is None:
-        raise RequestError(
-            "logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false"
-        )
-    if request.run is None and recipe.logging.run_directory != "auto":
-        run_directory.check_new(Path(recipe.logging.run_directory))
-    check_source(recipe.data.train)
-    if isinstance(recipe.data.validation, str):
-        check_source(recipe.data.validation, "data.validation")
-
-
-def _processes(recipe: Recipe) -> int:
-    processes = recipe.parallel.num_processes
-    assert isinstance(processes, int), "a resolved recipe has no auto left"
-    return processes
+def _with_number(arguments: list[str], num_processes: int | None) -> list[str]:
+    if num_processes is None:
+        return arguments
+    written = next((a for a in arguments if a.startswith("parallel.num_processes=")), None)
+    if written is not None and written.partition("=")[2].strip() != str(num_processes):
+        raise RequestError(f"--num-processes {num_processes} contradicts {written}; give one of the two")
+    return [*arguments, f"parallel.num_processes={num_processes}"]
 
 
 def _show(resolved: Resolved) -> None:
@@ -149,41 +112,88 @@ def _show(resolved: Resolved) -> None:
         print(f"# {reason}")
 
 
-def _run(request: Request, resolved: Resolved, machine: Machine) -> int:
+def _run(
+    request: Request,
+    resolved: Resolved,
+    machine: Machine,
+    count: int,
+    index: int,
+    place: tuple[str, int] | None,
+    seconds: float,
+) -> int:
+    processes = resolved.recipe.parallel.num_processes
+    assert isinstance(processes, int), "a resolved recipe has no auto left"
+    here = processes // count
+    from trainwright.launch.process import limit_threads
+
+    limit_threads(machine.cpu_cores, here)
+    if place is None:
+        from trainwright.launch.stop import Stopping
+
+        with Stopping() as stopping:
+            return _train(request, resolved, here, stopping, None)
+    # Imports torch, so after the threads are limited.
+    from trainwright.launch.nodes import LinkedStopping, Node, Nodes
+    from trainwright.recipe.loading import dump_recipe
+
+    mine = Node.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
+    with LinkedStopping() as linked:
+        nodes = Nodes.meet(index, count, place, seconds, mine, linked)
+        try:
+            return _train(request, resolved, here, linked, nodes)
+        finally:
+            nodes.leave()
+
+
+def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopping, nodes: Nodes | None) -> int:
+    """From the run's directory, new or not, to the end of its workers here."""
+    from contextlib import ExitStack
     from importlib import import_module
 
     from trainwright.launch import run_directory
-    from trainwright.launch.process import Stopped, limit_threads, preload_libraries, run_in_child
-    from trainwright.launch.stop import Stopping
+    from trainwright.launch.process import Stopped, preload_libraries, run_in_child
     from trainwright.recipe.loading import dump_recipe
 
-    processes = _processes(resolved.recipe)
-    limit_threads(machine.cpu_cores, processes)
-    with Stopping() as stopping:
-        run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
-        with run_directory.only_launch(run):
-            with run_directory.undone_on_error(run, created=request.run is None):
-                run_directory.record(run, dump_recipe(resolved.recipe), resolved.reasons)
-                logs = run / "logs"
-                logs.mkdir(exist_ok=True)
-                preload_libraries()
-                # Imported here, to be forked: each worker would import them again otherwise.
-                import_module("trainwright.launch.worker")
-                import_module(f"trainwright.tasks.{resolved.recipe.task}.task")
-                from trainwright.launch.local import launch
-                from trainwright.worker import prepare, work
+    text = dump_recipe(resolved.recipe)
+    node = 0 if nodes is None else nodes.index
+    with ExitStack() as held, ExitStack() as until_prepared:
 
-                run_in_child(functools.partial(prepare, run), logs / "prepare.log", stopping)
-                if stopping.requested:
-                    raise Stopped("stopped before the first step; nothing was kept")
-            entry = functools.partial(work, run, request.run is not None)
-            code = launch(entry, processes=processes, logs=logs, stopping=stopping)
+        def make() -> tuple[Path, str]:
+            run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
+            held.enter_context(run_directory.only_launch(run))
+            until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
+            run_directory.record(run, text, resolved.reasons)
+            (run / "logs").mkdir(exist_ok=True)
+            return run, text
+
+        def get_ready() -> None:
+            preload_libraries()
+            # Imported here, to be forked: each worker would import them again otherwise.
+            import_module("trainwright.launch.worker")
+            import_module(f"trainwright.tasks.{resolved.recipe.task}.task")
+            log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
+            run_in_child(functools.partial(prepare, run), log, stopping)
+            if stopping.requested:
+                raise Stopped("stopped before the first step; nothing was kept")
+
+        from trainwright.worker import prepare, work
+
+        if nodes is None:
+            run = make()[0]
+            get_ready()
+        else:
+            run = nodes.open(make)
+            nodes.telling(get_ready)
+            nodes.all_ready()
+        until_prepared.close()
+        from trainwright.launch.local import launch
+
+        entry = functools.partial(work, run, request.run is not None)
+        code = launch(entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes)
     if code == EXIT_STOPPED:
-        killed = (
-            "killed; the newest whole checkpoint is kept" if stopping.killed else "stopped after a checkpoint"
-        )
+        killed = "killed; the newest whole checkpoint is kept" if stopping.killed else "stopped after a checkpoint"
         print(f"{killed}; continue with: trainwright train --resume {run}", file=sys.stderr)
-    elif code == EXIT_REQUEST and request.run is None and not (run / "events.jsonl").exists():
+    elif code == EXIT_REQUEST and node == 0 and request.run is None and not (run / "events.jsonl").exists():
         _discard(run)
     return code
 
@@ -199,6 +209,6 @@ def _bare_resume(args: list[str], i: int) -> str:
     """`--resume` followed by nothing, an option, an override or a recipe file means: the newest run."""
     if args[i] != "--resume":
         return args[i]
-    following = args[i + 1] if i + 1 < len(args) else "-"
-    bare = following.startswith("-") or "=" in following or Path(following).is_file()
-    return "--resume=" if bare else "--resume"
+    from trainwright.launch.request import is_bare_resume
+
+    return "--resume=" if is_bare_resume(args[i + 1] if i + 1 < len(args) else None) else "--resume"

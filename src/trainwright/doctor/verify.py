@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -64,8 +66,11 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
     directory = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
     code = EXIT_FINISHED
     try:
-        with Stopping() as stopping:
+        with Stopping(_say_stopping) as stopping:
             preload_libraries()
+            # Imported here, to be forked: each worker would import them again otherwise.
+            import_module("trainwright.launch.worker")
+            import_module(f"trainwright.tasks.{recipe.task}.task")
             model = _prepared_model(recipe, machine, directory, prepare, stopping, out)
             sides = [
                 Side(_name(each), each.model_copy(update={"model": model}), directory / place)
@@ -75,6 +80,8 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
                 code = _rehearse(side, steps, stopping)
                 if code == EXIT_FINISHED and stopping.requested:
                     code = EXIT_STOPPED
+                if code == EXIT_STOPPED:
+                    print("stopped; nothing is compared and nothing was kept", file=sys.stderr)
                 if code != EXIT_FINISHED:
                     return code
         return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)
@@ -179,6 +186,11 @@ class _Shown:
             self._progress.step(event)
         if event["event"] == "fault" or event.get("step") == self._steps:
             self._progress.close()
+
+
+def _say_stopping(_: str) -> None:
+    # Inside a signal handler, where the buffered sys.stderr may be in the middle of a write.
+    os.write(2, b"\nstopping after this step\n")
 
 
 def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> int:

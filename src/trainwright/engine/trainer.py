@@ -24,6 +24,11 @@ from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.schema import Recipe
 
 
+# As torch.amp.GradScaler has them.
+_FIRST_LOSS_SCALE = 2.0**16
+_GROW_LOSS_SCALE_EVERY = 2000
+
+
 @dataclass
 class Progress:
     """Where a run is: everything a checkpoint holds that is not a tensor."""
@@ -33,6 +38,8 @@ class Progress:
     target_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
+    loss_scale: float = 1.0  # fp16 only: what losses are multiplied by so that small gradients do not vanish
+    steps_at_scale: int = 0
 
 
 class Trainer:
@@ -64,7 +71,8 @@ class Trainer:
         self.events = events
         self.max_steps = max_steps
         self.stop_requested = stop_requested
-        self.progress = Progress()
+        self._scaled = recipe.train.mixed_precision == "fp16"
+        self.progress = Progress(loss_scale=_FIRST_LOSS_SCALE if self._scaled else 1.0)
         self._saved_step: int | None = None
 
     def run(self, final: Path) -> bool:
@@ -80,7 +88,7 @@ class Trainer:
             if stop or last or improved or self._due(self.recipe.checkpoint.every):
                 self._checkpoint()
             if stop and not last:
-                self._finish("stopped", begun, self.checkpoints.path(self.progress.step))
+                self._finish("stopped", begun, self.checkpoints.path(self._saved_step or 0))
                 return False
         self._export(final)
         self._finish("finished", begun, final)
@@ -107,16 +115,9 @@ class Trainer:
         begun = time.perf_counter()
         step = self.progress.step + 1
         batch = self.task.stream.global_batch(step - 1)
-        losses = self._backward(step, batch)
-        norm = self.strategy.gradient_norm()
-        ranks = self.world.gather_floats(
-            [sum(losses), float(self.stop_requested()), _peak_memory(self.world.device)]
-        )
-        loss = sum(rank[0] for rank in ranks) / batch.weight
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._refuse(step, batch, losses, loss, norm)
+        loss, norm, ranks = self._gradients(step, batch)
         learning_rate = self.schedule(step)
-        self.strategy.step(learning_rate, self._clip(norm))
+        self.strategy.step(learning_rate, self._clip(norm) / self.progress.loss_scale)
         self.progress.step = step
         self.progress.tokens += batch.tokens
         self.progress.target_tokens += round(batch.weight)
@@ -133,7 +134,36 @@ class Trainer:
             step_time=seconds,
             memory_bytes=int(max(rank[2] for rank in ranks)),
         )
+        self._grow_loss_scale()
         return any(rank[1] for rank in ranks)
+
+    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]]]:
+        """Gradients of the global batch; its mean loss, their norm, and what every rank has to say.
+
+        A step whose fp16 gradients overflow is done again at half the loss scale, so no example is lost to it.
+        """
+        while True:
+            losses = self._backward(step, batch)
+            norm = self.strategy.gradient_norm() / self.progress.loss_scale
+            ranks = self.world.gather_floats(
+                [sum(losses), float(self.stop_requested()), _peak_memory(self.world.device)]
+            )
+            loss = sum(rank[0] for rank in ranks) / batch.weight
+            if math.isfinite(loss) and math.isfinite(norm):
+                return loss, norm, ranks
+            if not (self._scaled and math.isfinite(loss) and self.progress.loss_scale > 1):
+                self._refuse(step, batch, losses, loss, norm)
+            self.strategy.discard_gradients()
+            self.progress.loss_scale /= 2
+            self.progress.steps_at_scale = 0
+            action = f"the step is done again at loss scale {self.progress.loss_scale:g}"
+            self.events.emit("fault", kind="overflow", rank=0, detail="fp16 gradients", action=action, step=step)
+
+    def _grow_loss_scale(self) -> None:
+        self.progress.steps_at_scale += 1
+        if self._scaled and self.progress.steps_at_scale >= _GROW_LOSS_SCALE_EVERY:
+            self.progress.loss_scale *= 2
+            self.progress.steps_at_scale = 0
 
     def _backward(self, step: int, batch: GlobalBatch) -> list[float]:
         """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches."""
@@ -146,7 +176,8 @@ class Trainer:
             assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
             # A pass that only keeps other ranks company has weight 0 and adds nothing.
             total = part.total if micro.weight else part.total * 0.0
-            self.strategy.backward(total / batch.weight, last=position == len(share))
+            scale = self.progress.loss_scale / batch.weight
+            self.strategy.backward(total * scale, last=position == len(share))
             totals.append(total.detach())
         return torch.stack(totals).tolist()
 
@@ -213,11 +244,17 @@ class Trainer:
 
     def _export(self, final: Path) -> None:
         tensors = self.strategy.parameters()
+        failure: str | None = None
         if self.world.is_main:
-            self.task.export(tensors, final)
+            try:
+                self.task.export(tensors, final)
+            except OSError as error:
+                failure = f"{final} could not be written: {error.strerror or error}"
         for _ in tensors:  # every rank takes part in gathering
             pass
-        self.world.barrier()
+        failure = self.world.broadcast(failure)
+        if failure is not None:
+            raise TrainingError(f"{failure}; the training is done and checkpointed: make room, then --resume this run")
 
     def _finish(self, status: str, begun: float, path: Path) -> None:
         seconds = time.monotonic() - begun

@@ -26,7 +26,7 @@ from trainwright.errors import MachineError
 from trainwright.machine.detect import Machine
 from trainwright.parallel.layout import Layout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
-from trainwright.parallel.world import World
+from trainwright.parallel.world import Seat, World
 from trainwright.recipe.schema import Recipe
 
 # Variables that change numbers or what is executed, without any trace in the recipe.
@@ -66,8 +66,8 @@ class View:
     planned: dict[tuple[str, str], Any]
 
 
-def usable_device(machine: Machine) -> str:
-    """The type of the device to compute on, "cuda" or "cpu".
+def usable_device(machine: Machine, seat: Seat | None) -> str:
+    """The type of the device to compute on, "cuda" or "cpu". Without a ``seat`` the environment has it.
 
     Raises:
         MachineError: there are GPUs and this process cannot use one of its own.
@@ -79,10 +79,11 @@ def usable_device(machine: Machine) -> str:
         raise MachineError(
             f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"
         )
-    local_rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= visible:
+    seat, visible = seat or Seat.from_variables(), torch.cuda.device_count()
+    if seat.gpu >= visible:
         raise MachineError(
-            f"LOCAL_RANK {local_rank} has no GPU: this process sees {visible}; start at most one process a GPU, {hide}"
+            f"rank {seat.rank} has no GPU: it is process {seat.local_rank} of {seat.local_size} on this machine and "
+            f"sees {visible}; start at most one process a GPU, {hide}"
         )
     return "cuda"
 

@@ -113,9 +113,7 @@ def _torch(given: _Variables) -> Environment:
     elastic = given.has("TORCHELASTIC_RUN_ID")
     rank = given.number("RANK", default=0)
     # Some launchers (Kubernetes operators) start one process a machine and give it no local rank.
-    local_rank = given.number(
-        "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0
-    )
+    local_rank = given.number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0)
     # Without a count, local ranks that go as far as the ranks do mean one machine.
     local_size = given.number("LOCAL_WORLD_SIZE", default=size if local_rank == rank else 1)
     nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)))
@@ -154,9 +152,7 @@ def _hydra(given: _Variables, parent: int) -> Environment:
     )
 
 
-def _mpi(
-    given: _Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
-) -> Environment:
+def _mpi(given: _Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str) -> Environment:
     return Environment(
         launcher=launcher,
         rank=rank,

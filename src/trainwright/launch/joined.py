@@ -85,12 +85,13 @@ def run_joined(
         if environment.rank <= 1:  # where rank 0 is missing, rank 1 speaks for the rest
             print(f"error: {error}", file=terminal, flush=True)
         return error.exit_code
-    words = LastWords(environment.rank, terminal, meeting and meeting.peers)
+    words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers)
     with ExitStack() as held:
         try:
             if environment.rank == 0:
                 held.enter_context(_interruptible(words))
-                opened, place = _open(_Asked(arguments, resume, seconds), environment, meaning, meeting, words, prepare, held)
+                asked = _Asked(arguments, resume, seconds)
+                opened, place = _open(asked, environment, meaning, meeting, words, prepare, held)
             else:
                 opened, place = _follow(environment, meeting, words)
         except Exception as error:
@@ -224,8 +225,7 @@ def _follow(environment: Environment, meeting: Meeting | None, words: LastWords)
     log = opened.path / "logs" / f"rank-{environment.rank}.log"
     enter_process(log, parent=_parent(environment), keep_console=False)
     words.begin(log.parent)
-    gpu, own_cores = said["places"][environment.rank]
-    return opened, Place(gpu, own_cores)
+    return opened, Place(*said["places"][environment.rank])
 
 
 class _Told(TrainwrightError):
@@ -298,11 +298,11 @@ def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Se
 
 def _discard_refused(run: Path, code: int, opened: Opened, environment: Environment) -> None:
     """A request that only a worker could refuse leaves nothing behind either."""
-    if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
-        if not (run / "events.jsonl").exists():
-            import shutil
+    refused = code == EXIT_REQUEST and not opened.resume
+    if refused and environment.rank == 0 and not (run / "events.jsonl").exists():
+        import shutil
 
-            shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def _leave_together(environment: Environment, meeting: Meeting | None) -> None:

@@ -40,6 +40,10 @@ class Node:
     resume: bool
     version: str = __version__
 
+    @classmethod
+    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> Node:
+        return cls(socket.gethostname(), processes, gpus, recipe, resume)
+
 
 class NodeFailed(TrainwrightError):
     """Another node has failed before training began; it says why itself."""
@@ -123,7 +127,7 @@ class Nodes:
         return cls(meeting, stopping, said["hosts"])
 
     def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
-        """The run's directory: node 0 makes it by `make`, with its recipe's text; the others look whether it is there."""
+        """The run's directory: node 0 makes it by `make`, which also returns its recipe's text; the others see it."""
         if self.index == 0:
             run, recipe = self.telling(make)
             self.meeting.publish("opened", [str(run), str(run.absolute()), recipe])
@@ -231,14 +235,6 @@ class Nodes:
 
     def _name(self, index: int) -> str:
         return f"node {index} ({self._hosts[index]})"
-
-
-def parse_place(text: str) -> tuple[str, int]:
-    """Host and port of `--rendezvous host:port`. Raises RequestError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise RequestError(f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500")
-    return host.strip("[]"), int(port)
 
 
 def _check_same(nodes: list[Node]) -> None:

@@ -43,9 +43,7 @@ def read_request(arguments: list[str], resume: str | None, meaning: Meaning | No
     files = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if len(files) > 1:
-        raise RequestError(
-            f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value"
-        )
+        raise RequestError(f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value")
     if not files and not resume:
         raise RequestError("no recipe given; for instance: trainwright train recipes/sft/tiny.yaml")
     path = Path(files[0]) if files else None
@@ -132,21 +130,30 @@ def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gp
     return Resolved(resolved.recipe, (*request.reasons, *resolved.reasons))
 
 
-def check_request(request: Request, recipe: Recipe) -> None:
-    """Refuse what can be refused without torch, before anything is written. Raises RequestError."""
+def check_request(request: Request, recipe: Recipe, creates: bool = True) -> None:
+    """Refuse what can be refused without torch, before anything is written. Raises RequestError.
+
+    `creates` is False where another node makes the run's directory, and may have done so already.
+    """
     from importlib.util import find_spec
 
     from trainwright.data.sources import check_source
 
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
-        raise RequestError(
-            "logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false"
-        )
-    if request.run is None and recipe.logging.run_directory != "auto":
+        raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
+    if creates and request.run is None and recipe.logging.run_directory != "auto":
         run_directory.check_new(Path(recipe.logging.run_directory))
     check_source(recipe.data.train)
     if isinstance(recipe.data.validation, str):
         check_source(recipe.data.validation)
+
+
+def parse_place(text: str) -> tuple[str, int]:
+    """Host and port of `--rendezvous host:port`. Raises RequestError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise RequestError(f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500")
+    return host.strip("[]"), int(port)
 
 
 def is_bare_resume(following: str | None) -> bool:
@@ -183,6 +190,4 @@ def _check_same_run(before: Recipe, after: Recipe) -> None:
     for key in _FIXED:
         old, new = (functools.reduce(getattr, key.split("."), recipe) for recipe in (before, after))
         if old != new:
-            raise RequestError(
-                f"override '{key}': cannot change when a run is resumed; start a new run for that"
-            )
+            raise RequestError(f"override '{key}': cannot change when a run is resumed; start a new run for that")

@@ -18,6 +18,7 @@ RUNS = Path("runs")
 RECIPE = "recipe.yaml"
 PLAN = "plan.json"
 
+_LEAVING_SECONDS = 3.0
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
@@ -94,15 +95,26 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
 def only_launch(directory: Path) -> Iterator[None]:
     """Hold the run; raises RequestError when another launch does. The workers hold it too until they end."""
     descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locked(descriptor):
         os.close(descriptor)
-        raise RequestError(f"--resume: {directory} is being trained by another process") from None
+        raise RequestError(f"--resume: {directory} is being trained by another process")
     try:
         yield
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock, with patience for the processes of a run that was killed just now: they hold it until they are gone."""
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
 
 
 def _read(path: Path) -> str | None:

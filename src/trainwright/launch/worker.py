@@ -13,7 +13,7 @@ from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
 from trainwright.launch.contract import agree, check_layout, usable_device
 from trainwright.launch.process import keep_freed_memory, threads_allowed
 from trainwright.machine.detect import detect
@@ -27,7 +27,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import build_task
 
-_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run_worker(
@@ -59,7 +59,7 @@ def run_worker(
     # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
     task = build_task(recipe, cache)
     sizes = [(p.numel(), p.requires_grad) for p in task.module.parameters()]  # before they are cut up
-    world = join(usable_device(detect()), seat)
+    world = join(usable_device(detect(), seat), seat)
     try:
         agree(recipe, task, world)
         save_activation_memory(
@@ -109,7 +109,11 @@ def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpo
         for reason in refused:
             events.emit("fault", kind="checkpoint", rank=0, detail=reason, action="use the one before it")
         chosen = None if found is None else str(found.path)
+        if found is None and refused:
+            chosen = ""
     chosen = world.broadcast(chosen)
+    if chosen == "":
+        raise TrainingError("no checkpoint of this run can be used, each for the reason given; start a new run")
     return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
 
 

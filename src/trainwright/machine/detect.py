@@ -1,32 +1,48 @@
-"""What this machine has: cores, memory, GPUs and the precisions they do well. Imports no torch."""
+"""What this machine has: cores, memory, disk, GPUs, their links and precisions. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from trainwright.machine.links import Link, detect_links
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU as its driver describes it."""
+    """One NVIDIA GPU as its driver describes it.
+
+    ``memory_bytes``: what programs can have, without what the driver keeps; ``free_bytes`` of it are free now.
+    ``link``: to the other GPUs of this machine. ``host_link``: to the machine's memory.
+    """
 
     name: str
     memory_bytes: int
     capability: tuple[int, int]
+    free_bytes: int | None = None
+    link: Link | None = None
+    host_link: Link | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine a run starts on. ``cpu_cores`` and ``memory_bytes`` respect affinity and cgroup limits."""
+    """The machine a run starts on. ``cpu_cores`` and ``memory_bytes`` respect affinity and cgroup limits.
+
+    ``memory_free_bytes``: of the memory, what could be had now. ``disk_free_bytes``: where the command was run.
+    """
 
     hostname: str
     cpu_name: str
     cpu_cores: int
     memory_bytes: int
     gpus: tuple[Gpu, ...]
+    memory_free_bytes: int | None = None
+    disk_free_bytes: int | None = None
 
     @property
     def device(self) -> str:
@@ -37,7 +53,7 @@ class Machine:
         """Whether bf16 matrix products are computed by the hardware rather than emulated."""
         if self.gpus:
             return all(gpu.capability >= (8, 0) for gpu in self.gpus)
-        return bool(_cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+        return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
     def describe(self) -> str:
         if self.gpus:
@@ -47,13 +63,24 @@ class Machine:
 
 def detect() -> Machine:
     """Look at the machine this process runs on."""
+    memory_bytes = _memory_bytes()
     return Machine(
         hostname=platform.node(),
         cpu_name=_cpu_name(),
         cpu_cores=_cpu_cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes,
         gpus=_gpus(),
+        memory_free_bytes=_memory_free_bytes(memory_bytes),
+        disk_free_bytes=shutil.disk_usage(".").free,
     )
+
+
+def cpu_flags() -> set[str]:
+    """The instruction sets of the CPU, by the names that the kernel gives them."""
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()
 
 
 def _cpu_cores() -> int:
@@ -70,11 +97,18 @@ def _memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def _cpu_flags() -> set[str]:
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith(("flags", "Features")):
-            return set(line.partition(":")[2].split())
-    return set()
+def _memory_free_bytes(memory_bytes: int) -> int:
+    available = next(
+        (int(line.split()[1]) * 1024 for line in _read("/proc/meminfo").splitlines() if "MemAvailable" in line),
+        memory_bytes,
+    )
+    used = _read("/sys/fs/cgroup/memory.current").strip()
+    if not used.isdigit():
+        return min(available, memory_bytes)
+    # Pages of files count as used in a cgroup, and are given up when memory is wanted.
+    statistics = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
+    kept = int(used) - int(statistics.get("inactive_file", 0)) - int(statistics.get("active_file", 0))
+    return max(0, min(available, memory_bytes - kept))
 
 
 def _cpu_name() -> str:
@@ -101,19 +135,41 @@ def _gpus() -> tuple[Gpu, ...]:
             handles = [
                 handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))
             ]
-        return tuple(
-            Gpu(
-                name=pynvml.nvmlDeviceGetName(handle),
-                memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-                capability=pynvml.nvmlDeviceGetCudaComputeCapability(handle),
-            )
-            for handle in handles
-        )
+        return tuple(_gpu(handles, index) for index in range(len(handles)))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _visible_gpu(handles: list[object], name: str) -> object | None:
+def _gpu(handles: list[Any], index: int) -> Gpu:
+    import pynvml
+
+    handle = handles[index]
+    total, free = _gpu_memory(handle)
+    link, host_link = detect_links(handles, index)
+    return Gpu(
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_bytes=total,
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        free_bytes=free,
+        link=link,
+        host_link=host_link,
+    )
+
+
+def _gpu_memory(handle: Any) -> tuple[int, int]:
+    """Bytes that programs can have, and those of them that are free."""
+    import pynvml
+
+    try:
+        # Only the second version tells what the driver keeps, which CUDA does not count as the device's.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        return memory.total - memory.reserved, memory.free
+    except pynvml.NVMLError:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return memory.total, memory.free
+
+
+def _visible_gpu(handles: list[Any], name: str) -> Any | None:
     import pynvml
 
     if name.isdigit():

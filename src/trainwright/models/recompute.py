@@ -79,7 +79,6 @@ def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(block).forward(block, *args, **kwargs)
 
 
-@torch.compiler.disable(recursive=False)
 def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return type(block).forward(block, *args, **kwargs)

@@ -69,7 +69,7 @@ class Seat:
     """Where a launcher has put this process.
 
     Attributes:
-        gpu: the index of its GPU among those that this process sees.
+        gpu: the index of its GPU among those that this process sees; 0 where each sees its own alone.
         store: where the processes have met already; None: they meet at MASTER_ADDR and MASTER_PORT.
     """
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +25,6 @@ from torch.optim import Optimizer
 
 from trainwright.parallel.deepspeed_config import check_installed, settings
 from trainwright.parallel.layout import Layout, dtype_name, placement
-from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -34,6 +34,7 @@ from trainwright.recipe.schema import ParallelSection
 
 # Submodules' hooks, by the names under which torch keeps them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BLOCK = 4096
 # torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
 _TIMEOUT = timedelta(minutes=30)
 
@@ -116,9 +117,9 @@ class Zero:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in self._partitions.gradients()]
-        square = float(torch.stack(norms).double().square().sum()) if norms else 0.0
-        return float(self.world.sum([square])[0] ** 0.5)
+        parts = [_block_norms(part.reshape(-1)) for part in self._partitions.gradients()]
+        square = float(torch.cat(parts).double().square().sum()) if parts else 0.0
+        return math.sqrt(self.world.sum([square])[0])
 
     def step(self, learning_rate: float, scale: float) -> None:
         for group in self._optimizer.param_groups:
@@ -227,33 +228,6 @@ class Zero:
                 yield name, buffer
 
     def layout(self) -> Layout:
-        optimizer, parameters = self._engine.optimizer, {name: p for p, name in self._names.items() if p.requires_grad}
-        name = max(parameters, key=lambda key: _elements(parameters[key]))
-        parameter: Any = parameters[name]
-        ranks = dist.get_world_size(optimizer.dp_process_group)
-        cut = hasattr(parameter, "ds_tensor")
-        rested = parameter.ds_tensor if cut else parameter
-        masters = self._partitions.masters()
-        return Layout(
-            parameter=name,
-            shape=tuple(parameter.ds_shape if cut else parameter.shape),
-            local_shape=tuple(rested.shape),
-            placement=placement("flat", dist.get_world_size(parameter.ds_process_group), 1)
-            if cut
-            else placement("whole", 1, ranks),
-            forward_dtype=dtype_name(p.dtype for p in self._names if p.is_floating_point()),
-            master_dtype=dtype_name(master.dtype for master in masters),
-            parameter_device=rested.device.type,
-            optimizer_device=masters[0].device.type,
-            elements=sum(_elements(p) for p in parameters.values()),
-            held=sum(getattr(p, "ds_tensor", p).numel() for p in parameters.values()),
-            updated=sum(piece.size for piece in self._pieces.values()),
-            # Only the class of stages 1 and 2 has the switch.
-            gradient_parts=ranks if getattr(optimizer, "partition_gradients", cut) else 1,
-            gradient_ranks=ranks,
-        )
-
-    def layout(self) -> Layout:
         parameters = {name: parameter for parameter, name in self._names.items() if name in self._pieces}
         name = max(self._pieces, key=lambda key: math.prod(self._pieces[key].shape))
         piece, masters = self._pieces[name], self._partitions.masters()
@@ -297,9 +271,10 @@ class Zero:
                 _set_hooks(self._model, installed)
 
 
-def _elements(parameter: Any) -> int:
-    """Of the whole parameter, of which a rank has a part only under ZeRO-3."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def _block_norms(flat: torch.Tensor) -> torch.Tensor:
+    """L2 norms of consecutive blocks: a CPU adds up a whole partition in fp32 one after the other, losing digits."""
+    blocks, rest = flat.split([flat.numel() // _BLOCK * _BLOCK, flat.numel() % _BLOCK])
+    return torch.cat([torch.linalg.vector_norm(part, dim=1) for part in (blocks.view(-1, _BLOCK), rest[None])])
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:
@@ -344,6 +319,8 @@ def _import_deepspeed(world: World) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # which importing it sets anew
+    # It calls collectives by names that torch 2.13 has renamed, and every call would say so.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # It would compile an operation that inference alone uses, for which not every machine has a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # a world of one has none otherwise

@@ -124,6 +124,7 @@ class _Stage1And2:
     def forget(self) -> None:
         optimizer = self._optimizer
         optimizer.zero_grad()
+        optimizer.micro_step_id = -1  # as before the first backward: with it, gradients would be added to these
         if optimizer.cpu_offload:
             # What is not reached keeps its gradient of the last step here.
             for master in self.masters():

@@ -1,0 +1,125 @@
+"""``trainwright machine``: what this machine has, or one that is described; and the cards that are known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from trainwright.machine.catalogue import Card
+    from trainwright.machine.describe import Cluster
+
+app = typer.Typer(invoke_without_command=True, help="Show a machine as plans see it.")
+
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+
+
+@app.callback()
+def show(
+    context: typer.Context,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="Show this machine in place of the one at hand: [NODES x] DEVICES x CARD [@ NETWORK], "
+            "such as 8xH100 or 4x8xA100-40GB@8x200Gb.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show devices, memory, rates and links: of this machine, or of one that --on describes."""
+    if context.invoked_subcommand is not None:
+        return
+    from trainwright.machine.describe import cluster_of, parse_machine
+
+    if on is not None:
+        cluster = parse_machine(on)
+    else:
+        from trainwright.machine.detect import detect
+
+        cluster = cluster_of(detect())
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(_values(cluster), indent=2))
+        return
+    for name, value in _lines(cluster):
+        typer.echo(f"{name:<14}{value}")
+
+
+@app.command()
+def cards() -> None:
+    """List the cards of the catalogue with their datasheets."""
+    from trainwright.machine.catalogue import cards as all_cards
+
+    columns = "".join(f"{precision:>7}" for precision in _PRECISIONS)
+    typer.echo(f"{'card':<16}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
+    for card in all_cards():
+        rates = "".join(f"{_tera(card, precision):>7}" for precision in _PRECISIONS)
+        size = f"{card.nominal_bytes / 1e9:.0f}"
+        bandwidth = f"{card.memory_bandwidth / 1e9:.0f}"
+        typer.echo(f"{card.name:<16}{size:>4}{bandwidth:>7}{rates}{card.watts:>6}  {card.link.describe()}")
+    typer.echo("\nRates in TFLOP/s (int8: TOP/s), peak and dense. Sources:")
+    for title, url in dict.fromkeys((c.source.title, c.source.url) for c in all_cards() if c.source):
+        typer.echo(f"  {title}: {url}")
+
+
+def _lines(cluster: Cluster) -> list[tuple[str, str]]:
+    card = cluster.card
+    lines = [("machine", cluster.name), ("device", _device(cluster))]
+    if cluster.device == "cuda":
+        lines.append(("memory", _device_memory(cluster)))
+    if card.memory_bandwidth:
+        lines.append(("bandwidth", f"{card.memory_bandwidth / 1e9:,.0f} GB/s"))
+    rates = [f"{precision} {_tera(card, precision)}" for precision in _PRECISIONS if precision in card.rates]
+    if rates:
+        lines.append(("TFLOP/s", ", ".join(rates) + " (peak, dense)"))
+    if cluster.devices_per_node > 1:
+        lines.append(("link", cluster.link.describe()))
+    if cluster.network is not None:
+        rate = cluster.network.bandwidth
+        node = rate * cluster.devices_per_node * 8 / 1e9
+        lines.append(("network", f"{node:,.0f} Gb/s a node, {rate / 1e9:.3g} GB/s a device each way"))
+    lines += [("host", _host(cluster))]
+    lines += [("assumed", text) for text in cluster.assumptions]
+    lines += [("note", card.note)] if card.note else []
+    return lines + ([("source", f"{card.source.title}, {card.source.url}")] if card.source else [])
+
+
+def _device(cluster: Cluster) -> str:
+    card = cluster.card
+    if cluster.device == "cpu":
+        return f"{card.name}, {cluster.cpu_cores} core{'s' * (cluster.cpu_cores != 1)}"
+    kind = [card.vendor, card.architecture, f"compute capability {card.capability[0]}.{card.capability[1]}"]
+    if card.watts:
+        kind.append(f"{card.watts} W")
+    return f"{card.name}: {', '.join(kind)}"
+
+
+def _device_memory(cluster: Cluster) -> str:
+    card = cluster.card
+    text = f"{card.memory_bytes / 2**30:.2f} GiB a device for programs, {card.nominal_bytes / 1e9:.0f} GB nominal"
+    if cluster.device_free_bytes is not None:
+        text += f", {cluster.device_free_bytes / 2**30:.2f} GiB free"
+    return text
+
+
+def _host(cluster: Cluster) -> str:
+    text = f"{cluster.cpu_cores} cores, {cluster.host_memory_bytes / 2**30:,.1f} GiB of memory"
+    if cluster.host_free_bytes is not None:
+        text += f", {cluster.host_free_bytes / 2**30:,.1f} GiB free"
+    if cluster.disk_free_bytes is not None:
+        text += f"; {cluster.disk_free_bytes / 2**30:,.0f} GiB free on this disk"
+    return text
+
+
+def _tera(card: Card, precision: str) -> str:
+    rate = card.rates.get(precision)
+    return "-" if rate is None else f"{rate / 1e12:.4g}"
+
+
+def _values(cluster: Cluster) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(cluster), "devices": cluster.devices, "device": cluster.device}

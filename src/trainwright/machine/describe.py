@@ -1,0 +1,199 @@
+"""The machines that a plan is made for: this one as detected, or one described in a few characters.
+
+`8xH100` is one node of eight; `4x8xA100-40GB@8x200Gb` four nodes of eight, each with eight network adapters
+of 200 Gb/s. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from trainwright.errors import RequestError
+from trainwright.machine.catalogue import Card, card_of_gpu, find_card
+from trainwright.machine.detect import Gpu, Machine
+from trainwright.machine.links import Link, network, pcie
+from trainwright.machine.processor import cpu_card
+
+FORM = "[NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100, 2xRTX4090 or 4x8xA100-40GB@8x200Gb"
+
+_MOST_DEVICES_PER_NODE = 16
+_SHAPE = re.compile(r"^(?:(?P<first>\d+)[x×*])?(?:(?P<second>\d+)[x×*])?(?P<card>[^@]+?)(?:@(?P<network>.*))?$")
+_NETWORK = re.compile(r"^(?:(?P<count>\d+)[x×*])?(?P<rate>\d+(?:\.\d+)?)(?P<unit>[gt])(?:b|bit)?(?:/s|ps)?$")
+_NO_CARD = re.compile(r"^[x×*-]|^\d{0,3}$|[a-z0-9][x×*]\d{1,3}$")  # what is left of 8xxH100, 8x, H100x8
+_ADAPTERS_IF_UNKNOWN = (1, 100e9)
+_CORES_PER_DEVICE = 8
+_LEAST_HOST_BYTES = 64 * 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    ``card``: the device; on a CPU machine all its cores are one, and its memory is shared by the processes.
+    ``link``: between the devices of a node. ``network``: a device's share of what joins the nodes, None for a
+    single node. ``host_memory_bytes`` and ``cpu_cores``: of one node. ``device_free_bytes``: what the fullest
+    device has left now; None for a described machine, where all is taken to be free.
+    ``assumptions``: what was not said and not measured.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    card: Card
+    link: Link
+    network: Link | None
+    host_memory_bytes: int
+    cpu_cores: int
+    device_free_bytes: int | None = None
+    host_free_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def device(self) -> str:
+        """`cuda` or `cpu`, as torch calls it."""
+        return "cpu" if self.card.vendor == "CPU" else "cuda"
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a device has for a run."""
+        free = self.device_free_bytes
+        return self.card.memory_bytes if free is None else min(free, self.card.memory_bytes)
+
+
+def parse_machine(text: str) -> Cluster:
+    """The machine that ``text`` describes, in the form ``FORM``.
+
+    Raises RequestError for a malformed text and for a card that is not in the catalogue.
+    """
+    found = _SHAPE.match(re.sub(r"\s+", "", text).lower())
+    if found is None or _NO_CARD.search(found["card"]):
+        raise RequestError(f"{text or 'an empty machine'}: not a machine; write {FORM}")
+    card = find_card(re.sub(r"@.*|^\s*(?:\d+\s*[xX×*]\s*){0,2}", "", text).strip())
+    counts = [int(count) for count in (found["first"], found["second"]) if count]
+    nodes, devices = (counts[0], counts[1]) if len(counts) == 2 else (1, counts[0] if counts else 1)
+    _check_counts(text, nodes, devices, card)
+    if found["network"] is not None and nodes == 1:
+        raise RequestError(f"{text}: a network joins nodes, and this is one; write 2x{text} for two, or leave it out")
+    host = max(_LEAST_HOST_BYTES, 2 * devices * card.nominal_bytes)
+    assumptions = [
+        f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores a node",
+    ]
+    count, rate = _adapters(text, found["network"], card, assumptions if nodes > 1 else [])
+    suffix = f"@{count}x{rate / 1e9:g}Gb" if nodes > 1 else ""
+    return Cluster(
+        name=f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}{suffix}",
+        nodes=nodes,
+        devices_per_node=devices,
+        card=card,
+        link=_link_in_node(card, devices),
+        network=network(count * rate, devices) if nodes > 1 else None,
+        host_memory_bytes=host,
+        cpu_cores=_CORES_PER_DEVICE * devices,
+        assumptions=tuple(assumptions),
+    )
+
+
+def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = None) -> Cluster:
+    """``machine`` as detected, or ``nodes`` like it joined by ``network_bits`` a second each.
+
+    A GPU that is not in the catalogue has no rates: what needs them has to be measured.
+    """
+    assumptions: list[str] = []
+    gpus = machine.gpus
+    card = _card_of(min(gpus, key=lambda gpu: gpu.memory_bytes), assumptions) if gpus else cpu_card(machine)
+    if len({gpu.name for gpu in gpus}) > 1:
+        assumptions.append(f"the GPUs differ, and all are taken for the smallest, {card.name}")
+    if not gpus:
+        assumptions.append("nominal rates of this CPU; `trainwright machine calibrate` measures them")
+    devices = max(1, len(gpus))
+    if nodes > 1 and network_bits is None:
+        count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
+        network_bits = count * rate
+        assumptions.append(f"a network of {network_bits / 1e9:g} Gb/s a node")
+    return Cluster(
+        name=f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}",
+        nodes=nodes,
+        devices_per_node=devices,
+        card=card,
+        link=card.link if not gpus else _slowest(gpus) or _link_in_node(card, devices),
+        network=network(network_bits, devices) if nodes > 1 and network_bits else None,
+        host_memory_bytes=machine.memory_bytes,
+        cpu_cores=machine.cpu_cores,
+        device_free_bytes=_least_free(machine),
+        host_free_bytes=machine.memory_free_bytes,
+        disk_free_bytes=machine.disk_free_bytes,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _check_counts(text: str, nodes: int, devices: int, card: Card) -> None:
+    if nodes < 1 or devices < 1:
+        raise RequestError(f"{text}: a machine has at least one device; write {FORM}")
+    if devices > _MOST_DEVICES_PER_NODE:
+        example = f"{-(-nodes * devices // 8)}x8x{card.name}"
+        raise RequestError(f"{text}: {devices} devices in one node? write NODES x DEVICES x CARD, such as {example}")
+
+
+def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]) -> tuple[int, float]:
+    """How many network adapters a node has, and the bits a second of each."""
+    if written is None:
+        count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
+        assumptions.append(f"{count} network adapter{'s' * (count > 1)} of {rate / 1e9:g} Gb/s a node; @ sets another")
+        return count, rate
+    found = _NETWORK.match(written)
+    if found is None or not float(found["rate"]) or found["count"] == "0":
+        raise RequestError(
+            f"{text}: {written or 'nothing'} after the @ is no network; write the rate of a node, such as "
+            "@400Gb, or its adapters, such as @8x400Gb"
+        )
+    return int(found["count"] or 1), float(found["rate"]) * {"g": 1e9, "t": 1e12}[found["unit"]]
+
+
+def _link_in_node(card: Card, devices: int) -> Link:
+    """``card``'s own link where it reaches all ``devices``, else the slots that they are in."""
+    # Eight joined directly can be sixteen through switches; a bridge reaches as far as it is long.
+    reach = card.link.span if card.link.span < 8 else _MOST_DEVICES_PER_NODE
+    return card.link if card.link.kind == "pcie" or devices <= reach else card.host_link
+
+
+def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
+    host_link = gpu.host_link or pcie(3)
+    known = card_of_gpu(gpu.name, gpu.memory_bytes)
+    if known is not None:
+        return replace(known, memory_bytes=gpu.memory_bytes, host_link=host_link)
+    assumptions.append(f"{gpu.name} is not in the catalogue: `trainwright machine calibrate` measures its rates")
+    return Card(
+        name=gpu.name,
+        vendor="NVIDIA",
+        architecture="unknown",
+        capability=gpu.capability,
+        memory_bytes=gpu.memory_bytes,
+        nominal_bytes=gpu.memory_bytes,
+        memory_bandwidth=0.0,
+        rates={},
+        link=gpu.link or host_link,
+        host_link=host_link,
+        watts=0,
+    )
+
+
+def _slowest(gpus: tuple[Gpu, ...]) -> Link | None:
+    """What a ring over all ``gpus`` has at its narrowest place; None if the driver did not tell."""
+    links = [gpu.link for gpu in gpus if gpu.link is not None]
+    if len(links) < len(gpus):
+        return None
+    slots = [gpu.host_link for gpu in gpus if gpu.link is not None and gpu.link.span < len(gpus)]
+    return min([*links, *(slot for slot in slots if slot is not None)], key=lambda link: link.bandwidth)
+
+
+def _least_free(machine: Machine) -> int | None:
+    if not machine.gpus:
+        return machine.memory_free_bytes
+    free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
+    return min(free) if len(free) == len(machine.gpus) else None

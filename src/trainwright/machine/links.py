@@ -1,0 +1,111 @@
+"""What joins devices: NVLink and its kind, PCIe, the network between nodes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LinkKind = Literal["nvlink", "infinity_fabric", "pcie", "network", "memory"]
+
+# Seconds a step of a ring takes beside its bytes: NCCL's own table (src/graph/tuning.cc: ring, simple protocol).
+_LATENCY = {"nvlink": 3.4e-6, "infinity_fabric": 3.4e-6, "pcie": 5.7e-6, "network": 14e-6, "memory": 1e-6}
+# One lane, one direction, after its line code: 8, 16, 32 and 64 GT/s.
+_PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+# One NVLink, one direction.
+_NVLINK_EACH = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+_NVLINK_GENERATION = {6: 1, 7: 2, 8: 3, 9: 4, 10: 5}  # by the major compute capability
+_MOST_NVLINKS = 18
+_NAMES = {"nvlink": "NVLink", "infinity_fabric": "Infinity Fabric", "pcie": "PCIe"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a device sends through.
+
+    ``bandwidth``: bytes a second that one device can send in one direction, the wire's rate.
+    ``latency``: seconds that a message takes beside that.
+    ``span``: how many devices of a node it joins; 0 for all that there are.
+    ``direct``: whether devices write into each other's memory; otherwise the bytes go through the host's.
+    """
+
+    kind: LinkKind
+    bandwidth: float
+    latency: float
+    generation: int | None = None
+    span: int = 0
+    direct: bool = True
+
+    def describe(self) -> str:
+        name = " ".join(str(part) for part in (_NAMES.get(self.kind, self.kind), self.generation) if part)
+        rate = f"{self.bandwidth / 1e9:.3g} GB/s each way"
+        return f"{name}, {rate}" if self.direct else f"{name}, {rate}, through the host's memory"
+
+
+def fabric(kind: LinkKind, generation: int, bandwidth: float, span: int) -> Link:
+    """NVLink or Infinity Fabric of ``bandwidth`` bytes a second and direction, joining ``span`` devices."""
+    return Link(kind, bandwidth, _LATENCY[kind], generation, span)
+
+
+def pcie(generation: int, lanes: int = 16, direct: bool = True) -> Link:
+    """A PCI Express slot."""
+    lane = _PCIE_LANE[min(generation, max(_PCIE_LANE))]
+    return Link("pcie", lane * lanes, _LATENCY["pcie"], generation, direct=direct)
+
+
+def network(bits_per_second: float, devices: int) -> Link:
+    """Each device's share of a node's network of ``bits_per_second``, when all ``devices`` of it send."""
+    return Link("network", bits_per_second / 8 / devices, _LATENCY["network"])
+
+
+def memory(bandwidth: float) -> Link:
+    """The memory that processes of one CPU share."""
+    return Link("memory", bandwidth, _LATENCY["memory"])
+
+
+def detect_links(handles: Sequence[Any], index: int) -> tuple[Link, Link]:
+    """How GPU ``index`` of the NVML ``handles`` reaches the others, and how it reaches the host.
+
+    NVML has to be initialised. What a driver does not tell is taken for the least: PCIe 3, nothing direct.
+    """
+    import pynvml
+
+    handle, others = handles[index], [other for i, other in enumerate(handles) if i != index]
+    slot = _slot(handle)
+    joined = sum(_reaches(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for other in others)
+    lines = sum(_is_active(handle, line) for line in range(_MOST_NVLINKS)) if joined else 0
+    generation = _NVLINK_GENERATION.get(pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0])
+    if lines and generation:
+        return fabric("nvlink", generation, lines * _NVLINK_EACH[generation], joined + 1), slot
+    # A plain 0: pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
+    direct = bool(others) and all(_reaches(handle, other, 0) for other in others)
+    return Link("pcie", slot.bandwidth, slot.latency, slot.generation, direct=direct), slot
+
+
+def _slot(handle: Any) -> Link:
+    import pynvml
+
+    try:
+        return pcie(
+            pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        )
+    except pynvml.NVMLError:
+        return pcie(3)
+
+
+def _reaches(handle: Any, other: Any, capability: int) -> bool:
+    import pynvml
+
+    try:
+        return bool(pynvml.nvmlDeviceGetP2PStatus(handle, other, capability) == pynvml.NVML_P2P_STATUS_OK)
+    except pynvml.NVMLError:
+        return False
+
+
+def _is_active(handle: Any, line: int) -> bool:
+    import pynvml
+
+    try:
+        return bool(pynvml.nvmlDeviceGetNvLinkState(handle, line) == pynvml.NVML_FEATURE_ENABLED)
+    except pynvml.NVMLError:
+        return False

@@ -1,0 +1,153 @@
+"""Who a process is, from the variables of each launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainwright.errors import MachineError
+from trainwright.launch.environment import Environment, expand_nodes, read_environment, slurm_port
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "16",  # of the allocation; the step is smaller
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "node[01-02]",
+    "SLURM_JOB_NODELIST": "node[01-04]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "992673793",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def numbers(found: Environment) -> tuple[int, ...]:
+    return found.rank, found.size, found.local_rank, found.local_size, found.node, found.nodes
+
+
+def test_nothing_set_is_a_world_of_one() -> None:
+    assert read_environment({}) == Environment("python")
+    assert numbers(read_environment({})) == (0, 1, 0, 1, 0, 1)
+
+
+def test_torchrun() -> None:
+    found = read_environment(TORCHRUN)
+    assert numbers(found) == (5, 8, 1, 4, 1, 2)
+    assert (found.launcher, found.address, found.port, found.agent_store) == ("torchrun", "head", 29400, True)
+    assert read_environment({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}).launcher == "accelerate launch"
+
+
+def test_ranks_set_by_hand_on_one_machine() -> None:
+    found = read_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert numbers(found) == (1, 2, 1, 2, 0, 1)
+    assert not found.agent_store and found.port is None and found.job is None
+
+
+def test_one_process_a_machine_without_local_ranks() -> None:
+    found = read_environment({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert numbers(found) == (3, 4, 0, 1, 3, 4)
+
+
+def test_srun_takes_the_step_and_not_the_allocation() -> None:
+    found = read_environment(SLURM)
+    assert numbers(found) == (5, 7, 1, 3, 1, 2)
+    assert (found.launcher, found.address, found.port) == ("srun", "node01", slurm_port("4242", "1"))
+    assert read_environment({**SLURM, "MASTER_PORT": "12345"}).port == 12345
+    assert read_environment({**SLURM, "MASTER_ADDR": "other"}).address == "other"
+
+
+def test_srun_on_one_node_leaves_the_port_to_be_found() -> None:
+    one = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0"}
+    found = read_environment({**one, "SLURM_LOCALID": "5"})
+    assert numbers(found) == (5, 7, 5, 7, 0, 1)
+    assert (found.address, found.port, found.job) == (None, None, "slurm-4242-1-0")
+
+
+def test_slurm_ports_differ_between_steps_and_are_no_ephemeral_ones() -> None:
+    ports = [slurm_port(str(job), str(step)) for job in range(900, 940) for step in range(3)]
+    assert all(1024 < port < 32768 for port in ports)
+    assert slurm_port("900", "0") != slurm_port("900", "1") != slurm_port("901", "0")
+
+
+def test_allocation_without_srun_is_refused() -> None:
+    bare = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+    with pytest.raises(MachineError, match="8 tasks.*srun"):
+        read_environment(bare)
+    assert read_environment({**bare, "SLURM_NTASKS": "1"}).size == 1
+
+
+def test_open_mpi() -> None:
+    found = read_environment(OPEN_MPI)
+    assert numbers(found) == (3, 4, 1, 2, 1, 2)
+    assert (found.launcher, found.job) == ("mpirun", "mpirun-992673793")
+
+
+def test_open_mpi_wins_over_the_step_its_daemons_run_in() -> None:
+    assert read_environment({**SLURM, **OPEN_MPI}).launcher == "mpirun"
+
+
+def test_mpich_and_intel() -> None:
+    found = read_environment(HYDRA, parent=77)
+    assert numbers(found) == (1, 2, 1, 2, 0, 1)
+    assert found.job == "mpiexec-parent-77"
+    assert numbers(read_environment({"PMI_RANK": "1", "PMI_SIZE": "2"})) == (1, 2, 1, 2, 0, 1)
+
+
+def test_mpiexec_inside_a_step_is_not_srun() -> None:
+    assert read_environment({**SLURM, **HYDRA}).launcher == "mpiexec"
+    same = {"PMI_RANK": SLURM["SLURM_PROCID"], "PMI_SIZE": SLURM["SLURM_STEP_NUM_TASKS"]}
+    assert read_environment({**SLURM, **same}).launcher == "srun"  # srun --mpi=pmi2 sets both
+
+
+def test_torch_variables_win_over_all_others() -> None:
+    assert read_environment({**SLURM, **OPEN_MPI, **HYDRA, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"RANK": "8"}, "rank 8 of 8"), ({"LOCAL_RANK": "4"}, "local rank 4 of 4"), ({"RANK": "five"}, "RANK.*five")],
+)
+def test_variables_that_cannot_be_are_refused(changes: dict[str, str], named: str) -> None:
+    with pytest.raises(MachineError, match=named):
+        read_environment({**TORCHRUN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node[01-03,07]", ["node01", "node02", "node03", "node07"]),
+        ("a,b", ["a", "b"]),
+        ("a[1-2],b7,c[08-10]", ["a1", "a2", "b7", "c08", "c09", "c10"]),
+        ("rack[1-2]-n[3,5].example", ["rack1-n3.example", "rack1-n5.example", "rack2-n3.example", "rack2-n5.example"]),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+def test_broken_node_list_is_named() -> None:
+    with pytest.raises(ValueError, match="brackets"):
+        expand_nodes("node[1-")
+    with pytest.raises(MachineError, match="MASTER_ADDR"):
+        read_environment({**SLURM, "SLURM_STEP_NODELIST": "node[1-"})

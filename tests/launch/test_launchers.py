@@ -1,0 +1,247 @@
+"""The same recipe, its processes started by launchers that are not ours: the same run, or the same refusal."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.commands import environment, wait_for
+from tests.support.runs import TINY, Finished, Runs, Started, column, difference, events
+from tests.support.workers import by_hand, open_mpi, srun, start_workers
+
+STEPS = "train.max_steps=6"
+LONG = "train.max_steps=5000"
+TOLERANCE = 1e-6
+_jobs = (f"{os.getpid()}{number:03}" for number in itertools.count())
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken
+
+
+def reference(runs: Runs) -> Path:
+    return runs.trained("parallel.num_processes=2", STEPS)
+
+
+def ended(workers: list[Started], seconds: float = 100) -> list[Finished]:
+    return [worker.wait(seconds) for worker in workers]
+
+
+def same_run(run: Path, other: Path) -> None:
+    assert events(run, "start")[0]["world_size"] == 2
+    assert events(run, "start")[0]["strategy"] == "ddp"
+    assert difference(column(run, "loss"), column(other, "loss")) < TOLERANCE
+    assert difference(column(run, "grad_norm"), column(other, "grad_norm")) < TOLERANCE
+
+
+@pytest.mark.parametrize("launcher", [srun, open_mpi])
+def test_the_same_run_from_the_variables_of(runs: Runs, launcher: Callable[[int, str], list[dict[str, str]]]) -> None:
+    workers = start_workers(runs, launcher(2, next(_jobs)), STEPS)
+    first, second = ended(workers)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    run = workers[0].run
+    assert run is not None
+    same_run(run, reference(runs))
+    assert "finished at step 6" in first.stdout and first.stderr == ""
+    assert (second.stdout, second.stderr) == ("", "")
+    assert (run / "logs" / "rank-0.log").is_file() and (run / "logs" / "rank-1.log").is_file()
+    assert f"as many as {launcher.__name__.replace('open_mpi', 'mpirun')} started" in (run / "plan.json").read_text()
+    assert not list(Path(tempfile.gettempdir()).glob(f"trainwright-*.{workers[0].pid}"))
+
+
+def test_a_worker_alone_is_a_run_of_one(runs: Runs) -> None:
+    (worker,) = start_workers(runs, [{}], "train.max_steps=2")
+    finished = worker.wait()
+    assert finished.code == 0, finished.stderr
+    assert worker.run is not None
+    start = events(worker.run, "start")[0]
+    assert (start["world_size"], start["strategy"]) == (1, "single")
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "named"),
+    [
+        ("parallel.num_processes=3", 3, ("parallel.num_processes", "asks for 3 processes", "srun started 2")),
+        ("parallel.strategy=single", 2, ("parallel.strategy", "single", "srun started 2")),
+        ("train.max_stepz=3", 2, ("train.max_stepz", "max_steps")),
+        ("data.train=nowhere.jsonl", 2, ("data.train", "nowhere.jsonl")),
+    ],
+)
+def test_refusals_are_told_once_and_end_all_ranks_alike(
+    runs: Runs, tmp_path: Path, override: str, code: int, named: tuple[str, ...]
+) -> None:
+    workers = start_workers(runs, srun(2, next(_jobs)), override, cwd=tmp_path)
+    first, second = ended(workers, 60)
+    assert (first.code, second.code) == (code, code), first.stderr + second.stderr
+    assert first.stderr.startswith("error: ") and all(name in first.stderr for name in named)
+    assert "Traceback" not in first.stderr and second.stderr == ""
+    assert workers[0].run is not None and not workers[0].run.exists() and not list(tmp_path.iterdir())
+
+
+def test_what_only_preparation_can_refuse_leaves_nothing_behind(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"colour": "red", "size": 3}\n' * 8)
+    workers = start_workers(runs, srun(2, next(_jobs)), "data.train=rows.jsonl", cwd=tmp_path)
+    first, second = ended(workers, 60)
+    assert (first.code, second.code) == (2, 2), first.stderr + second.stderr
+    assert "colour" in first.stderr and second.stderr == ""
+    assert workers[0].run is not None and not workers[0].run.exists()
+
+
+def test_ranks_that_do_not_come_are_named(runs: Runs) -> None:
+    (worker,) = start_workers(runs, srun(3, next(_jobs))[:1], "--rendezvous-timeout", "2")
+    finished = worker.wait(60)
+    assert finished.code == 3
+    assert "ranks 1, 2" in finished.stderr and "2 s" in finished.stderr
+
+
+def test_a_taken_port_is_named(runs: Runs, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    (worker,) = start_workers(runs, by_hand(2, port)[:1])
+    finished = worker.wait(60)
+    assert finished.code == 3
+    assert f"port {port}" in finished.stderr and "MASTER_PORT" in finished.stderr
+
+
+def test_two_processes_with_one_local_rank_are_refused(runs: Runs, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    listener.close()
+    variables = [{**each, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} for each in by_hand(2, port)]
+    first, second = ended(start_workers(runs, variables), 60)
+    assert (first.code, second.code) == (3, 3)
+    assert "LOCAL_RANK" in first.stderr and second.stderr == ""
+
+
+def test_a_killed_rank_ends_the_others_and_is_named_once(runs: Runs) -> None:
+    workers = start_workers(runs, srun(3, next(_jobs)), LONG)
+    workers[0].wait_for_step(3)
+    begun = time.monotonic()
+    workers[1].kill()
+    first, third = workers[0].wait(40), workers[2].wait(40)
+    assert time.monotonic() - begun < 30
+    assert (first.code, third.code) == (4, 4)
+    told = first.stderr + third.stderr
+    assert told.count("error: ") == 1 and "rank 1 is gone" in told, told
+
+
+def test_a_killed_rank_0_ends_the_others_too(runs: Runs) -> None:
+    workers = start_workers(runs, srun(2, next(_jobs)), LONG)
+    workers[0].wait_for_step(3)
+    workers[0].kill()
+    second = workers[1].wait(30)
+    assert second.code == 4 and "rank 0 is gone" in second.stderr, second.stderr
+
+
+def test_a_rank_that_is_killed_while_rank_0_prepares_ends_all(runs: Runs, tmp_path: Path) -> None:
+    # A directory that rank 0 cannot prepare in before the other is gone: it waits for a named pipe.
+    os.mkfifo(tmp_path / "rows.jsonl")
+    recipe = yaml.safe_load(TINY.read_text())
+    recipe["data"]["train"] = str(tmp_path / "rows.jsonl")
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(recipe))
+    workers = start_workers(runs, srun(2, next(_jobs)), recipe=tmp_path / "slow.yaml")
+    time.sleep(3)
+    assert not workers[0].ended
+    workers[1].kill()
+    first = workers[0].wait(40)
+    assert first.code == 4 and "rank 1 is gone" in first.stderr, first.stderr
+    assert workers[0].run is not None and not workers[0].run.exists()
+
+
+def test_a_stop_signal_to_any_rank_stops_all_after_a_checkpoint(runs: Runs) -> None:
+    workers = start_workers(runs, open_mpi(2, next(_jobs)), LONG)
+    workers[0].wait_for_step(3)
+    workers[1].kill(signal.SIGTERM)
+    first, second = ended(workers, 60)
+    assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
+    assert "--resume" in first.stderr and second.stderr == ""
+    run = workers[0].run
+    assert run is not None and list((run / "checkpoints").glob("step-*/manifest.json"))
+    resumed = start_workers(
+        runs, srun(2, next(_jobs)), f"train.max_steps={events(run, 'step')[-1]['step'] + 2}", "--resume", run=run
+    )
+    first, second = ended(resumed, 60)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert events(run, "start")[-1]["resumed_from"] is not None
+
+
+def run_it(tmp_path: Path, runs: Runs, *command: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    run = tmp_path / "run"
+    arguments = ["-m", "trainwright.worker", str(TINY), STEPS, f"logging.run_directory={run}"]
+    variables = environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache"))
+    result = subprocess.run(
+        [*command, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200
+    )
+    return result, run
+
+
+@pytest.mark.slow
+def test_the_same_run_under_torchrun(tmp_path: Path, runs: Runs) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    result, run = run_it(tmp_path, runs, *torchrun)
+    assert result.returncode == 0, result.stderr
+    same_run(run, reference(runs))
+    assert result.stdout.count("finished at step 6") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
+def test_the_same_run_under_mpirun(tmp_path: Path, runs: Runs) -> None:
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    result, run = run_it(tmp_path, runs, "mpirun", *as_root, "--oversubscribe", "-np", "2", sys.executable)
+    assert result.returncode == 0, result.stderr
+    same_run(run, reference(runs))
+    assert result.stdout.count("finished at step 6") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_the_same_run_under_accelerate_launch(tmp_path: Path, runs: Runs) -> None:
+    # A file for several processes on a CPU; of those, Accelerate starts more than one for FSDP alone.
+    (tmp_path / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nuse_cpu: true\nnum_processes: 2\nnum_machines: 1\nmixed_precision: 'no'\n"
+        "fsdp_config: {fsdp_version: 2}\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
+    result, run = run_it(tmp_path, runs, *launch)
+    assert result.returncode == 0, result.stderr
+    assert events(run, "start")[0]["strategy"] == "fsdp"
+    assert difference(column(run, "loss"), column(reference(runs), "loss")) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_killed_rank_under_torchrun_ends_all(tmp_path: Path, runs: Runs) -> None:
+    import psutil
+
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainwright.worker"]
+    with subprocess.Popen(
+        [*command, str(TINY), LONG, f"logging.run_directory={run}"],
+        cwd=tmp_path,
+        env=environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache")),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        wait_for(lambda: (run / "events.jsonl").exists() and '"event": "step"' in (run / "events.jsonl").read_text())
+        workers = psutil.Process(process.pid).children()
+        killed = next(worker for worker in workers if worker.environ()["RANK"] == "1")
+        begun = time.monotonic()
+        killed.kill()
+        told = process.communicate(timeout=60)[1]
+    assert time.monotonic() - begun < 30
+    assert process.returncode != 0
+    assert told.count("error: ") <= 1 and "ValueError" not in told

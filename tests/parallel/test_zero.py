@@ -1,0 +1,232 @@
+"""A run under DeepSpeed is the run of one process: losses, gradient norms, metrics, texts, checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.runs import ON_ROWS, Runs, column, difference, events
+from tests.support.training import Case, Trained, train
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'deepspeed==0.19.*'"
+)
+
+PROMPTS = (
+    "data.validation=8",
+    "evaluate.every=4",
+    'evaluate.prompts=["What is os?", "Hi", "a"]',
+    "evaluate.max_new_tokens=8",
+)
+SHARDED = {
+    "zero1": ("parallel.strategy=zero1",),
+    "zero2": ("parallel.strategy=zero2",),
+    "zero3": ("parallel.strategy=zero3",),
+    "zero3 offloaded": (
+        "parallel.strategy=zero3",
+        "parallel.offload_optimizer=true",
+        "parallel.offload_parameters=true",
+    ),
+}
+PRECISIONS = {"fp32": ("train.mixed_precision=no",), "bf16": ("train.mixed_precision=bf16",)}
+# By the passes each of two processes makes a step.
+PASSES = {
+    "one pass": ("train.micro_batch_size=1", "train.global_batch_size=2", "data.pack_length=null"),
+    "three passes": ("train.micro_batch_size=1", "train.global_batch_size=6", "data.pack_length=null"),
+}
+RECOMPUTE = {"kept": (), "recomputed": ("train.activation_checkpointing=full",)}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+STAGES = ("zero1", "zero2", "zero3")
+
+Singles = dict[tuple[str, str], Trained]
+
+
+def steps(count: int) -> tuple[str, ...]:
+    return (f"train.max_steps={count}",)
+
+
+def trained_singles(runs: Runs, count: int) -> Singles:
+    cases = {
+        (precision, passes): Case(
+            ("parallel.strategy=single", *PRECISIONS[precision], *PASSES[passes], *PROMPTS, *steps(count))
+        )
+        for precision, passes in itertools.product(PRECISIONS, PASSES)
+    }
+    return train(runs, cases, 1)
+
+
+@pytest.fixture(scope="module")
+def singles(runs: Runs) -> Singles:
+    return trained_singles(runs, 8)
+
+
+def assert_same(trained: Trained, single: Trained, tolerance: float) -> None:
+    assert difference(trained.column("loss"), single.column("loss")) < tolerance
+    assert difference(trained.column("grad_norm"), single.column("grad_norm")) < tolerance
+    for found, expected in zip(trained.metrics(), single.metrics(), strict=True):
+        assert found == pytest.approx(expected, rel=tolerance)
+    if tolerance < 1e-3:
+        assert trained.texts() == single.texts()
+
+
+SOME = {
+    "zero1": ("zero1", "fp32", "three passes", ()),
+    "zero2": ("zero2", "fp32", "three passes", ()),
+    "zero3": ("zero3", "fp32", "three passes", ()),
+    "zero1 in bf16": ("zero1", "bf16", "three passes", ()),
+    "zero2 in bf16": ("zero2", "bf16", "three passes", ()),
+    "zero3 in bf16": ("zero3", "bf16", "one pass", ()),
+    "zero1 with its optimizer offloaded": ("zero1", "bf16", "three passes", ("parallel.offload_optimizer=true",)),
+    "zero2 with its optimizer offloaded": ("zero2", "fp32", "three passes", ("parallel.offload_optimizer=true",)),
+    "zero3 offloaded": ("zero3 offloaded", "fp32", "three passes", ()),
+    "zero3 offloaded in bf16": ("zero3 offloaded", "bf16", "three passes", ()),
+    "zero3 recomputed": ("zero3", "fp32", "one pass", RECOMPUTE["recomputed"]),
+    "zero2 recomputed": ("zero2", "fp32", "one pass", RECOMPUTE["recomputed"]),
+}
+
+
+@pytest.fixture(scope="module")
+def some(runs: Runs) -> dict[str, Trained]:
+    cases = {
+        name: Case((*SHARDED[sharding], *PRECISIONS[precision], *PASSES[passes], *more, *PROMPTS, *steps(8)))
+        for name, (sharding, precision, passes, more) in SOME.items()
+    }
+    return train(runs, cases, 2)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_run_under_deepspeed_is_the_run_of_one_process(
+    some: dict[str, Trained], singles: Singles, name: str
+) -> None:
+    _, precision, passes, _ = SOME[name]
+    assert_same(some[name], singles[precision, passes], TOLERANCE[precision])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_the_whole_table(runs: Runs, sharding: str) -> None:
+    singles = trained_singles(runs, 20)
+    cases = {
+        (precision, passes, kept): Case(
+            (
+                *SHARDED[sharding],
+                *PRECISIONS[precision],
+                *PASSES[passes],
+                *RECOMPUTE[kept],
+                *PROMPTS,
+                *steps(20),
+            )
+        )
+        for precision, passes, kept in itertools.product(PRECISIONS, PASSES, RECOMPUTE)
+    }
+    for (precision, passes, _), trained in train(runs, cases, 2).items():
+        assert_same(trained, singles[precision, passes], TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_is_bit_identical(runs: Runs, tmp_path: Path, stage: str) -> None:
+    settings = (*SHARDED[stage], *PRECISIONS["bf16"], *PASSES["three passes"], "data.validation=8", *steps(8))
+    cases = {
+        "uninterrupted": Case(settings),
+        "begun": Case(settings, 5, str(tmp_path)),
+        "continued": Case(settings, None, str(tmp_path)),
+    }
+    trained = train(runs, cases, 2)
+    for name in ("loss", "grad_norm"):
+        parts = trained["begun"].column(name) + trained["continued"].column(name)
+        assert parts == trained["uninterrupted"].column(name)
+    assert trained["continued"].metrics()[-1] == trained["uninterrupted"].metrics()[-1]
+
+
+def test_checkpoints_move_between_strategies_and_numbers_of_processes(
+    runs: Runs, singles: Singles, tmp_path: Path
+) -> None:
+    settings = (*PRECISIONS["fp32"], *PASSES["three passes"], "data.validation=8", *steps(8))
+    stations = [
+        (2, "zero1"),
+        (3, "zero3"),
+        (1, "single"),
+        (2, "zero2"),
+        (2, "fsdp"),
+        (1, "zero3"),
+        (3, "zero1"),
+        (2, "ddp"),
+    ]
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for step, (processes, strategy) in enumerate(stations, start=1):
+        case = Case((f"parallel.strategy={strategy}", *settings), step, str(tmp_path))
+        trained = train(runs, {"only": case}, processes)["only"]
+        for name, values in found.items():
+            values += trained.column(name)
+    for name, values in found.items():
+        assert difference(values, singles["fp32", "three passes"].column(name)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_what_is_exported_is_what_one_process_exports(runs: Runs, stage: str) -> None:
+    settings = (ON_ROWS, "train.max_steps=6", "data.validation=8")
+    one = runs.trained(*settings, "parallel.strategy=single")
+    run = runs.trained(*settings, f"parallel.strategy={stage}", "parallel.num_processes=2")
+    assert events(run, "start")[0]["parameters"] == events(one, "start")[0]["parameters"]
+    assert difference(column(run, "loss"), column(one, "loss")) < 1e-5
+    found, expected = (load_file(path / "final" / "model.safetensors") for path in (run, one))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+    assert (run / "logs" / "rank-0.log").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "recompute"),
+    [
+        ("zero1", False, False),
+        ("zero1", True, False),
+        ("zero2", False, True),
+        ("zero2", True, False),
+        ("zero3", False, False),
+        ("zero3", False, True),
+        ("zero3", True, True),
+    ],
+)
+def test_anything_can_be_sharded(runs: Runs, stage: str, offload: bool, recompute: bool) -> None:
+    where = "tests.parallel.zero_models:trains_as_plain_torch"
+    runs.function(where, stage, offload, recompute, processes=2)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_number_of_processes_that_divides_nothing(runs: Runs, processes: int) -> None:
+    runs.function("tests.parallel.zero_models:trains_as_plain_torch", "zero3", False, False, processes=processes)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_parameters_smaller_than_the_number_of_ranks_survive_a_checkpoint(
+    runs: Runs, stage: str, tmp_path: Path
+) -> None:
+    where = "tests.parallel.zero_models:continues_from_a_checkpoint"
+    runs.function(where, stage, str(tmp_path), False, processes=4)
+    runs.function(where, stage, str(tmp_path), True, processes=2)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [("zero1", False), ("zero2", True), ("zero3", False), ("zero3", True)])
+def test_discarded_gradients_leave_nothing(runs: Runs, stage: str, offload: bool) -> None:
+    runs.function("tests.parallel.zero_models:discards_gradients", stage, offload, processes=2)
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs, stage: str) -> None:
+    runs.function("tests.parallel.zero_models:gives_the_whole_model_to_each_rank_alone", stage, processes=2)
+
+
+def test_ranks_hold_their_share_and_no_more(runs: Runs, tmp_path: Path) -> None:
+    for name, processes in (("single", 1), ("zero1", 2), ("zero3", 2)):
+        runs.function("tests.parallel.zero_models:weighs", name, str(tmp_path), processes=processes)
+    whole = int((tmp_path / "single-0").read_text())
+    for rank in range(2):
+        assert int((tmp_path / f"zero3-{rank}").read_text()) / whole == pytest.approx(0.5, abs=0.03)
+        # Whole parameters, and half of the masters and of Adam's two moments.
+        assert int((tmp_path / f"zero1-{rank}").read_text()) / whole == pytest.approx((1 + 3 / 2) / 3, abs=0.03)
