@@ -144,11 +144,8 @@ def test_request_that_only_preparation_can_refuse_leaves_nothing_behind(tmp_path
 def test_worker_runs_under_torchrun(tmp_path: Path) -> None:
     written(tmp_path, "".join(json.dumps({"question": f"q{n}?", "answer": "a"}) + "\n" for n in range(20)))
     run = tmp_path / "run"
-    run.mkdir()
-    resolved = trainwright("train", "tiny.yaml", "parallel.num_processes=2", "--dry-run", cwd=tmp_path)
-    (run / "recipe.yaml").write_text(resolved.stdout)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "trainwright.worker", "run"]
+    command = [*torchrun, "-m", "trainwright.worker", "tiny.yaml", "logging.run_directory=run"]
     variables = environment(TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
     result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr

@@ -75,7 +75,8 @@ def test_a_side_that_fails_ends_it_with_its_reason(runs: Runs, tmp_path: Path) -
 def test_a_signal_ends_it_with_75_and_nothing_is_left(runs: Runs, tmp_path: Path) -> None:
     settings = ("parallel.num_processes=2", "train.max_steps=5000", "--steps", "5000")
     started = runs.command("verify", str(TINY), ON_ROWS, *settings, TMPDIR=str(tmp_path))
-    wait_for(lambda: "step 1/5000" in (started.files / "stdout").read_text())
+    shown = started.files / "stdout"
+    wait_for(lambda: shown.exists() and "step 1/5000" in shown.read_text())
     started.kill(signal.SIGTERM)
     ended = started.wait(60)
     assert ended.code == 75

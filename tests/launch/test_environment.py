@@ -92,7 +92,7 @@ def test_slurm_ports_differ_between_steps_and_are_no_ephemeral_ones() -> None:
 
 def test_allocation_without_srun_is_refused() -> None:
     bare = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-    with pytest.raises(MachineError, match="8 tasks.*srun"):
+    with pytest.raises(MachineError, match=r"8 tasks.*srun"):
         read_environment(bare)
     assert read_environment({**bare, "SLURM_NTASKS": "1"}).size == 1
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.commands import environment, wait_for
 from tests.support.runs import TINY, Finished, Runs, Started, column, difference, events
@@ -146,19 +145,29 @@ def test_a_killed_rank_0_ends_the_others_too(runs: Runs) -> None:
     assert second.code == 4 and "rank 0 is gone" in second.stderr, second.stderr
 
 
-def test_a_rank_that_is_killed_while_rank_0_prepares_ends_all(runs: Runs, tmp_path: Path) -> None:
-    # A directory that rank 0 cannot prepare in before the other is gone: it waits for a named pipe.
-    os.mkfifo(tmp_path / "rows.jsonl")
-    recipe = yaml.safe_load(TINY.read_text())
-    recipe["data"]["train"] = str(tmp_path / "rows.jsonl")
-    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(recipe))
-    workers = start_workers(runs, srun(2, next(_jobs)), recipe=tmp_path / "slow.yaml")
-    time.sleep(3)
-    assert not workers[0].ended
-    workers[1].kill()
-    first = workers[0].wait(40)
-    assert first.code == 4 and "rank 1 is gone" in first.stderr, first.stderr
-    assert workers[0].run is not None and not workers[0].run.exists()
+def test_a_rank_that_is_killed_while_others_are_awaited_ends_all(runs: Runs, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    listener.close()
+    present = start_workers(runs, by_hand(3, port)[:2], LONG)
+    time.sleep(2)
+    assert not present[0].ended and not present[1].ended
+    present[1].kill()
+    first = present[0].wait(30)
+    assert first.code == 4 and first.stderr.startswith("error: rank 1 is gone"), first.stderr
+    assert present[0].run is not None and not present[0].run.exists()
+
+
+def test_steps_on_several_nodes_meet_at_a_port_made_of_the_job(runs: Runs) -> None:
+    nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    variables = [
+        {**each, **nodes, "SLURM_NODEID": each["SLURM_PROCID"], "MASTER_ADDR": "127.0.0.1"}
+        for each in srun(2, next(_jobs))
+    ]
+    workers = start_workers(runs, variables, STEPS)
+    first, second = ended(workers)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert workers[0].run is not None
+    same_run(workers[0].run, reference(runs))
 
 
 def test_a_stop_signal_to_any_rank_stops_all_after_a_checkpoint(runs: Runs) -> None:

@@ -101,21 +101,15 @@ def some(runs: Runs) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_sharded_run_is_the_run_of_one_process(
-    some: dict[str, Trained], singles: Singles, name: str
-) -> None:
+def test_a_sharded_run_is_the_run_of_one_process(some: dict[str, Trained], singles: Singles, name: str) -> None:
     _, precision, passes, _ = SOME[name]
     assert_same(some[name], singles[precision, passes], TOLERANCE[precision])
 
 
-def test_ranks_hold_their_share_and_no_more(
-    some: dict[str, Trained], singles: Singles
-) -> None:
+def test_ranks_hold_their_share_and_no_more(some: dict[str, Trained], singles: Singles) -> None:
     whole = singles["fp32", "three passes"].bytes[0]
     for name, share in {"accumulated": 1 / 2, "uneven": 1 / 3, "hybrid": 1 / 2}.items():
-        assert [held / whole for held in some[name].bytes] == pytest.approx(
-            [share] * len(some[name].bytes), abs=0.03
-        )
+        assert [held / whole for held in some[name].bytes] == pytest.approx([share] * len(some[name].bytes), abs=0.03)
 
 
 @pytest.mark.slow
@@ -210,8 +204,6 @@ def test_classes_that_cannot_be_wrapped_are_refused(runs: Runs, wrap: list[str],
 
 
 def test_replicas_that_do_not_divide_the_processes_are_refused(runs: Runs) -> None:
-    ended = runs.train(
-        "parallel.strategy=fsdp", "parallel.num_processes=2", "parallel.replicate_size=3"
-    ).wait()
+    ended = runs.train("parallel.strategy=fsdp", "parallel.num_processes=2", "parallel.replicate_size=3").wait()
     assert ended.code == 2
     assert "parallel.replicate_size" in ended.stdout + ended.stderr

@@ -222,6 +222,10 @@ def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs, stage: str)
     runs.function("tests.parallel.zero_models:gives_the_whole_model_to_each_rank_alone", stage, processes=2)
 
 
+def test_parameters_that_deepspeed_cannot_take_are_refused_by_name(runs: Runs) -> None:
+    runs.function("tests.parallel.zero_models:refuses_scalars")
+
+
 def test_ranks_hold_their_share_and_no_more(runs: Runs, tmp_path: Path) -> None:
     for name, processes in (("single", 1), ("zero1", 2), ("zero3", 2)):
         runs.function("tests.parallel.zero_models:weighs", name, str(tmp_path), processes=processes)

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.strategy import Strategy
@@ -21,12 +22,12 @@ STEPS, WIDTH, RATE = 5, 6, 1e-2
 
 
 class Block(nn.Module):
-    """Branches that are not taken in every step, a scalar, a frozen matrix, a parameter nobody uses."""
+    """Branches that are not taken in every step, a vector of one, a frozen matrix, a parameter nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.tensor([0.5]))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
 
@@ -191,3 +192,15 @@ def weighs(strategy_name: str, path: str) -> None:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     Path(path, f"{strategy_name}-{world.rank}").write_text(str(sum(storages.values())))
     leave()
+
+
+def refuses_scalars() -> None:
+    world = join("cpu")
+    model = build()
+    model.layers[0].scale = nn.Parameter(torch.tensor(0.5))
+    try:
+        strategy_over(world, model, "zero2")
+    except RequestError as error:
+        assert "layers.0.scale" in str(error), error
+    else:
+        raise AssertionError("not refused")

@@ -82,9 +82,7 @@ def in_process(cases: Sequence[tuple[list[str], int | None, str | None]], direct
     leave()
 
 
-def _train(
-    world: World, overrides: Iterable[str], run: Path, until: int | None, directory: Path
-) -> dict[str, Any]:
+def _train(world: World, overrides: Iterable[str], run: Path, until: int | None, directory: Path) -> dict[str, Any]:
     fixed = (ON_ROWS, f"parallel.num_processes={world.size}", f"logging.run_directory={run}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe
     task = build_task(recipe, cache_root())

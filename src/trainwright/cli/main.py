@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import launch, recipe, setup, train
+from trainwright.cli import launch, recipe, setup, train, verify
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("verify")(verify.verify)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.add_typer(recipe.app, name="recipe")

@@ -23,7 +23,6 @@ from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.schema import Recipe
 
-
 # As torch.amp.GradScaler has them.
 _FIRST_LOSS_SCALE = 2.0**16
 _GROW_LOSS_SCALE_EVERY = 2000

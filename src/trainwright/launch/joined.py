@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from trainwright.launch.rendezvous import Meeting
     from trainwright.parallel.world import Seat
 
-_LEAVE_SECONDS = 20.0
+# How long rank 0, which may host the store, stays for the others at the end; where it has refused, some of
+# them may never have come.
+_LEAVE_SECONDS, _TOLD_SECONDS = 20.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class _Told(TrainwrightError):
 def _refused(error: Exception, environment: Environment, meeting: Meeting | None, words: LastWords) -> int:
     """Nothing has begun: rank 0 says why, and every rank ends with the same code."""
     if isinstance(error, _Told):
-        _leave_together(environment, meeting)
+        _leave_together(environment, meeting, _TOLD_SECONDS)
         return error.exit_code
     if environment.rank != 0:
         code = words.exit_code if words.heard.is_set() else words.fail(error)
@@ -251,7 +253,7 @@ def _refused(error: Exception, environment: Environment, meeting: Meeting | None
     if meeting is not None:
         meeting.publish("opened", {"refused": code})
     print(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal, flush=True)
-    _leave_together(environment, meeting)
+    _leave_together(environment, meeting, _TOLD_SECONDS)
     return code
 
 
@@ -305,7 +307,7 @@ def _discard_refused(run: Path, code: int, opened: Opened, environment: Environm
         shutil.rmtree(run, ignore_errors=True)
 
 
-def _leave_together(environment: Environment, meeting: Meeting | None) -> None:
+def _leave_together(environment: Environment, meeting: Meeting | None, seconds: float = _LEAVE_SECONDS) -> None:
     """Rank 0 ends last of what it hosts and first of all that a launcher would end the others for."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # of a launcher that ends the rest when the first has ended
@@ -314,7 +316,7 @@ def _leave_together(environment: Environment, meeting: Meeting | None) -> None:
     try:
         if environment.rank == 0:
             meeting.publish("done", True)
-            meeting.wait_until_left(_LEAVE_SECONDS)
+            meeting.wait_until_left(seconds)
         else:
             meeting.wait_for("done", seconds=None)
             meeting.leave()

@@ -69,7 +69,7 @@ def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *,
         if offload:
             forward = functools.partial(_offload, forward)
         if forward is not _plain:
-            block.forward = types.MethodType(forward, block)  # type: ignore[method-assign]
+            block.forward = types.MethodType(forward, block)
 
 
 # The same functions for every block, and no closures: torch.compile then has one result for all of them.
@@ -100,9 +100,7 @@ def _recompute_all_but_products(block: nn.Module, *args: Any, **kwargs: Any) -> 
 def _recompute_all_but_plain_products(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return type(block).forward(block, *args, **kwargs)
-    return checkpoint(
-        type(block).forward, block, *args, use_reentrant=False, context_fn=_keep_plain_products, **kwargs
-    )
+    return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=_keep_plain_products, **kwargs)
 
 
 def _keep_products() -> Any:

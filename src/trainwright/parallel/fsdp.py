@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
+from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.units import find_units
@@ -127,8 +128,7 @@ class FullySharded:
     def gradient_norm(self) -> float:
         squares: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for key, grad in self._gradients():
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
-            squares[key in self._scalars].append(norm.double().square())
+            squares[key in self._scalars].append(squared_norm(grad))
         whole, sharded = (float(torch.stack(part).sum()) if part else 0.0 for part in (squares[True], squares[False]))
         # Every rank adds its shards, so each is counted as often as there are replicas of it.
         return math.sqrt(self.world.sum([sharded])[0] / self._replicas + whole)
@@ -201,10 +201,8 @@ class FullySharded:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for key, parameter in self._parameters.items():
-            tensor = parameter.detach()
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to(self.world.device).full_tensor()
-            yield key, tensor
+            tensor = parameter.detach().to(self.world.device)
+            yield key, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield from self._persistent()
 
     def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -269,13 +267,14 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
 
 
 def _make_root(module: nn.Module) -> None:
-    """Have FSDP2 know that ``module`` is the whole. It takes whatever runs first to be that, and generation runs blocks."""
-    module.settle = lambda: None  # type: ignore[assignment]
-    register_fsdp_forward_method(module, "settle")
-    with torch.no_grad():
-        module.settle()
-    del module.settle
+    """Have FSDP2 know that ``module`` is the whole model: it takes what runs first for that, which may be a block."""
     assert isinstance(module, FSDPModule)
+    name = "runs_first"
+    setattr(module, name, lambda: None)
+    register_fsdp_forward_method(module, name)
+    with torch.no_grad():
+        getattr(module, name)()
+    delattr(module, name)
     module.reset_iter_state()
 
 
@@ -283,7 +282,8 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
     """The part of a parameter that this rank holds, in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad)
+    with torch.no_grad():
+        return nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
 
 
 def _gathered_dtypes(module: nn.Module) -> Iterator[torch.dtype]:

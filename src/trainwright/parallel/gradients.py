@@ -16,9 +16,6 @@ from torch import nn
 _BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough to use the links, small enough to overlap
 
 
-_CACHE_ELEMENTS = 2**18
-
-
 class Gradients:
     """Sums gradients over the micro-batches of a step, in fp32 once there is anything to sum.
 
@@ -70,14 +67,6 @@ class Gradients:
     def clear(self) -> None:
         for parameter in self._parameters:
             self.drop(parameter)
-
-
-def norm(grad: torch.Tensor) -> torch.Tensor:
-    """L2 norm in fp32. On a CPU, bf16 is converted a cache's worth at a time instead of all at once."""
-    if grad.dtype == torch.float32 or grad.is_cuda:
-        return torch.linalg.vector_norm(grad, dtype=torch.float32)
-    parts = grad.reshape(-1).split(_CACHE_ELEMENTS)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.float()) for part in parts]))
 
 
 class _Exchange:

@@ -6,14 +6,16 @@ a cast of every weight in every forward; the update is computed in fp32 either w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from trainwright.parallel.gradients import Gradients, norm
+from trainwright.parallel.gradients import Gradients
 from trainwright.parallel.layout import Layout, dtype_name, placement
+from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -56,9 +58,7 @@ class Replicated:
 
     def gradient_norm(self) -> float:
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
-        if not grads:
-            return 0.0
-        return float(torch.linalg.vector_norm(torch.stack([norm(grad) for grad in grads])))
+        return math.sqrt(sum(squared_norm(grad) for grad in grads))
 
     def step(self, learning_rate: float, scale: float) -> None:
         for group in self._optimizer.param_groups:

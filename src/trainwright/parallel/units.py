@@ -27,9 +27,7 @@ def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[st
     for name in wrap:
         if name not in names:
             reason = "has its weights used from outside of it" if name in present else "is not in the model"
-            raise RequestError(
-                f"parallel.wrap: {name} {reason}; what can be wrapped is {', '.join(sorted(names))}"
-            )
+            raise RequestError(f"parallel.wrap: {name} {reason}; what can be wrapped is {', '.join(sorted(names))}")
     return [unit for unit in possible if type(unit).__name__ in wrap]
 
 
@@ -43,14 +41,14 @@ def _possible(module: nn.Module) -> list[nn.Module]:
     for holder in module.modules():
         for parameter in holder.parameters(recurse=False):
             holders.setdefault(parameter, set()).add(holder)
-        head = holder.get_output_embeddings() if hasattr(holder, "get_output_embeddings") else None
+        head: nn.Module | None = getattr(holder, "get_output_embeddings", lambda: None)()
         for parameter in head.parameters() if head is not None else ():
             holders.setdefault(parameter, set()).add(module)
     possible = []
     for unit in reversed(list(module.modules())[1:]):
         parameters = list(unit.parameters())
         inside = set(unit.modules())
-        is_container = isinstance(unit, nn.ModuleList | nn.ModuleDict)
+        is_container = isinstance(unit, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if parameters and not is_container and all(holders[p] <= inside for p in parameters):
             possible.append(unit)
     return possible

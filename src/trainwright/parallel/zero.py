@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.errors import RequestError
 from trainwright.parallel.deepspeed_config import check_installed, settings
 from trainwright.parallel.layout import Layout, dtype_name, placement
+from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -34,13 +36,16 @@ from trainwright.recipe.schema import ParallelSection
 
 # Submodules' hooks, by the names under which torch keeps them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_BLOCK = 4096
 # torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
 _TIMEOUT = timedelta(minutes=30)
 
 
 class Zero:
     """A model sharded by DeepSpeed.
+
+    Raises:
+        RequestError: a parameter that DeepSpeed cannot shard.
+        MachineError: DeepSpeed is not installed.
 
     Args:
         module: fp32, on the CPU, its trainable parameters marked.
@@ -60,6 +65,7 @@ class Zero:
         self.name = name
         self.world = world
         self._sharded = name == "zero3"
+        _refuse_scalars(module)
         deepspeed = _import_deepspeed(world)
         self._gather = deepspeed.zero.GatheredParameters
         self._model = module
@@ -117,8 +123,7 @@ class Zero:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
-        parts = [_block_norms(part.reshape(-1)) for part in self._partitions.gradients()]
-        square = float(torch.cat(parts).double().square().sum()) if parts else 0.0
+        square = sum(float(squared_norm(part)) for part in self._partitions.gradients())
         return math.sqrt(self.world.sum([square])[0])
 
     def step(self, learning_rate: float, scale: float) -> None:
@@ -271,10 +276,13 @@ class Zero:
                 _set_hooks(self._model, installed)
 
 
-def _block_norms(flat: torch.Tensor) -> torch.Tensor:
-    """L2 norms of consecutive blocks: a CPU adds up a whole partition in fp32 one after the other, losing digits."""
-    blocks, rest = flat.split([flat.numel() // _BLOCK * _BLOCK, flat.numel() % _BLOCK])
-    return torch.cat([torch.linalg.vector_norm(part, dim=1) for part in (blocks.view(-1, _BLOCK), rest[None])])
+def _refuse_scalars(module: nn.Module) -> None:
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise RequestError(
+            f"parallel.strategy: DeepSpeed cannot take parameters without dimensions ({', '.join(scalars[:5])}); "
+            "use fsdp or ddp for this model"
+        )
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:

@@ -1,0 +1,87 @@
+"""Models that people name, with the numbers of their config.json: planned without weights or network.
+
+The numbers are in ``models.json``, each with the repository they are from. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.planning.architecture import Architecture, from_config
+
+_FILE = Path(__file__).with_name("models.json")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """``id``: the Hugging Face repository whose config.json ``config`` is from, down to what matters here.
+
+    ``also``: repositories of the same numbers.
+    """
+
+    id: str
+    config: Mapping[str, Any] = field(hash=False)
+    also: tuple[str, ...] = ()
+
+    def architecture(self) -> Architecture:
+        made = from_config(self.config, self.id)
+        assert made is not None, f"{self.id} is of a family that is not known"
+        return made
+
+
+def known_models() -> tuple[KnownModel, ...]:
+    """Every model of the catalogue, in its order."""
+    return _read()
+
+
+def known_model(name: str) -> KnownModel | None:
+    """The model of the id ``name``, with or without its organisation, in any case; None for one not known."""
+    return _by_id().get(name.strip().lower())
+
+
+def find_model(name: str) -> KnownModel:
+    """As ``known_model``; raises RequestError with the nearest ids for a model that is not in the catalogue."""
+    if (model := known_model(name)) is not None:
+        return model
+    wanted = name.strip().lower().rpartition("/")[2]
+    near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
+    ids = list(dict.fromkeys(_written()[key] for key in near))[:3]
+    hint = f"did you mean {' or '.join([', '.join(ids[:-1]), ids[-1]] if ids[1:] else ids)}?" if ids else ""
+    raise RequestError(
+        f"{name}: no such model in the catalogue; {hint or 'nothing in it is similar.'} Any other model is "
+        "planned from the directory that has its config.json"
+    )
+
+
+@cache
+def _by_id() -> dict[str, KnownModel]:
+    """By lower-case id, and by its name alone; the first of a name counts."""
+    models: dict[str, KnownModel] = {}
+    for model in _read():
+        for full in (model.id, *model.also):
+            models.setdefault(full.lower(), model)
+            models.setdefault(full.lower().rpartition("/")[2], model)
+    return models
+
+
+@cache
+def _written() -> dict[str, str]:
+    """The id as it is written, by its lower-case name."""
+    written: dict[str, str] = {}
+    for model in _read():
+        for full in (model.id, *model.also):
+            written.setdefault(full.lower().rpartition("/")[2], full)
+    return written
+
+
+@cache
+def _read() -> tuple[KnownModel, ...]:
+    content = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
+    return tuple(KnownModel(entry["id"], entry["config"], tuple(entry.get("also", ()))) for entry in content)
