@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from typer.core import TyperCommand
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, RequestError
 
 if TYPE_CHECKING:
+    from trainwright.launch.accelerate.meaning import Meaning
     from trainwright.launch.nodes import Nodes
     from trainwright.launch.request import Request
     from trainwright.launch.stop import Stopping
@@ -45,7 +48,9 @@ def train(
         int | None,
         typer.Option(min=1, help="Worker processes, of all nodes together: parallel.num_processes in short."),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that train together; run this on each of them.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines that train together; run this on each of them.")
+    ] = None,
     node_rank: Annotated[
         int | None, typer.Option(min=0, help="Which of the nodes this one is, counted from 0.")
     ] = None,
@@ -55,6 +60,10 @@ def train(
     rendezvous_timeout: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="How long the nodes wait for each other.")
     ] = 600.0,
+    accelerate_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take processes, strategy and the like from this Accelerate file."),
+    ] = None,
 ) -> None:
     """Train as a recipe says.
 
@@ -63,16 +72,37 @@ def train(
     from trainwright.launch.request import check_request, for_nodes, read_request, resolve_request
     from trainwright.machine.detect import detect
 
-    place = _meeting_place(nodes, node_rank, rendezvous)
-    request = read_request(_with_number(arguments or [], num_processes), resume)
+    meaning = None
+    if accelerate_config is not None:
+        meaning = _file_meaning(accelerate_config, num_processes).with_machines(nodes, node_rank, rendezvous)
+        if meaning.nodes > 1:
+            nodes, node_rank, rendezvous = meaning.nodes, meaning.node_rank, meaning.rendezvous
+    count = nodes or 1
+    place = _meeting_place(count, node_rank, rendezvous)
+    request = read_request(_with_number(arguments or [], num_processes), resume, meaning)
     machine = detect()
-    request = for_nodes(request, machine, nodes)
-    resolved = resolve_request(request, machine, nodes)
+    request = for_nodes(request, machine, count)
+    resolved = resolve_request(request, machine, count)
     check_request(request, resolved.recipe, creates=not node_rank)
     if dry_run:
         _show(resolved)
         return
-    raise typer.Exit(_run(request, resolved, machine, nodes, node_rank or 0, place, rendezvous_timeout))
+    raise typer.Exit(_run(request, resolved, machine, count, node_rank or 0, place, rendezvous_timeout))
+
+
+def _file_meaning(path: Path, num_processes: int | None) -> Meaning:
+    """What an Accelerate file means, where this machine can do it; the GPUs it does not want are hidden."""
+    from trainwright.launch.accelerate.machine import require
+    from trainwright.launch.accelerate.meaning import read_meaning
+    from trainwright.machine.detect import detect
+
+    meaning = read_meaning(path)
+    if num_processes is not None:
+        meaning = replace(meaning, processes=num_processes)
+    meaning.refuse_problems()
+    require(meaning, detect())
+    os.environ.update(meaning.device_environment())
+    return meaning
 
 
 def _meeting_place(nodes: int, node_rank: int | None, rendezvous: str | None) -> tuple[str, int] | None:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -189,9 +189,7 @@ def _open(
 
 
 def _request(asked: _Asked, environment: Environment, meaning: Meaning | None) -> Request:
-    if meaning is None:
-        request = read_request(asked.arguments, asked.resume)
-    else:
+    if meaning is not None:
         from trainwright.launch.accelerate.machine import require
 
         if meaning.one_of_several:
@@ -202,9 +200,7 @@ def _request(asked: _Asked, environment: Environment, meaning: Meaning | None) -
             )
         meaning.refuse_problems()
         require(meaning, detect())
-        request = read_request(asked.arguments, asked.resume, meaning)
-        notes = tuple(f"{meaning.source}: {', '.join(note.keys)}: {note.reason}" for note in meaning.notes)
-        request = replace(request, reasons=(*request.reasons, *notes))
+    request = read_request(asked.arguments, asked.resume, meaning)
     return for_started(request, environment.size, environment.launcher)
 
 

@@ -169,7 +169,8 @@ def _under(
     from trainwright.launch.accelerate.recipe import join
 
     joined = join(meaning, path, overrides, resumed=resumed)
-    return joined.overrides, joined.reasons
+    notes = (f"{meaning.source}: {', '.join(note.keys)}: {note.reason}" for note in meaning.notes)
+    return joined.overrides, (*joined.reasons, *notes)
 
 
 def _with_processes(recipe: Recipe, processes: int) -> Recipe:

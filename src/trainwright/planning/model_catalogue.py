@@ -21,14 +21,10 @@ _FILE = Path(__file__).with_name("models.json")
 
 @dataclass(frozen=True)
 class KnownModel:
-    """``id``: the Hugging Face repository whose config.json ``config`` is from, down to what matters here.
-
-    ``also``: repositories of the same numbers.
-    """
+    """``id``: the Hugging Face repository whose config.json ``config`` is from, down to what matters here."""
 
     id: str
     config: Mapping[str, Any] = field(hash=False)
-    also: tuple[str, ...] = ()
 
     def architecture(self) -> Architecture:
         made = from_config(self.config, self.id)
@@ -38,7 +34,7 @@ class KnownModel:
 
 def known_models() -> tuple[KnownModel, ...]:
     """Every model of the catalogue, in its order."""
-    return _read()
+    return tuple(dict.fromkeys(_by_id().values()))
 
 
 def known_model(name: str) -> KnownModel | None:
@@ -52,7 +48,7 @@ def find_model(name: str) -> KnownModel:
         return model
     wanted = name.strip().lower().rpartition("/")[2]
     near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
-    ids = list(dict.fromkeys(_written()[key] for key in near))[:3]
+    ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]
     hint = f"did you mean {' or '.join([', '.join(ids[:-1]), ids[-1]] if ids[1:] else ids)}?" if ids else ""
     raise RequestError(
         f"{name}: no such model in the catalogue; {hint or 'nothing in it is similar.'} Any other model is "
@@ -64,24 +60,17 @@ def find_model(name: str) -> KnownModel:
 def _by_id() -> dict[str, KnownModel]:
     """By lower-case id, and by its name alone; the first of a name counts."""
     models: dict[str, KnownModel] = {}
-    for model in _read():
-        for full in (model.id, *model.also):
-            models.setdefault(full.lower(), model)
+    for entry in _entries():
+        for full, differences in {entry["id"]: {}, **entry.get("also", {})}.items():
+            model = KnownModel(full, {**entry["config"], **differences})
+            models[full.lower()] = model
             models.setdefault(full.lower().rpartition("/")[2], model)
+        for name in entry.get("called", ()):
+            models.setdefault(name.lower(), models[entry["id"].lower()])
     return models
 
 
 @cache
-def _written() -> dict[str, str]:
-    """The id as it is written, by its lower-case name."""
-    written: dict[str, str] = {}
-    for model in _read():
-        for full in (model.id, *model.also):
-            written.setdefault(full.lower().rpartition("/")[2], full)
-    return written
-
-
-@cache
-def _read() -> tuple[KnownModel, ...]:
-    content = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
-    return tuple(KnownModel(entry["id"], entry["config"], tuple(entry.get("also", ()))) for entry in content)
+def _entries() -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
+    return content
