@@ -1,9 +1,8 @@
 """Whole processes, measured from outside: the same ruler for every contender.
 
 CPU time is the kernel's account of the process and all its descendants. Memory is looked at several times a
-second: the sum, over the processes alive at that moment, of each one's own peak resident set. That way no
-peak between two looks is missed, pages that two processes share are counted twice, and helpers that came and
-went do not add up.
+second: the peak resident set of the largest process, which no look can miss, and the proportional set size of the
+others alive at that moment, in which a page shared by two processes counts half for each.
 """
 
 from __future__ import annotations
@@ -90,9 +89,11 @@ class _MemoryWatch(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
-            peaks = [peak_rss(pid) for pid in process_tree(self._root)]
-            self.total = max(self.total, sum(peaks))
-            self.largest = max(self.largest, *peaks, 0)
+            peaks = {pid: peak_rss(pid) for pid in process_tree(self._root)}
+            largest = max(peaks, key=lambda pid: peaks[pid])
+            others = sum(proportional_set(pid) for pid in peaks if pid != largest)
+            self.total = max(self.total, peaks[largest] + others)
+            self.largest = max(self.largest, peaks[largest])
 
     def stop(self) -> None:
         self._ended.set()
@@ -131,4 +132,14 @@ def peak_rss(pid: int) -> int:
     except OSError:
         return 0
     kibibytes = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return kibibytes[0] * 1024 if kibibytes else 0
+
+
+def proportional_set(pid: int) -> int:
+    """Bytes: the resident set of a process, shared pages divided by those who share them; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
     return kibibytes[0] * 1024 if kibibytes else 0

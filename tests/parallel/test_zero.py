@@ -128,19 +128,19 @@ def test_the_whole_table(runs: Runs, sharding: str) -> None:
         assert_same(trained, singles[precision, passes], TOLERANCE[precision])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_is_bit_identical(runs: Runs, tmp_path: Path, stage: str) -> None:
-    settings = (*SHARDED[stage], *PRECISIONS["bf16"], *PASSES["three passes"], "data.validation=8", *steps(8))
-    cases = {
-        "uninterrupted": Case(settings),
-        "begun": Case(settings, 5, str(tmp_path)),
-        "continued": Case(settings, None, str(tmp_path)),
-    }
+def test_a_resumed_run_is_bit_identical(runs: Runs, tmp_path: Path) -> None:
+    settings = (*PRECISIONS["bf16"], *PASSES["three passes"], "data.validation=8", *steps(6))
+    cases = {}
+    for stage in STAGES:
+        cases[stage, "uninterrupted"] = Case((*SHARDED[stage], *settings))
+        cases[stage, "begun"] = Case((*SHARDED[stage], *settings), 4, str(tmp_path / stage))
+        cases[stage, "continued"] = Case((*SHARDED[stage], *settings), None, str(tmp_path / stage))
     trained = train(runs, cases, 2)
-    for name in ("loss", "grad_norm"):
-        parts = trained["begun"].column(name) + trained["continued"].column(name)
-        assert parts == trained["uninterrupted"].column(name)
-    assert trained["continued"].metrics()[-1] == trained["uninterrupted"].metrics()[-1]
+    for stage in STAGES:
+        uninterrupted, begun, continued = (trained[stage, part] for part in ("uninterrupted", "begun", "continued"))
+        for name in ("loss", "grad_norm"):
+            assert begun.column(name) + continued.column(name) == uninterrupted.column(name)
+        assert continued.metrics()[-1] == uninterrupted.metrics()[-1]
 
 
 def test_checkpoints_move_between_strategies_and_numbers_of_processes(
@@ -151,11 +151,9 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
         (2, "zero1"),
         (3, "zero3"),
         (1, "single"),
-        (2, "zero2"),
+        (3, "zero2"),
         (2, "fsdp"),
         (1, "zero3"),
-        (3, "zero1"),
-        (2, "ddp"),
     ]
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     for step, (processes, strategy) in enumerate(stations, start=1):
@@ -164,10 +162,10 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
         for name, values in found.items():
             values += trained.column(name)
     for name, values in found.items():
-        assert difference(values, singles["fp32", "three passes"].column(name)) < 1e-5
+        assert difference(values, singles["fp32", "three passes"].column(name)[: len(stations)]) < 1e-5
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_what_is_exported_is_what_one_process_exports(runs: Runs, stage: str) -> None:
     settings = (ON_ROWS, "train.max_steps=6", "data.validation=8")
     one = runs.trained(*settings, "parallel.strategy=single")
@@ -181,45 +179,35 @@ def test_what_is_exported_is_what_one_process_exports(runs: Runs, stage: str) ->
     assert (run / "logs" / "rank-0.log").read_text() == ""
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload", "recompute"),
-    [
-        ("zero1", False, False),
-        ("zero1", True, False),
-        ("zero2", False, True),
-        ("zero2", True, False),
-        ("zero3", False, False),
-        ("zero3", False, True),
-        ("zero3", True, True),
-    ],
-)
-def test_anything_can_be_sharded(runs: Runs, stage: str, offload: bool, recompute: bool) -> None:
-    where = "tests.parallel.zero_models:trains_as_plain_torch"
-    runs.function(where, stage, offload, recompute, processes=2)
+def test_anything_can_be_sharded(runs: Runs) -> None:
+    cases = [
+        # strategy, offloaded, recomputed, after gradients that were discarded
+        ("zero1", False, False, True),
+        ("zero1", True, False, False),
+        ("zero2", False, True, False),
+        ("zero2", True, False, True),
+        ("zero3", False, False, True),
+        ("zero3", False, True, False),
+        ("zero3", True, True, True),
+    ]
+    runs.function("tests.parallel.zero_models:train_as_plain_torch", cases, processes=2)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_number_of_processes_that_divides_nothing(runs: Runs, processes: int) -> None:
-    runs.function("tests.parallel.zero_models:trains_as_plain_torch", "zero3", False, False, processes=processes)
+    cases = [("zero2", False, False, False), ("zero3", False, False, False)]
+    runs.function("tests.parallel.zero_models:train_as_plain_torch", cases, processes=processes)
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_parameters_smaller_than_the_number_of_ranks_survive_a_checkpoint(
-    runs: Runs, stage: str, tmp_path: Path
-) -> None:
-    where = "tests.parallel.zero_models:continues_from_a_checkpoint"
-    runs.function(where, stage, str(tmp_path), False, processes=4)
-    runs.function(where, stage, str(tmp_path), True, processes=2)
+def test_parameters_smaller_than_the_number_of_ranks_survive_a_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    where = "tests.parallel.zero_models:continue_from_checkpoints"
+    runs.function(where, ["zero1", "zero3"], str(tmp_path), False, processes=4)
+    runs.function(where, ["zero1", "zero3"], str(tmp_path), True, processes=2)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [("zero1", False), ("zero2", True), ("zero3", False), ("zero3", True)])
-def test_discarded_gradients_leave_nothing(runs: Runs, stage: str, offload: bool) -> None:
-    runs.function("tests.parallel.zero_models:discards_gradients", stage, offload, processes=2)
-
-
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs, stage: str) -> None:
-    runs.function("tests.parallel.zero_models:gives_the_whole_model_to_each_rank_alone", stage, processes=2)
+def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
+    where = "tests.parallel.zero_models:give_the_whole_model_to_each_rank_alone"
+    runs.function(where, ["zero2", "zero3"], processes=2)
 
 
 def test_parameters_that_deepspeed_cannot_take_are_refused_by_name(runs: Runs) -> None:
@@ -227,8 +215,8 @@ def test_parameters_that_deepspeed_cannot_take_are_refused_by_name(runs: Runs) -
 
 
 def test_ranks_hold_their_share_and_no_more(runs: Runs, tmp_path: Path) -> None:
-    for name, processes in (("single", 1), ("zero1", 2), ("zero3", 2)):
-        runs.function("tests.parallel.zero_models:weighs", name, str(tmp_path), processes=processes)
+    runs.function("tests.parallel.zero_models:weigh", ["single"], str(tmp_path))
+    runs.function("tests.parallel.zero_models:weigh", ["zero1", "zero3"], str(tmp_path), processes=2)
     whole = int((tmp_path / "single-0").read_text())
     for rank in range(2):
         assert int((tmp_path / f"zero3-{rank}").read_text()) / whole == pytest.approx(0.5, abs=0.03)

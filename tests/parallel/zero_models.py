@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def strategy_over(world: World, model: nn.Module, strategy: str, offload: bool =
         more |= {"offload_optimizer": True, "offload_parameters": strategy == "zero3"}
     section = ParallelSection.model_validate({"strategy": strategy, "num_processes": world.size, **more})
     make = optimizer_factory(OptimizerSection(learning_rate=RATE))
-    return build_strategy(section, world, model, list(model.layers), make, torch.float32)
+    return build_strategy(section, world, model, [], make, torch.float32)
 
 
 def advance(strategy: Strategy, steps: range) -> list[float]:
@@ -111,74 +112,78 @@ def check_end(strategy: Strategy) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=f"{name} differs")
 
 
-def trains_as_plain_torch(name: str, offload: bool, recompute: bool) -> None:
+def train_as_plain_torch(cases: list[tuple[str, bool, bool, bool]]) -> None:
+    """Each case in turn: a strategy, offloaded, recomputed, after gradients that were discarded."""
     world = join("cpu")
-    model = build()
-    save_activation_memory(list(model.layers), "full" if recompute else "none")
-    strategy = strategy_over(world, model, name, offload)
-    norms = advance(strategy, range(STEPS))
-    torch.testing.assert_close(torch.tensor(norms), torch.tensor(plain()[0]), rtol=1e-5, atol=0)
-    check_end(strategy)
-    if name == "zero3":
-        gathered = [key for key, p in model.named_parameters() if p.numel() and not p.ds_persist]
-        assert not gathered, f"left gathered: {gathered}"
+    for name, offload, recompute, discard in cases:
+        print(f"{name} offload={offload} recompute={recompute} discard={discard}", file=sys.stderr)
+        model = build()
+        save_activation_memory(list(model.layers), "full" if recompute else "none")
+        strategy = strategy_over(world, model, name, offload)
+        if discard:
+            for last in (False, True):
+                strategy.backward(strategy.module(batch(7)[0], 2) * float("inf"), last=last)
+            assert not math.isfinite(strategy.gradient_norm())
+            strategy.discard_gradients()
+        norms = advance(strategy, range(STEPS))
+        torch.testing.assert_close(torch.tensor(norms), torch.tensor(plain()[0]), rtol=1e-5, atol=0)
+        check_end(strategy)
+        if name == "zero3":
+            gathered = [key for key, p in model.named_parameters() if p.numel() and not p.ds_persist]
+            assert not gathered, f"left gathered: {gathered}"
     leave()
 
 
-def discards_gradients(name: str, offload: bool) -> None:
-    world = join("cpu")
-    strategy = strategy_over(world, build(), name, offload)
-    for last in (False, True):
-        strategy.backward(strategy.module(batch(7)[0], 2) * float("inf"), last=last)
-    assert not math.isfinite(strategy.gradient_norm())
-    strategy.discard_gradients()
-    norms = advance(strategy, range(STEPS))
-    torch.testing.assert_close(torch.tensor(norms), torch.tensor(plain()[0]), rtol=1e-5, atol=0)
-    check_end(strategy)
-    leave()
-
-
-def continues_from_a_checkpoint(name: str, directory: str, read: bool) -> None:
+def continue_from_checkpoints(names: list[str], directory: str, read: bool) -> None:
     """Writes a checkpoint half way, or goes on from it to where plain torch comes."""
     world = join("cpu")
-    strategy = strategy_over(world, build(), name)
-    checkpoints = Checkpoints(Path(directory), keep_last=1, keep_best=False)
-    if read:
-        strategy.module(batch(0)[0], 0)  # what it gathers here is not what is trained
-        with Checkpoint.open(checkpoints.path(2)).reader() as reader:
-            strategy.load_state(reader)
-        advance(strategy, range(2, STEPS))
-        check_end(strategy)
-    else:
-        advance(strategy, range(2))
-        checkpoints.save(world, 2, strategy.state(), {}, "")
+    for name in names:
+        strategy = strategy_over(world, build(), name)
+        checkpoints = Checkpoints(Path(directory, name), keep_last=1, keep_best=False)
+        if read:
+            strategy.module(batch(0)[0], 0)  # what it gathers here is not what is trained
+            with Checkpoint.open(checkpoints.path(2)).reader() as reader:
+                strategy.load_state(reader)
+            advance(strategy, range(2, STEPS))
+            check_end(strategy)
+        else:
+            advance(strategy, range(2))
+            checkpoints.save(world, 2, strategy.state(), {}, "")
     leave()
 
 
-def gives_the_whole_model_to_each_rank_alone(name: str) -> None:
+def give_the_whole_model_to_each_rank_alone(names: list[str]) -> None:
     """Ranks run it as often as they like, before and after anything else has run."""
     world = join("cpu")
-    strategy = strategy_over(world, build(), name)
-    norms = []
+    for name in names:
+        _use_the_whole_model(strategy_over(world, build(), name))
+    leave()
+
+
+def _use_the_whole_model(strategy: Strategy) -> None:
+    norms: list[float] = []
     for steps in (range(0), range(2), range(2, STEPS)):
         norms += advance(strategy, steps)
         with strategy.whole() as module, torch.no_grad():
             assert isinstance(module, Odd)
             full = {key: parameter.clone() for key, parameter in module.named_parameters()}
-            outputs = [module.layers[index](torch.ones(1, WIDTH), 0) for index in range(1 + world.rank)]
+            outputs = [module.layers[index](torch.ones(1, WIDTH), 0) for index in range(1 + strategy.world.rank)]
             assert all(output.isfinite().all() for output in outputs)
         found = dict(strategy.parameters())
         assert all(torch.equal(full[key], found[key]) for key in full)
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(plain()[0]), rtol=1e-5, atol=0)
+
+
+def weigh(names: list[str], path: str) -> None:
+    """Write the bytes of parameters, masters and optimizer state that this rank has in memory."""
+    world = join("cpu")
+    for name in names:
+        Path(path, f"{name}-{world.rank}").write_text(str(_weight(world, name)))
     leave()
 
 
-def weighs(strategy_name: str, path: str) -> None:
-    """Write the bytes of parameters, masters and optimizer state that this rank has in memory."""
-    world = join("cpu")
-    torch.manual_seed(0)
+def _weight(world: World, strategy_name: str) -> int:
     model = nn.Sequential(*(nn.Linear(64, 65, bias=False) if n % 2 else nn.Linear(65, 64) for n in range(8)))
-    model.layers = nn.ModuleList()
     strategy = strategy_over(world, model, strategy_name)
     loss = strategy.module(torch.ones(1, 65)).sum()
     strategy.backward(loss, last=True)
@@ -190,8 +195,7 @@ def weighs(strategy_name: str, path: str) -> None:
     for state_of, state in optimizer.state.items():
         tensors += [state_of, *state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
-    Path(path, f"{strategy_name}-{world.rank}").write_text(str(sum(storages.values())))
-    leave()
+    return sum(storages.values())
 
 
 def refuses_scalars() -> None:
