@@ -145,7 +145,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
         run_directory.check_new(Path(recipe.logging.run_directory))
     check_source(recipe.data.train)
     if isinstance(recipe.data.validation, str):
-        check_source(recipe.data.validation)
+        check_source(recipe.data.validation, "data.validation")
 
 
 def parse_place(text: str) -> tuple[str, int]:

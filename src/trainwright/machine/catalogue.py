@@ -82,9 +82,7 @@ def find_card(name: str) -> Card:
     near = difflib.get_close_matches(key, [*_by_name(), *_ambiguous()], n=6, cutoff=0.5)
     found = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
     hint = f"; did you mean {_listed(list(found)[:3])}?" if found else "."
-    raise RequestError(
-        f"{name}: no such card in the catalogue{hint} `trainwright machine cards` shows all there are"
-    )
+    raise RequestError(f"{name}: no such card in the catalogue{hint} `trainwright machine cards` shows all there are")
 
 
 def known_card(name: str) -> Card | None:

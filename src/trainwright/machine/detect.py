@@ -132,9 +132,7 @@ def _gpus() -> tuple[Gpu, ...]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         if visible is not None:
-            handles = [
-                handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))
-            ]
+            handles = [handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))]
         return tuple(_gpu(handles, index) for index in range(len(handles)))
     finally:
         pynvml.nvmlShutdown()

@@ -86,9 +86,7 @@ def _slot(handle: Any) -> Link:
     import pynvml
 
     try:
-        return pcie(
-            pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-        )
+        return pcie(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
     except pynvml.NVMLError:
         return pcie(3)
 

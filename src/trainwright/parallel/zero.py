@@ -9,6 +9,7 @@ summed, and where a step's gradients end is said by the engine.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.errors import RequestError
 from trainwright.parallel.deepspeed_config import check_installed, settings
@@ -81,6 +83,8 @@ class Zero:
             _keep_hooks_apart(module)
             self._engine = _engine(deepspeed, module, optimizer, config)
         self.module: nn.Module = self._engine
+        if self._sharded:
+            _gather_unseen(self._engine.optimizer.parameter_offload)
         self._partitions = partitions(self._engine.optimizer)
         self._pieces = self._partitions.pieces(self._names, world.rank, world.size)
         self._restore_masters(originals)
@@ -309,6 +313,22 @@ def _set_hooks(module: nn.Module, hooks: list[dict[str, Any]]) -> None:
             setattr(part, name, value)
 
 
+def _gather_unseen(offload: Any) -> None:
+    """Keep gathers and releases from dispatch modes: selective recomputation wants the very operations of the forward
+    pass again, and what is gathered in a backward pass is another matter."""
+
+    def unseen(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def call(part: nn.Module) -> None:
+            with _disable_current_modes():
+                function(part)
+
+        return call
+
+    for when, which in itertools.product(("pre", "post"), ("forward", "backward")):
+        name = f"{when}_sub_module_{which}_function"
+        setattr(offload, name, unseen(getattr(offload, name)))
+
+
 def _keep_hooks_apart(module: nn.Module) -> None:
     """Give every submodule hook tables of its own for DeepSpeed to fill; those it had are left as they are."""
     for part in module.modules():
@@ -331,6 +351,9 @@ def _import_deepspeed(world: World) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # It would compile an operation that inference alone uses, for which not every machine has a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if world.device.type == "cpu":
+        # It asks for fp16 instructions; torch computes in fp16 without them.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     if not dist.is_initialized():  # a world of one has none otherwise
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)

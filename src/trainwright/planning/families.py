@@ -107,9 +107,7 @@ def _fields(values: Values, family: Family, origin: str) -> dict[str, Any]:
         "activation": values["hidden_act"],
         "qkv_bias": bool(values["attention_bias"]),
         "output_bias": bool(values["attention_bias"]),
-        "rotary": (values.get("rope_parameters") or {}).get(
-            "partial_rotary_factor", values["partial_rotary_factor"]
-        ),
+        "rotary": (values.get("rope_parameters") or {}).get("partial_rotary_factor", values["partial_rotary_factor"]),
         "rotary_layers": layers,
         "window": values["sliding_window"] if windowed else None,
         "windowed_layers": windowed,
@@ -192,6 +190,7 @@ _GEMMA: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+_EQUAL_HEADS = {"num_key_value_heads": "ignored", "head_dim": "ignored"}  # transformers ignores them too
 _PHI_NAMES = {"resid_pdrop": "residual_dropout", "embd_pdrop": "embedding_dropout"}
 _NO_BIAS = {"qkv_bias": False, "output_bias": False}
 _LAYER_NORM = {"norm": "layer", "norm_bias": True, "gated": False}
@@ -234,7 +233,7 @@ FAMILIES: dict[str, Family] = {
         sizes=(*_SIZES, *_EXPERT_SIZES),
     ),
     "qwen3_moe": Family(
-        names={"num_local_experts": "num_experts"},
+        names={"num_local_experts": "num_experts", "num_experts": "num_experts"},  # the last is the usual
         absent={"num_key_value_heads": 4, "max_position_embeddings": 32768, **_QWEN_WINDOW},
         fixed={"qk_norm": "head"},
         windowed=lambda values, block: bool(values["use_sliding_window"]),
@@ -315,6 +314,7 @@ FAMILIES: dict[str, Family] = {
             "resid_pdrop": "residual_dropout",
             "embd_pdrop": "embedding_dropout",
             "attn_pdrop": "attention_dropout",
+            **_EQUAL_HEADS,
         },
         absent={
             "hidden_act": "gelu_new",
@@ -338,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         sizes=tuple(key for key in _SIZES if key != "intermediate_size"),
     ),
     "gpt_neox": Family(
-        names={"rotary_pct": "partial_rotary_factor"},
+        names={"rotary_pct": "partial_rotary_factor", **_EQUAL_HEADS},
         absent={
             "hidden_act": "gelu",
             "attention_bias": True,

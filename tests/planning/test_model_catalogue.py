@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trainwright.errors import RequestError
+from trainwright.planning.model_catalogue import find_model, known_model, known_models
+
+# As Hugging Face shows them for each repository, from the headers of its safetensors files; where those store
+# a tied head twice (Qwen3), or a vision tower of 416,866,032 with its projector (Gemma 3), without these.
+PUBLISHED = {
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Qwen/Qwen3-0.6B": 751_632_384 - 155_582_464,
+    "Qwen/Qwen3-1.7B": 2_031_739_904 - 311_164_928,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    "google/gemma-2b": 2_506_172_416,
+    "google/gemma-7b": 8_537_680_896,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/gemma-3-4b-it": 4_300_079_472 - 416_866_032 - 1152 * 2561,
+    "google/gemma-3-12b-it": 12_187_325_040 - 416_866_032 - 1152 * 3841,
+    "google/gemma-3-27b-it": 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+    "mistralai/Mistral-Large-Instruct-2407": 122_610_069_504,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "mistralai/Mixtral-8x22B-v0.1": 140_620_634_112,
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": 140_630_071_296,
+    "microsoft/phi-1_5": 1_418_270_720,
+    "microsoft/phi-2": 2_779_683_840,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/Phi-3-medium-4k-instruct": 13_960_238_080,
+    "microsoft/phi-4": 14_659_507_200,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "allenai/OLMo-2-0425-1B": 1_484_916_736,
+    "allenai/OLMo-2-1124-7B": 7_298_617_344,
+    "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "allenai/OLMo-2-0325-32B": 32_234_279_936,
+    "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-medium": 354_823_168,
+    "openai-community/gpt2-large": 774_030_080,
+    "openai-community/gpt2-xl": 1_557_611_200,
+    "distilbert/distilgpt2": 81_912_576,
+    "EleutherAI/pythia-14m": 14_067_712,
+    "EleutherAI/pythia-31m": 30_494_720,
+    "EleutherAI/pythia-70m": 70_426_624,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-410m": 405_334_016,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-1.4b": 1_414_647_808,
+    "EleutherAI/pythia-2.8b": 2_775_208_960,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+    "bigcode/starcoder2-3b": 3_030_371_328,
+    "bigcode/starcoder2-7b": 7_173_923_840,
+    "bigcode/starcoder2-15b": 15_957_889_024,
+    "CohereForAI/c4ai-command-r-v01": 34_980_831_232,
+    "CohereForAI/aya-23-8B": 8_028_033_024,
+    "ibm-granite/granite-3.1-2b-base": 2_533_531_648,
+    "ibm-granite/granite-3.1-8b-base": 8_170_848_256,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name: str) -> None:
+    assert find_model(name).architecture().parameters().total == PUBLISHED[name]
+
+
+def test_every_entry_is_an_architecture() -> None:
+    models = known_models()
+    assert len(models) > 100
+    assert len({model.id.lower() for model in models}) == len(models)
+    for model in models:
+        assert model.architecture().parameters().total > 1e7
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("META-LLAMA/meta-llama-3.1-8b-instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+        ("gpt2", "openai-community/gpt2"),
+        ("Mixtral-8x7B", "mistralai/Mixtral-8x7B-v0.1"),
+        ("gemma-3-4b", "google/gemma-3-4b-it"),
+    ],
+)
+def test_a_model_is_found_by_the_names_people_use(written: str, found: str) -> None:
+    assert find_model(written).id == found
+
+
+def test_what_differs_in_an_instruct_variant_is_kept() -> None:
+    base, instruct = find_model("Qwen2.5-7B").architecture(), find_model("Qwen2.5-7B-Instruct").architecture()
+    assert (base.positions, instruct.positions) == (131072, 32768)
+    assert base.parameters() == instruct.parameters()
+
+
+def test_an_unknown_model_is_refused_with_the_nearest() -> None:
+    assert known_model("meta-llama/Llama-3.1-9B") is None
+    with pytest.raises(RequestError, match=r"did you mean meta-llama/Llama-3\.1-8B, meta-llama/Llama-3\.1-70B"):
+        find_model("meta-llama/Llama-3.1-9B")
+    with pytest.raises(RequestError, match=r"Any other model is planned from .*config\.json"):
+        find_model("someone/something-else-altogether")
+
+
+def test_another_organisation_is_not_taken_for_the_original() -> None:
+    with pytest.raises(RequestError, match=r"did you mean meta-llama/Llama-3\.2-1B"):
+        find_model("someone/Llama-3.2-1B")
+
+
+def test_looking_up_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from trainwright.planning.model_catalogue import find_model\n"
+        "find_model('llama-3.1-8b').architecture().parameters()\n"
+        "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
