@@ -100,9 +100,7 @@ def some(runs: Runs) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_run_under_deepspeed_is_the_run_of_one_process(
-    some: dict[str, Trained], singles: Singles, name: str
-) -> None:
+def test_a_run_under_deepspeed_is_the_run_of_one_process(some: dict[str, Trained], singles: Singles, name: str) -> None:
     _, precision, passes, _ = SOME[name]
     assert_same(some[name], singles[precision, passes], TOLERANCE[precision])
 

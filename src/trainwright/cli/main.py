@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import launch, recipe, setup, train, verify
+from trainwright.cli import launch, machine, recipe, setup, train, verify
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("verify")(verify.verify)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.add_typer(recipe.app, name="recipe")
+app.add_typer(machine.app, name="machine")
 
 
 def _version(wanted: bool) -> None:

@@ -31,5 +31,5 @@ def verify(
     resolved = resolve(load_recipe(recipe, overrides or []), machine).recipe
     check_source(resolved.data.train)
     if isinstance(resolved.data.validation, str):
-        check_source(resolved.data.validation)
+        check_source(resolved.data.validation, "data.validation")
     raise typer.Exit(compare(resolved, machine, steps, prepare, sys.stdout))

@@ -124,12 +124,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """That the recipe's DeepSpeed file, if it has one, asks for nothing but what the recipe asks for.
+    """That DeepSpeed's keys fit the strategy, and that a DeepSpeed file asks for nothing but what the recipe asks for.
 
     Raises:
         RequestError: everything that contradicts the recipe or has no effect here, by key.
     """
-    file = recipe.parallel.deepspeed_config
+    parallel = recipe.parallel
+    strategy, file = parallel.strategy, parallel.deepspeed_config
+    if file is not None and not strategy.startswith("zero"):
+        raise RequestError(f"parallel.deepspeed_config: has no effect under {strategy}; use zero1, zero2 or zero3")
+    if parallel.offload_parameters and strategy in ("zero1", "zero2"):
+        raise RequestError(f"parallel.offload_parameters: {strategy} keeps whole parameters; use zero3 or fsdp")
     if file is None:
         return
     problems = list(_problems(read_file(file), recipe))
@@ -236,8 +241,7 @@ def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     kind = section.get("type", AUTO)
     if kind != AUTO and _SCHEDULES.get(kind) != ours.schedule:
         yield (
-            f"scheduler.type: {kind} contradicts optimizer.schedule {ours.schedule}; set that to "
-            f"{_SCHEDULES[kind]}"
+            f"scheduler.type: {kind} contradicts optimizer.schedule {ours.schedule}; set that to {_SCHEDULES[kind]}"
             if kind in _SCHEDULES
             else f"scheduler.type: {kind} is not supported; remove the section and use optimizer.schedule"
         )
@@ -353,6 +357,9 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     }
     if stage < 3:
         config["gradient_allreduce_op"] = "sum"
+        # The engine has the norm already. ZeRO-1 in bf16 and offloading cannot do without their own.
+        own_norm = parallel.offload_optimizer or (stage == 1 and dtype == torch.bfloat16)
+        config["zero_optimization"]["compute_grad_norm"] = own_norm
     return config
 
 
