@@ -38,9 +38,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "print([m for m in heavy if m in sys.modules])"
     )
     command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
@@ -54,9 +52,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         (("--resume=",), "error: no recipe given"),
     ],
 )
-def test_wrong_arguments_end_with_2_and_one_message(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_wrong_arguments_end_with_2_and_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     result = trainwright("train", *arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith(message), result.stderr

@@ -63,17 +63,13 @@ def test_the_more_telling_layout_wins() -> None:
 
 
 def test_no_layout_lists_the_fields_there_are() -> None:
-    with pytest.raises(
-        RequestError, match=r"fields title, body, which is none .*question_answer: question and answer"
-    ):
+    with pytest.raises(RequestError, match=r"fields title, body, which is none .*question_answer: question and answer"):
         detect_format(["title", "body"])
 
 
 def test_a_layout_asked_for_needs_its_fields() -> None:
     check_format(["question", "answer", "more"], "question_answer")
-    with pytest.raises(
-        RequestError, match="instruction needs the field output; the rows have instruction, answer"
-    ):
+    with pytest.raises(RequestError, match="instruction needs the field output; the rows have instruction, answer"):
         check_format(["instruction", "answer"], "instruction")
 
 

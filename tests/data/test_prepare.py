@@ -43,8 +43,7 @@ def test_rows_become_tokens_and_targets(tmp_path: Path) -> None:
     ids, targets = found.train.example(3)
     tokenizer = bytes_tokenizer()
     assert tokenizer.decode(ids) == (
-        "<|im_start|>user\nWhat is 3?<|im_end|>\n"
-        "<|im_start|>assistant\nIt is 3, and 9 is its square.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\nIt is 3, and 9 is its square.<|im_end|>\n"
     )
     assert tokenizer.decode(ids[targets]) == "It is 3, and 9 is its square.<|im_end|>"
     assert found.train.report["target_tokens"] == sum(found.train.target_count(i) for i in range(40))
@@ -182,9 +181,7 @@ def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
         f"cache=Path({str(tmp_path / 'cache')!r}))\n"
         "print(found.train.fingerprint, found.summary[-1])"
     )
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [process.communicate()[0].split(maxsplit=1) for process in running]
     assert len({fingerprint for fingerprint, _ in said}) == 1
     assert sum("made now" in line for _, line in said) == 1
@@ -211,9 +208,7 @@ def test_settings_that_cannot_be(tmp_path: Path, data: dict[str, Any], message: 
 
 def test_rows_are_named_by_their_number(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", [*ROWS * 10, {"question": "Q"}])
-    with pytest.raises(
-        RequestError, match=r"a\.jsonl: row 401: the field answer is missing; it has question"
-    ):
+    with pytest.raises(RequestError, match=r"a\.jsonl: row 401: the field answer is missing; it has question"):
         run(tmp_path, train=name)
     name = source(tmp_path / "b.jsonl", [{"title": "x", "body": "y"}])
     with pytest.raises(RequestError, match=r"data\.train: .*b\.jsonl: the rows have the fields title, body"):

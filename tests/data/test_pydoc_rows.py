@@ -43,9 +43,7 @@ def test_the_same_in_every_process_and_whatever_was_imported_or_set() -> None:
     )
     digests = set()
     for flags in ([], ["-OO"]):
-        done = subprocess.run(
-            [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
         assert not done.stderr
         digests.add(done.stdout)
     assert len(digests) == 1

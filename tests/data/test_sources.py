@@ -131,9 +131,7 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
         ("a.xlsx", "x", r"a\.xlsx: rows are read from \.json, "),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(
-    tmp_path: Path, name: str, text: str | bytes, message: str
-) -> None:
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
     source = write(tmp_path / name, text)
     with pytest.raises(RequestError, match=message):
         read_rows(source)

@@ -20,9 +20,7 @@ def dataset(examples: int = 50, seed: int = 0) -> TokenDataset:
     return TokenDataset.from_examples(pairs, fingerprint=f"test-{seed}")
 
 
-def stream(
-    data: TokenDataset, *, size: int = 8, rows: int | None = 2, pack: int | None = 64, **more: int
-) -> Stream:
+def stream(data: TokenDataset, *, size: int = 8, rows: int | None = 2, pack: int | None = 64, **more: int) -> Stream:
     return Stream(data, global_batch_size=size, seed=3, rows=rows, pack_length=pack, **more)
 
 
@@ -73,9 +71,7 @@ def test_micro_batches_do_not_depend_on_the_world_and_rows_change_no_example() -
 
 
 def test_a_number_of_passes_divides_the_rows() -> None:
-    batch = Stream(
-        dataset(), global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None
-    ).global_batch(0)
+    batch = Stream(dataset(), global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None).global_batch(0)
     assert [len(micro.rows) for micro in batch.micro_batches] == [4, 4, 4]
 
 

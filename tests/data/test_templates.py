@@ -98,8 +98,7 @@ TWO_STOPS = (
     "{% if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}"
 )
 NO_PROMPT = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
 )
 NO_STOP = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
@@ -138,15 +137,11 @@ def sentence_piece(specials: list[str], template: str | None, **kwargs: Any) -> 
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     alphabet = [chr(letter) for letter in range(32, 127)] + ["\n", "▁"]
     words = [word for text in CORPUS for word in text.split()]  # no merge across words
-    backend.train_from_iterator(
-        words, BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<unk>"])
-    )
+    backend.train_from_iterator(words, BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<unk>"]))
     return _finish(backend, specials, template, kwargs)
 
 
-def _finish(
-    backend: Tokenizer, specials: list[str], template: str | None, kwargs: Any
-) -> PreTrainedTokenizerFast:
+def _finish(backend: Tokenizer, specials: list[str], template: str | None, kwargs: Any) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **kwargs)
 

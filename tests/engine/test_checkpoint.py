@@ -88,9 +88,7 @@ def test_replicas_share_the_writing_and_leave_nothing_out(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "recipe.yaml"])
 @pytest.mark.parametrize("place", [0, 0.5, 0.999])
-def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(
-    tmp_path: Path, name: str, place: float
-) -> None:
+def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(tmp_path: Path, name: str, place: float) -> None:
     made = save(tmp_path, 10, 20)
     file = made.path(20) / name
     content = bytearray(file.read_bytes())
@@ -101,9 +99,7 @@ def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(
     assert len(refused) == 1 and str(file) in refused[0]
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut", "missing file", "missing manifest", "empty manifest", "empty directory"]
-)
+@pytest.mark.parametrize("damage", ["cut", "missing file", "missing manifest", "empty manifest", "empty directory"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
     made = save(tmp_path, 10, 20)
     file, manifest = made.path(20) / "rank-00000.safetensors", made.path(20) / "manifest.json"
@@ -171,6 +167,4 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert made.latest()[0] is None
     save(tmp_path, 10)
     found, _ = made.latest()
-    assert found is not None and json.loads((found.path / "state.json").read_text()) == {
-        "progress": {"step": 10}
-    }
+    assert found is not None and json.loads((found.path / "state.json").read_text()) == {"progress": {"step": 10}}

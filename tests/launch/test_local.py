@@ -131,9 +131,7 @@ def test_nothing_listens_outside_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to_group", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stop_signal_lets_workers_write_a_checkpoint(
-    tmp_path: Path, number: signal.Signals, to_group: bool
-) -> None:
+def test_stop_signal_lets_workers_write_a_checkpoint(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     logs = tmp_path / "logs"
     with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path, CHECKPOINT_SECONDS="1") as process:
         ready(logs)

@@ -17,9 +17,7 @@ ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
 
 def run(kind: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ENTRIES, f"prepare-{kind}", "1", str(tmp_path / "logs")]
-    return subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
-    )
+    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
 
 
 def test_output_goes_to_the_log(tmp_path: Path) -> None:
@@ -42,9 +40,7 @@ def test_error_is_raised_again_in_the_parent(tmp_path: Path, kind: str, error: s
 
 def test_stop_ends_the_preparation(tmp_path: Path) -> None:
     output = tmp_path / "output"
-    with started(
-        ENTRIES, "prepare-sleep", "1", str(tmp_path / "logs"), cwd=tmp_path, output=output
-    ) as process:
+    with started(ENTRIES, "prepare-sleep", "1", str(tmp_path / "logs"), cwd=tmp_path, output=output) as process:
         wait_for((tmp_path / "preparing").exists)
         children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)

@@ -10,9 +10,7 @@ from trainwright.models.attention import document_attention
 LENGTHS = [1, 7, 33, 2, 50]
 
 
-def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None
-) -> torch.Tensor:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:
     """All documents at once with a dense mask, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
@@ -60,9 +58,7 @@ def test_each_document_sees_itself_alone(window: int | None, softcap: float | No
 
 def test_bf16_is_as_good_as_its_rounding() -> None:
     q, k, v = inputs(torch.bfloat16)
-    output, _ = document_attention(
-        nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS)
-    )
+    output, _ = document_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), plain(q, k, v, None, None), rtol=1e-2, atol=1e-2)
 
@@ -80,9 +76,7 @@ def test_attention_sinks_take_their_part_of_the_weight() -> None:
 
 def test_the_operator_is_right_by_torchs_own_checks() -> None:
     q, k, v = inputs(torch.float32)
-    torch.library.opcheck(
-        torch.ops.trainwright.document_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS))
-    )
+    torch.library.opcheck(torch.ops.trainwright.document_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS)))
 
 
 def test_dropout_drops_and_keeps_the_scale() -> None:

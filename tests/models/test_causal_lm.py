@@ -77,16 +77,12 @@ def examples() -> TokenDataset:
     return TokenDataset.from_examples(pairs, "examples")
 
 
-def loss_and_gradients(
-    model: PreTrainedModel, *, pack: int | None, rows: int
-) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(model: PreTrainedModel, *, pack: int | None, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
     data = examples()
     lm = CausalLM(model, packed=pack is not None).train()
     batch = Stream(data, global_batch_size=12, seed=0, rows=rows, pack_length=pack).global_batch(0)
     lm.zero_grad()
-    losses = [
-        lm(collate(data, micro, packed=pack is not None, pad_token_id=0)) for micro in batch.micro_batches
-    ]
+    losses = [lm(collate(data, micro, packed=pack is not None, pad_token_id=0)) for micro in batch.micro_batches]
     total = torch.stack(losses).sum() / batch.weight
     total.backward()
     return total.item(), {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
@@ -107,9 +103,7 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(name: str) -
 def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
     model = build(name).eval()
     data = examples()
-    micro = (
-        Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=256).global_batch(0).micro_batches[0]
-    )
+    micro = Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=256).global_batch(0).micro_batches[0]
     batch = collate(data, micro, packed=True, pad_token_id=0)
     head = model.get_output_embeddings()
     alone = []
@@ -123,9 +117,7 @@ def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
 
 def probe() -> Any:
     data = examples()
-    micro = (
-        Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
-    )
+    micro = Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
     return collate(data, micro, packed=True, pad_token_id=0)
 
 

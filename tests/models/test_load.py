@@ -114,9 +114,7 @@ def test_directory_gives_its_weights_in_memory_of_their_own(tmp_path: Path) -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.training
     assert all(torch.equal(source[k], v) for k, v in model.state_dict().items())
-    assert all(
-        p.data_ptr() % 64 == 0 and p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()
-    )
+    assert all(p.data_ptr() % 64 == 0 and p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
     half = load_model(ModelSection(name=str(tmp_path)), torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 

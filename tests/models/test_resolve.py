@@ -109,16 +109,12 @@ def test_id_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(load_tokenizer(ModelSection(config=CONFIG, tokenizer="someone/small"))) == 259
 
 
-def test_unknown_id_fails_at_once_with_what_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_id_fails_at_once_with_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     began = time.perf_counter()
     message = refusal(ModelSection(name="HuggingFaceTB/SmolLM2-135M-Instuct"))
     assert time.perf_counter() - began < 5
-    assert message.startswith(
-        "model.name: HuggingFaceTB/SmolLM2-135M-Instuct was not found: no such local path"
-    )
+    assert message.startswith("model.name: HuggingFaceTB/SmolLM2-135M-Instuct was not found: no such local path")
     assert "did you mean HuggingFaceTB/SmolLM2-135M-Instruct?" in message
     assert "give a local directory" in message
     with pytest.raises(RequestError, match=r"model\.tokenizer: some/tokenizer was not found"):

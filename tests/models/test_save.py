@@ -63,9 +63,7 @@ def test_transformers_loads_the_same_weights(kind: str, tmp_path: Path) -> None:
     assert type(loaded) is type(model)
     expected = model.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
-    assert all(
-        torch.equal(v, expected[k]) and v.dtype == expected[k].dtype for k, v in loaded.state_dict().items()
-    )
+    assert all(torch.equal(v, expected[k]) and v.dtype == expected[k].dtype for k, v in loaded.state_dict().items())
     ids = torch.arange(10).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)

@@ -148,18 +148,14 @@ def test_stopped_run_is_not_offered_as_a_model() -> None:
 
 def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    output = shown(
-        start(), step(1), {"event": "notice", "message": "[bold] stays as it is"}, step(10), terminal=True
-    )
+    output = shown(start(), step(1), {"event": "notice", "message": "[bold] stays as it is"}, step(10), terminal=True)
     assert "10/10" in output
     assert "note: [bold] stays as it is" in output
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor comes back
 
 
 def test_nan_loss_and_a_file_that_cannot_be_written_are_shown() -> None:
-    output = shown(
-        start(), {**step(1, float("nan")), "write_error": "no space left"}, {**step(10), "write_error": "x"}
-    )
+    output = shown(start(), {**step(1, float("nan")), "write_error": "no space left"}, {**step(10), "write_error": "x"})
     assert "loss nan" in output
     assert output.count("events.jsonl cannot be written") == 1
 

@@ -56,23 +56,17 @@ def test_evaluations_and_checkpoints_done_over_are_replaced_too(tmp_path: Path) 
 
 def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
     evaluate = {"event": "evaluate", "step": 0, "metrics": {"loss": 1.0}}
-    path = write(
-        tmp_path / "events.jsonl", [start(), evaluate, *steps(1, 3, 1), start(), evaluate, *steps(1, 2, 2)]
-    )
+    path = write(tmp_path / "events.jsonl", [start(), evaluate, *steps(1, 3, 1), start(), evaluate, *steps(1, 2, 2)])
     assert losses(path) == [(1, 2.0), (2, 2.0)]
     assert [event["event"] for event in read_events(path)].count("evaluate") == 1
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "events.jsonl", [{"event": "evaluate", "step": 1, "metrics": {"loss": "nan", "x": "inf"}}]
-    )
+    path = write(tmp_path / "events.jsonl", [{"event": "evaluate", "step": 1, "metrics": {"loss": "nan", "x": "inf"}}])
     metrics = read_events(path)[0]["metrics"]
     assert math.isnan(metrics["loss"]) and metrics["x"] == math.inf
 
 
-@pytest.mark.parametrize(
-    ("value", "step"), [(None, None), (0, 0), (40, 40), ("runs/x/checkpoints/step-00000040", 40)]
-)
+@pytest.mark.parametrize(("value", "step"), [(None, None), (0, 0), (40, 40), ("runs/x/checkpoints/step-00000040", 40)])
 def test_resumed_step(value: object, step: int | None) -> None:
     assert resumed_step(start(value)) == step

@@ -47,7 +47,5 @@ def test_nothing_of_tensorboard_is_imported_before_the_first_step(tmp_path: Path
         "print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
     )
     command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

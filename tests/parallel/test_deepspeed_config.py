@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
+from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
 from trainwright.parallel import deepspeed_config
 from trainwright.parallel.deepspeed_config import check, check_installed, read_file, settings
@@ -199,6 +201,38 @@ def test_a_run_with_a_file_is_the_run_without(runs: Runs, tmp_path: Path) -> Non
     run = runs.trained(*few, "parallel.num_processes=2", f"parallel.deepspeed_config={file}", *OFFLOADING)
     assert difference(column(run, "loss"), column(one, "loss")) < 1e-5
     assert difference(column(run, "grad_norm"), column(one, "grad_norm")) < 1e-5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_tuning_changes_nothing_but_the_speed(runs: Runs, tmp_path: Path) -> None:
+    tuning = {
+        # Less than the largest parameter has.
+        "reduce_bucket_size": 3000,
+        "allgather_bucket_size": 3000,
+        "stage3_prefetch_bucket_size": 3000,
+        "stage3_max_live_parameters": 1000,
+        "stage3_max_reuse_distance": 1000,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 5000,
+        "overlap_comm": True,
+        # Another order of the parameters in the partitions, and gaps between them.
+        "round_robin_gradients": True,
+        "parameter_alignment": True,
+    }
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": tuning}))
+    few = ("train.max_steps=6", "train.micro_batch_size=1", "data.validation=8")
+    one = train(runs, {"single": Case((*few, "parallel.strategy=single"))}, 1)["single"]
+    stages = ("zero1", "zero2", "zero3")
+    tuned = {
+        stage: Case((*few, f"parallel.strategy={stage}", f"parallel.deepspeed_config={file}"), 3, str(tmp_path / stage))
+        for stage in stages
+    }
+    begun = train(runs, tuned, 2)
+    plain = {stage: Case((*few, "parallel.strategy=ddp"), None, str(tmp_path / stage)) for stage in stages}
+    continued = train(runs, plain, 2)
+    for stage, name in itertools.product(stages, ("loss", "grad_norm")):
+        assert difference(begun[stage].column(name) + continued[stage].column(name), one.column(name)) < 1e-5
 
 
 def test_a_contradiction_ends_the_run_with_2(runs: Runs, tmp_path: Path) -> None:

@@ -77,9 +77,7 @@ def test_numbers_inside_a_model_config_are_numbers_too(write: Write) -> None:
 
 
 def test_no_is_the_word_and_yes_or_no_are_still_truth_values_where_those_are_wanted(write: Write) -> None:
-    recipe = load_recipe(
-        write(SMALLEST + "train: {mixed_precision: no, compile: no}\nlogging: {tensorboard: yes}\n")
-    )
+    recipe = load_recipe(write(SMALLEST + "train: {mixed_precision: no, compile: no}\nlogging: {tensorboard: yes}\n"))
     assert recipe.train.mixed_precision == "no"
     assert recipe.train.compile is False
     assert recipe.logging.tensorboard is True
@@ -203,9 +201,7 @@ def test_floats_survive_a_dump_to_the_last_bit(write: Write) -> None:
 
 def test_an_annotated_dump_says_where_each_value_was_written(write: Write) -> None:
     write("train:\n  seed: 1\n  max_steps: 5\n", "base.yaml")
-    loaded = load_with_origins(
-        write("include: base.yaml\n" + SMALLEST + "train: {seed: 2}\n"), ["train.max_steps=7"]
-    )
+    loaded = load_with_origins(write("include: base.yaml\n" + SMALLEST + "train: {seed: 2}\n"), ["train.max_steps=7"])
     lines = [line.strip() for line in dump_recipe(loaded.recipe, loaded.origins).splitlines()]
     assert "seed: 2  # run.yaml:5" in lines
     assert "max_steps: 7  # override 'train.max_steps=7'" in lines

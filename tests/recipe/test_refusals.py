@@ -231,9 +231,7 @@ def test_a_wrong_item_of_a_list_has_its_own_line(refusal: Refusal) -> None:
         ),
     ],
 )
-def test_values_that_contradict_each_other(
-    refusal: Refusal, overrides: list[str], key: str, names: list[str]
-) -> None:
+def test_values_that_contradict_each_other(refusal: Refusal, overrides: list[str], key: str, names: list[str]) -> None:
     [line] = refusal("", *overrides)
     assert line.startswith("override ") or line.startswith("run.yaml:")
     assert f": {key}: " in line
@@ -349,9 +347,6 @@ def test_an_override_without_a_usable_value(refusal: Refusal) -> None:
     ]
     assert refusal("", "evaluate.prompts=[a")[0].startswith("override 'evaluate.prompts=[a': not valid YAML")
     assert refusal("", "train={seed: 1, seed: 2}") == [
-        "override 'train={seed: 1, seed: 2}': train.seed: given twice, first in the same value; "
-        "keep one of the two"
+        "override 'train={seed: 1, seed: 2}': train.seed: given twice, first in the same value; keep one of the two"
     ]
-    assert refusal("", "include=base.yaml") == [
-        "override 'include=base.yaml': include belongs in the recipe file"
-    ]
+    assert refusal("", "include=base.yaml") == ["override 'include=base.yaml': include belongs in the recipe file"]

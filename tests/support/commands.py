@@ -25,9 +25,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **fixed, "PYTHONPATH": path, **more}
 
 
-def trainwright(
-    *arguments: str, cwd: Path, timeout: float = 240, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def trainwright(*arguments: str, cwd: Path, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `trainwright ARGUMENTS` in `cwd` to its end."""
     command = [sys.executable, "-m", "trainwright", *arguments]
     return subprocess.run(
@@ -36,9 +34,7 @@ def trainwright(
 
 
 @contextlib.contextmanager
-def started(
-    *command: str, cwd: Path, output: Path | None = None, **variables: str
-) -> Iterator[subprocess.Popen[str]]:
+def started(*command: str, cwd: Path, output: Path | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Start a Python process (`command` follows the interpreter), in a process group of its own.
 
     Its output goes to the file `output` when given (a pipe nobody reads would block it). On leaving, what is

@@ -89,9 +89,7 @@ def main() -> int:
         if kind == "finish":  # the others save the seconds that importing transformers takes
             preload_libraries()
         if kind.startswith("prepare-"):
-            run_in_child(
-                functools.partial(prepare, kind.removeprefix("prepare-")), logs / "prepare.log", stopping
-            )
+            run_in_child(functools.partial(prepare, kind.removeprefix("prepare-")), logs / "prepare.log", stopping)
             return 0
         from trainwright.launch.local import launch
 

@@ -92,7 +92,5 @@ class TokenDataset:
     def open(cls, directory: Path) -> TokenDataset:
         """Map a saved dataset; pages are read as they are needed and shared between processes."""
         about = json.loads((directory / "dataset.json").read_text())
-        arrays = [
-            np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("tokens", "targets", "offsets")
-        ]
+        arrays = [np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("tokens", "targets", "offsets")]
         return cls(arrays[0], arrays[1], np.asarray(arrays[2]), about["fingerprint"], about["report"])

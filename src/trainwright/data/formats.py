@@ -52,9 +52,7 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = ()) -> str
         if filled and set(fields) <= set(columns):
             return name
     layouts = "; ".join(f"{name}: {' and '.join(fields)}" for name, fields in REQUIRED.items())
-    raise RequestError(
-        f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({layouts})"
-    )
+    raise RequestError(f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({layouts})")
 
 
 def check_format(columns: Sequence[str], layout: str) -> None:
@@ -62,8 +60,7 @@ def check_format(columns: Sequence[str], layout: str) -> None:
     missing = [field for field in REQUIRED[layout] if field not in columns]
     if missing:
         raise RequestError(
-            f"data.format {layout} needs the field {' and '.join(missing)}; "
-            f"the rows have {', '.join(columns)}"
+            f"data.format {layout} needs the field {' and '.join(missing)}; the rows have {', '.join(columns)}"
         )
 
 
@@ -154,9 +151,7 @@ def _turn(item: Any, place: str) -> Message:
         raise RequestError(f"{place} has the role {said!r}; known are {', '.join(_ROLES)}")
     for extra in ("tool_calls", "reasoning_content", "thinking"):
         if item.get(extra):
-            raise RequestError(
-                f"{place} has {extra}, which cannot be trained on yet; write it into the content"
-            )
+            raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
     text = _content(content, place)
     if not text.strip() and role != "system":  # an empty system turn switches some models' default off
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")

@@ -155,9 +155,7 @@ def _split_line(train: TokenDataset, validation: TokenDataset | None, separate: 
     return f"{line}, {len(validation):,} ({validation.token_count:,} tokens) to validate, {how}"
 
 
-def _save(
-    directory: Path, train: TokenDataset, validation: TokenDataset | None, about: dict[str, Any]
-) -> None:
+def _save(directory: Path, train: TokenDataset, validation: TokenDataset | None, about: dict[str, Any]) -> None:
     """All of it under its name or nothing."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))

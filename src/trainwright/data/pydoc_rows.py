@@ -87,9 +87,7 @@ def pydoc_rows() -> list[dict[str, str]]:
     command = [sys.executable, "-I", "-S", "-B", "-W", "ignore", str(Path(__file__).resolve())]
     done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}"
-        )
+        raise RuntimeError(f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}")
     rows: list[dict[str, str]] = json.loads(done.stdout)
     return rows
 
@@ -154,9 +152,7 @@ def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, st
         value = vars(module).get(key)
         owner = getattr(value, "__module__", None)
         # A name that came in through an import is documented where it lives; C modules say `_io` for `io`.
-        if isinstance(value, types.ModuleType) or (
-            isinstance(owner, str) and not _same_home(owner, name, module)
-        ):
+        if isinstance(value, types.ModuleType) or (isinstance(owner, str) and not _same_home(owner, name, module)):
             continue
         label = key if name == "builtins" else f"{name}.{key}"
         if inspect.isclass(value):

@@ -91,9 +91,7 @@ def _jsonl(path: Path) -> Iterator[LocatedRow]:
                 value = json.loads(raw)
             except json.JSONDecodeError as error:
                 hint = "; is it JSON (.json)?" if line == 1 and raw.strip() in (b"[", b"{") else ""
-                raise RequestError(
-                    f"{path}:{line}: not JSON: {error.msg} (column {error.colno}){hint}"
-                ) from None
+                raise RequestError(f"{path}:{line}: not JSON: {error.msg} (column {error.colno}){hint}") from None
             except UnicodeDecodeError:
                 raise RequestError(f"{path}:{line}: not UTF-8 text") from None
             yield line, _row(path, line, value)
@@ -194,9 +192,7 @@ def _is_object(line: str) -> bool:
 
 def _row(path: Path, line: int, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise RequestError(
-            f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}"
-        )
+        raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
     return value
 
 

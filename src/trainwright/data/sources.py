@@ -141,9 +141,7 @@ def _missing(path: Path) -> str:
     if not path.parent.is_dir():
         return f"{path}: there is no directory {path.parent}"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
-    meant = (
-        f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
-    )
+    meant = f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
     return f"no file {path}{meant}"
 
 
@@ -215,9 +213,7 @@ def _hub_rows(source: str, limit: int | None, key: str) -> Dataset:
             fix = "the Hub cannot be reached from here and no copy is in the cache; give a local file instead"
             raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise RequestError(
-            f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}"
-        ) from None
+        raise RequestError(f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}") from None
     if not len(rows):
         raise RequestError(f"{key}: {source} holds no rows")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))

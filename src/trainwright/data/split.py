@@ -28,8 +28,7 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if wanted >= total:
         raise RequestError(
-            f"data.validation: {validation} of {total:,} examples leaves none to train on; "
-            "lower it, or set it to null"
+            f"data.validation: {validation} of {total:,} examples leaves none to train on; lower it, or set it to null"
         )
     groups: dict[bytes, list[int]] = {}
     for index, content in enumerate(hashes):

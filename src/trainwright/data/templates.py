@@ -132,20 +132,14 @@ class ChatEncoder:
         # What every turn is closed with, if another follows.
         self._closing = after.removesuffix(header) if header else after
         if not self._stop(self._render([[user, assistant]])[0].partition(_PROBE)[2], last=True):
-            self.notes.append(
-                f"the chat template of {self.name} writes no stop token after an assistant turn"
-            )
+            self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
         try:
-            system = self._render(
-                [[{"role": "system", "content": _PROBE}, user, assistant | {"content": "A"}]]
-            )
+            system = self._render([[{"role": "system", "content": _PROBE}, user, assistant | {"content": "A"}]])
             self._folds_system = _PROBE not in system[0]
         except TurnsError:
             self._folds_system = True
 
-    def _render(
-        self, conversations: Sequence[Sequence[Message]], *, generation_prompt: bool = False
-    ) -> list[str]:
+    def _render(self, conversations: Sequence[Sequence[Message]], *, generation_prompt: bool = False) -> list[str]:
         def render(some: Sequence[Sequence[Message]]) -> Any:
             plain = [[{"role": m["role"], "content": m["content"]} for m in one] for one in some]
             return self._tokenizer.apply_chat_template(
@@ -227,11 +221,7 @@ class ChatEncoder:
         if not text.startswith(before):
             return None
         # Without a generation prompt, a space between the user's turn and the answer is the model's to write.
-        if (
-            len(prompt) < len(before)
-            and text.startswith(prompt)
-            and text[len(prompt) : len(before)].isspace()
-        ):
+        if len(prompt) < len(before) and text.startswith(prompt) and text[len(prompt) : len(before)].isspace():
             return len(prompt)
         return len(before)
 
@@ -266,9 +256,7 @@ def _replaced(conversation: list[Message], turn: int) -> list[Message]:
 
 def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Matches any token that is more than text; the longest first."""
-    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(
-        tokenizer.all_special_tokens
-    )
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 

@@ -108,13 +108,9 @@ class TokenRows:
                 f"{self.max_length:,}, {self.cut_tokens:,} tokens lost"
             )
         if self.without_target:
-            lines.append(
-                f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept"
-            )
+            lines.append(f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept")
         if self.duplicates:
-            lines.append(
-                f"{name}: {self.duplicates:,} rows repeat an earlier one token by token; they are kept"
-            )
+            lines.append(f"{name}: {self.duplicates:,} rows repeat an earlier one token by token; they are kept")
         return lines + [f"{name}: {note}" for note in self.notes]
 
 
@@ -187,11 +183,7 @@ def _encoder_notes(encoder: ChatEncoder) -> list[str]:
 
 
 def _text_notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return (
-        []
-        if tokenizer.eos_token is not None
-        else ["the tokenizer has no end-of-text token to end a text with"]
-    )
+    return [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token to end a text with"]
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:

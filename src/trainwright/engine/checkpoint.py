@@ -53,9 +53,7 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
 
-    def save(
-        self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str
-    ) -> Saved:
+    def save(self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str) -> Saved:
         """Write the checkpoint of ``step``; ``state`` is the same on every rank.
 
         Raises:
@@ -238,9 +236,7 @@ def _own(shards: Mapping[str, Shard]) -> list[str]:
     return own
 
 
-def _finish(
-    scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict[str, Any], recipe: str
-) -> None:
+def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict[str, Any], recipe: str) -> None:
     """Add what is not a tensor, then the manifest, and give the checkpoint its name."""
     manifest: dict[str, Any] = {"format": _FORMAT, "files": {}, "tensors": {}}
     for part in parts:

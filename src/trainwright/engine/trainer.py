@@ -199,9 +199,7 @@ class Trainer:
         )
         self.strategy.discard_gradients()
         rank = next((rank for rank, found in enumerate(by_rank) if found), self.world.rank)
-        self.events.emit(
-            "fault", kind="non_finite", rank=rank, detail=detail, action="stop", step=step
-        )
+        self.events.emit("fault", kind="non_finite", rank=rank, detail=detail, action="stop", step=step)
         raise TrainingError(f"training stopped: {detail}")
 
     def _due(self, every: int | None) -> bool:
@@ -230,14 +228,10 @@ class Trainer:
         try:
             saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self.recipe_text)
         except CheckpointError as error:
-            self.events.emit(
-                "fault", kind="checkpoint", rank=0, detail=str(error), action="continue", step=step
-            )
+            self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action="continue", step=step)
             return
         self._saved_step = step
-        self.events.emit(
-            "checkpoint", step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds
-        )
+        self.events.emit("checkpoint", step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds)
         if self.world.is_main:
             self.checkpoints.prune(self.progress.best_step)
 

@@ -140,9 +140,7 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
     raise getattr(errors, kind, TrainingError)(message)
 
 
-def _await_answer(
-    receiver: multiprocessing.connection.Connection, stopping: Stopping
-) -> tuple[str, str] | None:
+def _await_answer(receiver: multiprocessing.connection.Connection, stopping: Stopping) -> tuple[str, str] | None:
     while not receiver.poll(0.1):
         if stopping.requested:
             raise Stopped("stopped before the first step; nothing was kept")
@@ -153,9 +151,7 @@ def _await_answer(
     return answer
 
 
-def _child(
-    work: Callable[[], None], log: Path, parent: int, sender: multiprocessing.connection.Connection
-) -> None:
+def _child(work: Callable[[], None], log: Path, parent: int, sender: multiprocessing.connection.Connection) -> None:
     restore_default_signals()
     # A ctrl-C at the terminal reaches the parent too, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -61,9 +61,7 @@ def document_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnpackableError(f"{type(module).__name__} is not told where packed documents begin")
     if kwargs.get("position_bias") is not None or is_causal is False:
-        raise UnpackableError(
-            f"{type(module).__name__} needs an attention that packed training does not have"
-        )
+        raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     plain = not dropout and softcap is None and s_aux is None
@@ -239,9 +237,7 @@ def _flash_cpu_backward(
 
 def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Room for the gradients, in the memory order [1, T, H, D] the projections around attention want."""
-    query, key, value = (
-        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in tensors
-    )
+    query, key, value = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in tensors)
     return query, key, value
 
 
@@ -271,9 +267,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     query, key, value, boundaries, output, logsumexp = ctx.saved_tensors
-    grads = _flash_cpu_backward(
-        grad, query, key, value, output, logsumexp, boundaries, ctx.scale, ctx.longest
-    )
+    grads = _flash_cpu_backward(grad, query, key, value, output, logsumexp, boundaries, ctx.scale, ctx.longest)
     return (*grads, None, None, None)
 
 

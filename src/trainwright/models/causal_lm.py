@@ -58,9 +58,7 @@ class CausalLM(nn.Module):
         """Negative log-likelihood of every target in nats [N], fp32, without gradients."""
         return token_statistics(*self._at_targets(batch), **self._head)[0]
 
-    def _at_targets(
-        self, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
         hidden = self._hidden(batch)
         head = self.model.get_output_embeddings()
@@ -146,9 +144,7 @@ def check_model(model: CausalLM, batch: Batch) -> None:
         model.train(training)
     name = type(model.model).__name__
     if problem is not None and model.packed:
-        raise RequestError(
-            f"data.pack_length: {name} does not keep packed documents apart ({problem}); set it to null"
-        )
+        raise RequestError(f"data.pack_length: {name} does not keep packed documents apart ({problem}); set it to null")
     if problem is not None:
         raise RequestError(f"model: {name} computes its logits in a way that is not known here ({problem})")
 

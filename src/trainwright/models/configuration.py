@@ -39,8 +39,7 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     size = fields.setdefault("vocab_size", len(tokenizer))
     if isinstance(size, int) and size < len(tokenizer):
         raise RequestError(
-            f"model.config.vocab_size: {size:,} is less than the tokenizer's {len(tokenizer):,} tokens; "
-            "leave it out"
+            f"model.config.vocab_size: {size:,} is less than the tokenizer's {len(tokenizer):,} tokens; leave it out"
         )
     for name in SPECIAL_IDS:
         fields.setdefault(name, getattr(tokenizer, name))

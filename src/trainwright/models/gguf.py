@@ -126,9 +126,7 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        str(file.parent), gguf_file=file.name, local_files_only=True
-    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     kind = facts.get("tokenizer.ggml.pre", "default")
     if facts.get("tokenizer.ggml.model") != "gpt2" or kind in GGUF_PRE_TOKENIZER_SPLITS:
         return tokenizer
@@ -137,10 +135,7 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif kind not in GPT2_PRE_TOKENIZERS:
-        notify(
-            f"{file.name}: its pre-tokenizer {kind!r} is not known, GPT-2's is used; "
-            "set model.tokenizer to be sure"
-        )
+        notify(f"{file.name}: its pre-tokenizer {kind!r} is not known, GPT-2's is used; set model.tokenizer to be sure")
     return tokenizer
 
 

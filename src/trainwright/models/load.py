@@ -44,9 +44,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     else:
         source = resolve(model)
         if source.directory is None:
-            raise RequestError(
-                'model.tokenizer: a fresh model needs one: "bytes" (built in), an id or a directory'
-            )
+            raise RequestError('model.tokenizer: a fresh model needs one: "bytes" (built in), an id or a directory')
         tokenizer = _tokenizer_from(source.directory, "model.name")
     if model.chat_template is not None:
         tokenizer.chat_template = _chat_template(model.chat_template)
@@ -167,9 +165,7 @@ def _config_from(directory: Path) -> PretrainedConfig:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RequestError(f"model.name: {directory} is {config.model_type}, no causal language model")
     if getattr(config, "quantization_config", None) is not None:
-        raise RequestError(
-            f"model.name: {directory} has quantised weights, which cannot be trained; use the full ones"
-        )
+        raise RequestError(f"model.name: {directory} has quantised weights, which cannot be trained; use the full ones")
     return config
 
 

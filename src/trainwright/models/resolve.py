@@ -116,9 +116,7 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
             index = json.loads((directory / "model.safetensors.index.json").read_text())
             shards = sorted(set(index["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RequestError(
-                f"{key}: {directory}/model.safetensors.index.json is damaged: {error}"
-            ) from error
+            raise RequestError(f"{key}: {directory}/model.safetensors.index.json is damaged: {error}") from error
         if missing := [s for s in shards if s not in files]:
             raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
         return [directory / s for s in shards]
@@ -128,9 +126,7 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
             "run any code when loaded; convert them first: https://huggingface.co/spaces/safetensors/convert"
         )
     if ggufs := [f for f in files if f.endswith(".gguf")]:
-        raise RequestError(
-            f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}"
-        )
+        raise RequestError(f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}")
     raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
 
 

@@ -88,9 +88,7 @@ def _checked(
         yield from revert_weight_conversion(model, dict(items)).items()
 
 
-def _expected(
-    items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _expected(items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     left_out = {*(model.all_tied_weights_keys or {}), *(model._keys_to_ignore_on_save or ())}
     missing = shapes.keys() - left_out
@@ -98,9 +96,7 @@ def _expected(
         if name not in shapes:
             raise TrainingError(f"the model cannot be saved: {name} is no tensor of {type(model).__name__}")
         if tuple(value.shape) != shapes[name]:
-            raise TrainingError(
-                f"the model cannot be saved: {name} is {tuple(value.shape)}, not {shapes[name]}"
-            )
+            raise TrainingError(f"the model cannot be saved: {name} is {tuple(value.shape)}, not {shapes[name]}")
         if name in missing:
             missing.remove(name)
             yield name, value
@@ -132,9 +128,7 @@ def _write_weights(
         size = 0
 
     for name, value in items:
-        stored = (
-            value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
-        )
+        stored = value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
         if shard and size + stored.nbytes > shard_bytes:
             write()
         shard[name] = stored

@@ -118,9 +118,7 @@ def _banner(event: Event) -> list[tuple[str, str]]:
     rows = [("task", str(event["task"]))]
     if "run_directory" in event:
         resumed = resumed_step(event)
-        rows.append(
-            ("run", f"{event['run_directory']}" + (f", resumed at step {resumed}" if resumed else ""))
-        )
+        rows.append(("run", f"{event['run_directory']}" + (f", resumed at step {resumed}" if resumed else "")))
     if "weights" in event:
         rows.append(("model", str(event["weights"])))
     rows.append(("parameters", _parameters(event)))

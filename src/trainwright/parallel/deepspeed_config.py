@@ -181,14 +181,17 @@ def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
         return "optimizer.max_grad_norm", recipe.optimizer.max_grad_norm or 0.0
     if key == "train_micro_batch_size_per_gpu":
         return "train.micro_batch_size", train.micro_batch_size if train.micro_batch_size != AUTO else None
-    steps: int | None = None
-    if train.gradient_accumulation_steps != AUTO:
-        steps = train.gradient_accumulation_steps
-    elif train.micro_batch_size != AUTO and recipe.data.pack_length is None:
-        if recipe.parallel.num_processes != AUTO:
-            passes = math.ceil(train.global_batch_size / train.micro_batch_size)
-            steps = math.ceil(passes / recipe.parallel.num_processes)
-    return "train.gradient_accumulation_steps", steps
+    return "train.gradient_accumulation_steps", _passes(recipe)
+
+
+def _passes(recipe: Recipe) -> int | None:
+    """Micro-batches a process runs every step; None when that depends on how examples fill packs."""
+    train, processes = recipe.train, recipe.parallel.num_processes
+    if isinstance(train.gradient_accumulation_steps, int):
+        return train.gradient_accumulation_steps
+    if recipe.data.pack_length is None and isinstance(train.micro_batch_size, int) and isinstance(processes, int):
+        return math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / processes)
+    return None
 
 
 def _agrees(key: str, value: Any, ours: str, expected: Any) -> Iterator[str]:

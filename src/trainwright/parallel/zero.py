@@ -8,25 +8,17 @@ summed, and where a step's gradients end is said by the engine.
 
 from __future__ import annotations
 
-import importlib
-import itertools
-import logging
 import math
-import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
-from trainwright.errors import RequestError
-from trainwright.parallel.deepspeed_config import check_installed, settings
+from trainwright.parallel.deepspeed_config import settings
+from trainwright.parallel.deepspeed_engine import hooks, import_deepspeed, set_hooks, start_engine
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.shards import Shard
@@ -36,23 +28,18 @@ from trainwright.parallel.zero_partitions import Piece, chunks, partitions
 from trainwright.parallel.zero_rows import covering_rows, row_blocks
 from trainwright.recipe.schema import ParallelSection
 
-# Submodules' hooks, by the names under which torch keeps them.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
-_TIMEOUT = timedelta(minutes=30)
-
 
 class Zero:
     """A model sharded by DeepSpeed.
-
-    Raises:
-        RequestError: a parameter that DeepSpeed cannot shard.
-        MachineError: DeepSpeed is not installed.
 
     Args:
         module: fp32, on the CPU, its trainable parameters marked.
         dtype: what the forward and backward passes compute in. Masters, reduction and accumulation are fp32.
         parallel: the recipe's section; its DeepSpeed file has been checked against the recipe.
+
+    Raises:
+        RequestError: a parameter that DeepSpeed cannot shard.
+        MachineError: DeepSpeed is not installed.
     """
 
     def __init__(
@@ -67,24 +54,16 @@ class Zero:
         self.name = name
         self.world = world
         self._sharded = name == "zero3"
-        _refuse_scalars(module)
-        deepspeed = _import_deepspeed(world)
-        self._gather = deepspeed.zero.GatheredParameters
+        self._gather = import_deepspeed(world).zero.GatheredParameters
         self._model = module
         self._names = {parameter: key for key, parameter in module.named_parameters()}
         optimizer = make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
         self._optimizer = optimizer
         originals = self._set_precision(dtype)
-        self._hooks = [{hook: getattr(part, hook) for hook in _HOOKS} for part in module.modules()]
+        self._hooks = hooks(module)
         config = settings(parallel, dtype, module)
-        with _local_rank(world):
-            if self._sharded:
-                self._shard(deepspeed, config)
-            _keep_hooks_apart(module)
-            self._engine = _engine(deepspeed, module, optimizer, config)
+        self._engine = start_engine(world, module, optimizer, config, cut=self._sharded)
         self.module: nn.Module = self._engine
-        if self._sharded:
-            _gather_unseen(self._engine.optimizer.parameter_offload)
         self._partitions = partitions(self._engine.optimizer)
         self._pieces = self._partitions.pieces(self._names, world.rank, world.size)
         self._restore_masters(originals)
@@ -105,12 +84,6 @@ class Zero:
                 parameter.data = parameter.data.to(dtype)
         return originals
 
-    def _shard(self, deepspeed: Any, config: dict[str, Any]) -> None:
-        """Cut one parameter after the other, so that the device never holds them all."""
-        deepspeed.zero.Init(module=self._model, config_dict_or_path=config, dtype=next(iter(self._names)).dtype)
-        for buffer in self._model.buffers():
-            buffer.data = buffer.data.to(self.world.device)
-
     def _restore_masters(self, originals: dict[str, torch.Tensor]) -> None:
         """DeepSpeed makes its masters from the low-precision weights; a run starts from the full ones."""
         masters = self._partitions.masters()
@@ -127,8 +100,9 @@ class Zero:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
-        square = sum(float(squared_norm(part)) for part in self._partitions.gradients())
-        return math.sqrt(self.world.sum([square])[0])
+        squares = [squared_norm(part) for part in self._partitions.gradients()]
+        own = float(torch.stack(squares).sum()) if squares else 0.0
+        return math.sqrt(self.world.sum([own])[0])
 
     def step(self, learning_rate: float, scale: float) -> None:
         for group in self._optimizer.param_groups:
@@ -162,7 +136,7 @@ class Zero:
                 shards[f"model.{name}"] = Shard.whole(parameter, rank, size)
         for name, buffer in self._buffers():
             shards[f"model.{name}"] = Shard.whole(buffer, rank, size)
-        for dtype in {local.dtype for _, local in tensors.values()}:
+        for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in one order on all ranks
             alike = {name: item for name, item in tensors.items() if item[1].dtype == dtype}
             shards.update(row_blocks(alike, rank, size))
         return shards
@@ -205,7 +179,8 @@ class Zero:
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         masters = self._partitions.masters()
-        for name, parameter in self._model.named_parameters():
+        named: Iterator[tuple[str, Any]] = self._model.named_parameters()
+        for name, parameter in named:
             piece = self._pieces.get(name)
             if piece is not None:
                 yield name, self._assemble(piece, piece.of(masters[piece.group].detach()))
@@ -231,27 +206,29 @@ class Zero:
                 yield name, parameter
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        persistent = {key for key, value in _state_names(self._model)}
+        persistent = set(self._model.state_dict(keep_vars=True))
         for name, buffer in self._model.named_buffers():
             if name in persistent:
                 yield name, buffer
 
     def layout(self) -> Layout:
-        parameters = {name: parameter for parameter, name in self._names.items() if name in self._pieces}
+        parameters: dict[str, Any] = {
+            name: parameter for parameter, name in self._names.items() if name in self._pieces
+        }
         name = max(self._pieces, key=lambda key: math.prod(self._pieces[key].shape))
         piece, masters = self._pieces[name], self._partitions.masters()
-        parameter: Any = parameters[name]
+        parameter = parameters[name]
         ranks = dist.get_world_size(self._engine.optimizer.dp_process_group)
         if self._sharded:
-            rests, local = parameter.ds_tensor, (piece.size,)
+            rests = parameter.ds_tensor
             held = sum(max(p.ds_tensor.numel(), p.numel()) for p in parameters.values())
         else:
-            rests, local = parameter, piece.shape
+            rests = parameter
             held = sum(p.numel() for p in parameters.values())
         return Layout(
             parameter=name,
             shape=piece.shape,
-            local_shape=local,
+            local_shape=(piece.size,) if self._sharded else piece.shape,
             placement=placement("flat", ranks, 1) if self._sharded else placement("whole", 1, ranks),
             forward_dtype=dtype_name(p.dtype for p in self._names if p.is_floating_point()),
             master_dtype=dtype_name(master.dtype for master in masters),
@@ -271,22 +248,13 @@ class Zero:
             return
         # DeepSpeed's hooks would free each layer when it has run, and gather it again for the next token, with every
         # rank taking part; ranks write answers of different lengths.
-        installed = [{hook: getattr(part, hook) for hook in _HOOKS} for part in self._model.modules()]
+        installed = hooks(self._model)
         with self._gather(list(self._model.parameters())):
-            _set_hooks(self._model, self._hooks)
+            set_hooks(self._model, self._hooks)
             try:
                 yield self._model
             finally:
-                _set_hooks(self._model, installed)
-
-
-def _refuse_scalars(module: nn.Module) -> None:
-    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise RequestError(
-            f"parallel.strategy: DeepSpeed cannot take parameters without dimensions ({', '.join(scalars[:5])}); "
-            "use fsdp or ddp for this model"
-        )
+                set_hooks(self._model, installed)
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:
@@ -301,81 +269,3 @@ def _fill(piece: Piece, local: torch.Tensor, name: str, read: Callable[[str, Sha
     if piece.size:
         rows, inside = covering_rows(piece, local.dtype)
         local.copy_(read(name, rows).flatten()[inside])
-
-
-def _state_names(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from module.state_dict(keep_vars=True).items()
-
-
-def _set_hooks(module: nn.Module, hooks: list[dict[str, Any]]) -> None:
-    for part, kept in zip(module.modules(), hooks, strict=True):
-        for name, value in kept.items():
-            setattr(part, name, value)
-
-
-def _gather_unseen(offload: Any) -> None:
-    """Keep gathers and releases from dispatch modes: selective recomputation wants the very operations of the forward
-    pass again, and what is gathered in a backward pass is another matter."""
-
-    def unseen(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def call(part: nn.Module) -> None:
-            with _disable_current_modes():
-                function(part)
-
-        return call
-
-    for when, which in itertools.product(("pre", "post"), ("forward", "backward")):
-        name = f"{when}_sub_module_{which}_function"
-        setattr(offload, name, unseen(getattr(offload, name)))
-
-
-def _keep_hooks_apart(module: nn.Module) -> None:
-    """Give every submodule hook tables of its own for DeepSpeed to fill; those it had are left as they are."""
-    for part in module.modules():
-        for name in _HOOKS:
-            setattr(part, name, getattr(part, name).copy())
-
-
-def _import_deepspeed(world: World) -> Any:
-    """DeepSpeed for this device, quiet, on the process group that there is.
-
-    Raises:
-        MachineError: it is not installed, or its version is not known to work.
-    """
-    check_installed()
-    os.environ["DS_ACCELERATOR"] = world.device.type  # or it asks the machine, and takes a GPU that is not used
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    deepspeed = importlib.import_module("deepspeed")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # which importing it sets anew
-    # It calls collectives by names that torch 2.13 has renamed, and every call would say so.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # It would compile an operation that inference alone uses, for which not every machine has a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if world.device.type == "cpu":
-        # It asks for fp16 instructions; torch computes in fp16 without them.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    if not dist.is_initialized():  # a world of one has none otherwise
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
-    groups = importlib.import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is None:  # it would make one with a time-out of its own
-        groups._WORLD_GROUP = dist.new_group(timeout=_TIMEOUT)
-    return deepspeed
-
-
-def _engine(deepspeed: Any, module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine
-
-
-@contextmanager
-def _local_rank(world: World) -> Iterator[None]:
-    """DeepSpeed takes its device from LOCAL_RANK alone, and compares it with Open MPI's."""
-    changed = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    before = {name: os.environ.pop(name, None) for name in changed}
-    os.environ["LOCAL_RANK"] = str(world.local_rank)
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
-        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -8,6 +8,7 @@ bf16_optimizer.py, stage3.py), so that nothing else has to know them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,7 +99,7 @@ class _Stage1And2:
                 edges = [min(max(r * share - offset, 0), total) for r in range(size + 1)]
                 begin, end = edges[rank], edges[rank + 1]
                 position = offset + begin - rank * share if end > begin else 0
-                ranges = tuple(zip(edges, edges[1:], strict=False))
+                ranges = tuple(itertools.pairwise(edges))
                 shape = tuple(parameter.shape)
                 found[names[parameter]] = Piece(shape, ranges, begin, end - begin, group, position)
         return found

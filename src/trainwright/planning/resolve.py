@@ -29,6 +29,7 @@ def resolve(recipe: Recipe, machine: Machine) -> Resolved:
         MachineError: a precision the device cannot compute in.
     """
     reasons: list[str] = []
+    _check_offload(recipe, machine)
     processes = _processes(recipe, machine, reasons)
     parallel = {"num_processes": processes, "strategy": _strategy(recipe, processes, reasons)}
     train = {
@@ -56,9 +57,7 @@ def _processes(recipe: Recipe, machine: Machine, reasons: list[str]) -> int:
                 f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         if not gpus and asked > machine.cpu_cores:
-            reasons.append(
-                f"{asked} processes share {machine.cpu_cores} cores: correct, but slower than fewer"
-            )
+            reasons.append(f"{asked} processes share {machine.cpu_cores} cores: correct, but slower than fewer")
         return asked
     if recipe.parallel.strategy == "single":
         return 1
@@ -84,18 +83,24 @@ def _precision(recipe: Recipe, machine: Machine, reasons: list[str]) -> str:
     asked = recipe.train.mixed_precision
     if asked == "bf16" and not machine.has_bf16:
         if machine.gpus:
-            raise MachineError(
-                f"train.mixed_precision: {machine.gpus[0].name} does not compute in bf16; set it to no"
-            )
-        reasons.append(
-            "train.mixed_precision bf16 is emulated by this CPU: correct, but slower than no (fp32)"
-        )
+            raise MachineError(f"train.mixed_precision: {machine.gpus[0].name} does not compute in bf16; set it to no")
+        reasons.append("train.mixed_precision bf16 is emulated by this CPU: correct, but slower than no (fp32)")
+    if asked == "fp16" and not machine.gpus:
+        reasons.append("train.mixed_precision fp16: a CPU computes it through fp32, correct but slower than no (fp32)")
     if asked != "auto":
         return asked
     name = "bf16" if machine.has_bf16 else "no"
     why = "the hardware multiplies in it" if machine.has_bf16 else "no bf16 units here, so fp32"
     reasons.append(f"train.mixed_precision {name}: {why}")
     return name
+
+
+def _check_offload(recipe: Recipe, machine: Machine) -> None:
+    if recipe.train.activation_offload and not machine.gpus:
+        raise MachineError(
+            "train.activation_offload: there is no GPU here, so activations are in the host's memory already; "
+            "set it to false, or train.activation_checkpointing to full to save memory"
+        )
 
 
 def _recompute(recipe: Recipe, reasons: list[str]) -> str | int:
@@ -109,9 +114,7 @@ def _recompute(recipe: Recipe, reasons: list[str]) -> str | int:
 def _compile(recipe: Recipe, reasons: list[str]) -> bool:
     if recipe.train.compile != "auto":
         return recipe.train.compile
-    reasons.append(
-        "train.compile false: compiling takes a minute at the start; worth setting true for long runs"
-    )
+    reasons.append("train.compile false: compiling takes a minute at the start; worth setting true for long runs")
     return False
 
 

@@ -29,16 +29,14 @@ class Contradictions(ValueError):
 
 def contradictions(recipe: Recipe) -> list[Contradiction]:
     """All contradictions between the keys of ``recipe``, none when it is sound."""
-    checks = (_model, _data, _length, _schedule, _batch, _processes, _evaluation)
+    checks = (_model, _data, _length, _schedule, _batch, _processes, _strategy, _evaluation)
     return [problem for check in checks for problem in check(recipe)]
 
 
 def _model(recipe: Recipe) -> Iterator[Contradiction]:
     model = recipe.model
     if model.name is None and model.config is None:
-        yield Contradiction(
-            ("model.name",), "no model given; set model.name, or model.config for a fresh one"
-        )
+        yield Contradiction(("model.name",), "no model given; set model.name, or model.config for a fresh one")
     if model.name is not None and model.config is not None:
         yield Contradiction(
             ("model.name", "model.config"),
@@ -55,9 +53,7 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
                 "a fresh model has no tokenizer of its own; set model.tokenizer, for instance to bytes",
             )
     if model.gguf_file is not None and model.name is None:
-        yield Contradiction(
-            ("model.gguf_file",), "is a file inside the model that model.name gives; set that too"
-        )
+        yield Contradiction(("model.gguf_file",), "is a file inside the model that model.name gives; set that too")
 
 
 def _data(recipe: Recipe) -> Iterator[Contradiction]:
@@ -179,6 +175,34 @@ def _processes(recipe: Recipe) -> Iterator[Contradiction]:
             ("parallel.strategy", "parallel.num_processes"),
             f"single runs one process, but parallel.num_processes is {parallel.num_processes}; "
             "set one of the two to auto",
+        )
+
+
+# Which strategies read a key of `parallel`; under another, a value that is not its default would be ignored.
+_READ_BY = {
+    "replicate_size": ("fsdp",),
+    "reshard_after_forward": ("fsdp",),
+    "wrap": ("fsdp",),
+    "offload_parameters": ("fsdp", "zero3"),
+    "offload_optimizer": ("zero1", "zero2", "zero3"),
+    "deepspeed_config": ("zero1", "zero2", "zero3"),
+}
+
+
+def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
+    parallel = recipe.parallel
+    for key, strategies in _READ_BY.items():
+        meant = getattr(parallel, key) != type(parallel).model_fields[key].default
+        if meant and parallel.strategy not in strategies:
+            yield Contradiction(
+                (f"parallel.{key}", "parallel.strategy"),
+                f"has no effect under parallel.strategy {parallel.strategy}; it belongs to {', '.join(strategies)}",
+            )
+    processes = parallel.num_processes
+    if parallel.strategy == "fsdp" and processes != "auto" and processes % parallel.replicate_size:
+        yield Contradiction(
+            ("parallel.replicate_size", "parallel.num_processes"),
+            f"{processes} processes cannot be divided into {parallel.replicate_size} equal replicas",
         )
 
 

@@ -76,9 +76,7 @@ def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> li
 def _annotated(section: str, value: object, origins: Mapping[KeyPath, Origin]) -> str:
     if not isinstance(value, dict):
         return _commented(to_yaml({section: value}), (section,), origins)
-    lines = [
-        _commented(_indented(to_yaml({key: item})), (section, key), origins) for key, item in value.items()
-    ]
+    lines = [_commented(_indented(to_yaml({key: item})), (section, key), origins) for key, item in value.items()]
     return f"{section}:\n" + "".join(lines)
 
 

@@ -36,9 +36,7 @@ def _read_file(path: Path, including: tuple[Path, ...]) -> Tree:
         else:
             _merge(merged, _read_file(target, chain))
     # A section whose keys are all commented out takes nothing away from what is included.
-    empty = [
-        key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)
-    ]
+    empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
     for key in empty:
         del own.values[key], own.origins[(key,)]
     _merge(merged, own)
@@ -53,9 +51,7 @@ def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
         del tree.origins[path]
     names = [value] if isinstance(value, str) else value
     if names is not None and not (isinstance(names, list) and all(isinstance(n, str) and n for n in names)):
-        tree.problems.append(
-            Problem(origins[("include",)], "include: expected a file name or a list of them")
-        )
+        tree.problems.append(Problem(origins[("include",)], "include: expected a file name or a list of them"))
         return
     for index, name in enumerate(names or []):
         yield name, origins.get(("include", index), origins[("include",)])

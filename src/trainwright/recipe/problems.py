@@ -60,9 +60,7 @@ def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, f
     """
     doubtful = tuple(f"{path[0]}." for path in unknown)
     found = contradictions_in(error)
-    return [
-        _located(item, tree, file) for item in found if not any(key.startswith(doubtful) for key in item.keys)
-    ]
+    return [_located(item, tree, file) for item in found if not any(key.startswith(doubtful) for key in item.keys)]
 
 
 def contradictions_in(error: ValidationError) -> list[Contradiction]:
@@ -103,16 +101,12 @@ def _mistaken_values(
 ) -> Iterator[Problem]:
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for item in details:
-        if item["type"] != "extra_forbidden" and not isinstance(
-            item.get("ctx", {}).get("error"), Contradictions
-        ):
+        if item["type"] != "extra_forbidden" and not isinstance(item.get("ctx", {}).get("error"), Contradictions):
             by_path.setdefault(field_path(item["loc"]), []).append(item)
     for path, items in by_path.items():
         if items[0]["type"] == "missing":
             if path not in suggested:  # else its mistyped name is reported already
-                yield Problem(
-                    origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path)}".rstrip()
-                )
+                yield Problem(origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path)}".rstrip())
             continue
         expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
         value = items[0]["input"]
@@ -120,15 +114,11 @@ def _mistaken_values(
         hint = f"; did you mean {near[0]}?" if near else ""
         if expected.startswith("text") and isinstance(value, int | float):
             hint = "; put it in quotes"
-        yield Problem(
-            origin_of(path, tree, file), f"{dotted(path)}: expected {expected}, not {_shown(value)}{hint}"
-        )
+        yield Problem(origin_of(path, tree, file), f"{dotted(path)}: expected {expected}, not {_shown(value)}{hint}")
 
 
 def _expected(item: ErrorDetails) -> str:
-    context = {
-        key: f"{value:g}" if isinstance(value, float) else value for key, value in item.get("ctx", {}).items()
-    }
+    context = {key: f"{value:g}" if isinstance(value, float) else value for key, value in item.get("ctx", {}).items()}
     known = _EXPECTED.get(item["type"])
     return known.format(**context) if known is not None else item["msg"]
 

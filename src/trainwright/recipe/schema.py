@@ -40,9 +40,7 @@ def _steps(value: object) -> object:
 def _validation_rows(value: object) -> object:
     is_fraction = isinstance(value, float) and 0 < value < 1
     if not (value is None or is_fraction or isinstance(value, str) or _is_count(value, least=1)):
-        raise PydanticCustomError(
-            "rows", "a fraction between 0 and 1, a whole number of rows, a source or null"
-        )
+        raise PydanticCustomError("rows", "a fraction between 0 and 1, a whole number of rows, a source or null")
     return value
 
 
@@ -102,9 +100,7 @@ class ModelSection(Section):
     )
 
 
-DataFormat = Literal[
-    "auto", "messages", "conversations", "prompt_completion", "instruction", "question_answer", "text"
-]
+DataFormat = Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "question_answer", "text"]
 
 
 class DataSection(Section):
@@ -155,9 +151,7 @@ class OptimizerSection(Section):
         description="Length of the decay at the end of warmup_stable_decay: a whole number of steps, or a "
         "fraction (below 1) of all steps.",
     )
-    final_learning_rate_ratio: Proportion = Field(
-        0.0, description="The last learning rate as a part of learning_rate."
-    )
+    final_learning_rate_ratio: Proportion = Field(0.0, description="The last learning rate as a part of learning_rate.")
     max_grad_norm: Positive | None = Field(
         1.0, description="Gradients with a larger global norm are scaled down to it. null: never."
     )
@@ -166,9 +160,7 @@ class OptimizerSection(Section):
 class TrainSection(Section):
     """How long, in what portions and in which precision."""
 
-    max_steps: Count | None = Field(
-        None, description="Number of optimizer steps. Give either this or epochs."
-    )
+    max_steps: Count | None = Field(None, description="Number of optimizer steps. Give either this or epochs.")
     epochs: Positive | None = Field(
         None, description="Number of passes over the training rows. 1 where max_steps is not given."
     )
@@ -246,9 +238,7 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """When the run's state is saved, and how many of the saved states are kept."""
 
-    every: Count | None = Field(
-        None, description="Steps from one checkpoint to the next. null: only at the end."
-    )
+    every: Count | None = Field(None, description="Steps from one checkpoint to the next. null: only at the end.")
     keep_last: Count = Field(2, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
 
@@ -275,14 +265,10 @@ class LoggingSection(Section):
 class Recipe(Section):
     """One training run."""
 
-    task: TaskName = Field(
-        description="The kind of training. sft: supervised fine-tuning on conversations or text."
-    )
+    task: TaskName = Field(description="The kind of training. sft: supervised fine-tuning on conversations or text.")
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
     data: DataSection = Field(description="What the model is trained on.")
-    optimizer: OptimizerSection = Field(
-        default_factory=OptimizerSection, description="How the weights are changed."
-    )
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="How the weights are changed.")
     train: TrainSection = Field(
         default_factory=TrainSection, description="How long, in what portions and in which precision."
     )

@@ -117,9 +117,7 @@ class _Builder:
         if id(node) in self.open:
             raise RequestError(f"{self._origin(node)}: a YAML alias inside of what it stands for")
         self.open.add(id(node))
-        value = (
-            self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
-        )
+        value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
         self.open.remove(id(node))
         return value
 

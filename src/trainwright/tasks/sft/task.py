@@ -39,9 +39,7 @@ def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
 
 
 def _prepared(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
-    positions = getattr(
-        load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None
-    )
+    positions = getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
     return prepare(recipe.data, tokenizer, seed=recipe.train.seed, cache=cache, model_max_length=positions)
 
 
@@ -55,9 +53,7 @@ class SupervisedFineTuning:
         self._packed = recipe.data.pack_length is not None
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.prompts: Sequence[str] = recipe.evaluate.prompts
-        self.stream = self._stream(
-            prepared.train, planned_examples(recipe, len(prepared.train)), shuffle=True
-        )
+        self.stream = self._stream(prepared.train, planned_examples(recipe, len(prepared.train)), shuffle=True)
         self.validation = (
             self._stream(prepared.validation, len(prepared.validation), shuffle=False)
             if prepared.validation is not None
@@ -67,9 +63,7 @@ class SupervisedFineTuning:
         self._lm = CausalLM(model, packed=self._packed)
         self.module: nn.Module = self._lm
         check_model(self._lm, _probe(model.config.get_text_config().vocab_size))
-        self._sampler = Sampler(
-            tokenizer, prepared.train.report["format"] == "text", recipe.evaluate.max_new_tokens
-        )
+        self._sampler = Sampler(tokenizer, prepared.train.report["format"] == "text", recipe.evaluate.max_new_tokens)
 
     def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
         train, parallel = self._recipe.train, self._recipe.parallel
@@ -143,7 +137,5 @@ def _probe(vocabulary: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
     dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "probe")
-    everything: GlobalBatch = Stream(
-        dataset, global_batch_size=2, seed=0, rows=1, pack_length=16
-    ).global_batch(0)
+    everything: GlobalBatch = Stream(dataset, global_batch_size=2, seed=0, rows=1, pack_length=16).global_batch(0)
     return collate(dataset, everything.micro_batches[0], packed=True, pad_token_id=0)

@@ -1,0 +1,136 @@
+"""DeepSpeed as Zero needs it: on this device and process group, quiet, with nothing of it left in the environment."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainwright.errors import RequestError
+from trainwright.parallel.deepspeed_config import check_installed
+from trainwright.parallel.world import World
+
+# Submodules' hooks, by the names under which torch keeps them.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
+_TIMEOUT = timedelta(minutes=30)
+
+Hooks = list[dict[str, Any]]
+
+
+def import_deepspeed(world: World) -> Any:
+    """DeepSpeed for this device, quiet, on the process group that there is.
+
+    Raises:
+        MachineError: it is not installed, or its version is not known to work.
+    """
+    check_installed()
+    # Without it, DeepSpeed asks the machine and takes a GPU that is not used; it looks when it is imported.
+    with _variables({"DS_ACCELERATOR": world.device.type}):
+        deepspeed = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls collectives by names that torch 2.13 has renamed, and every call would say so.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # It would compile an operation that inference alone uses, for which not every machine has a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if world.device.type == "cpu":
+        # It asks for fp16 instructions; torch computes in fp16 without them.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    if not dist.is_initialized():  # a world of one has none otherwise
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    if groups._WORLD_GROUP is None:  # it would make one with a time-out of its own
+        groups._WORLD_GROUP = dist.new_group(timeout=_TIMEOUT)
+    return deepspeed
+
+
+def start_engine(world: World, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], cut: bool) -> Any:
+    """DeepSpeed's engine over ``module``; with ``cut``, its parameters are sharded one after the other before, so that
+    the device never holds them all.
+
+    Raises:
+        RequestError: a parameter that DeepSpeed cannot shard.
+    """
+    _refuse_scalars(module)
+    deepspeed = importlib.import_module("deepspeed")
+    # It takes its device from the one variable alone, and compares it with Open MPI's.
+    with _variables({"LOCAL_RANK": str(world.local_rank), "OMPI_COMM_WORLD_LOCAL_RANK": None}):
+        if cut:
+            dtype = next(module.parameters()).dtype
+            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(world.device)
+        # Hook tables of its own for DeepSpeed to fill; those that were there are left as they are.
+        set_hooks(module, [{name: table.copy() for name, table in part.items()} for part in hooks(module)])
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    if cut:
+        _gather_unseen(engine.optimizer.parameter_offload)
+    return engine
+
+
+def hooks(module: nn.Module) -> Hooks:
+    """The hook tables of every submodule."""
+    return [{name: getattr(part, name) for name in _HOOKS} for part in module.modules()]
+
+
+def set_hooks(module: nn.Module, tables: Hooks) -> None:
+    """Put what ``hooks`` gave into use again."""
+    for part, kept in zip(module.modules(), tables, strict=True):
+        for name, table in kept.items():
+            setattr(part, name, table)
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise RequestError(
+            f"parallel.strategy: DeepSpeed cannot take parameters without dimensions ({', '.join(scalars[:5])}); "
+            "use fsdp or ddp for this model"
+        )
+
+
+def _gather_unseen(offload: Any) -> None:
+    """Keep gathers and releases from dispatch modes: selective recomputation wants the very operations of the forward
+    pass again, and what is gathered in a backward pass is another matter."""
+
+    def unseen(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def call(part: nn.Module) -> None:
+            with _disable_current_modes():
+                function(part)
+
+        return call
+
+    for when, which in itertools.product(("pre", "post"), ("forward", "backward")):
+        name = f"{when}_sub_module_{which}_function"
+        setattr(offload, name, unseen(getattr(offload, name)))
+
+
+@contextmanager
+def _variables(values: dict[str, str | None]) -> Iterator[None]:
+    """Have environment variables with these values, or without one, and afterwards as they were."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set(values)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
