@@ -141,13 +141,6 @@ def test_a_number_that_depends_on_the_packs_cannot_be_fixed(tmp_path: Path) -> N
     check(recipe(tmp_path, {"gradient_accumulation_steps": "auto"}, packed))
 
 
-def test_keys_of_other_strategies_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"parallel\.deepspeed_config: has no effect under ddp"):
-        check(recipe(tmp_path, {}, "parallel.strategy=ddp"))
-    with pytest.raises(RequestError, match=r"parallel\.offload_parameters: zero1 keeps whole parameters"):
-        check(load_recipe(TINY, ["parallel.strategy=zero1", "parallel.offload_parameters=true"]))
-
-
 def test_no_clipping_is_zero_there(tmp_path: Path) -> None:
     check(recipe(tmp_path, {"gradient_clipping": 0}, "optimizer.max_grad_norm=null"))
     problems(tmp_path, {"gradient_clipping": 1.0}, "optimizer.max_grad_norm=null")

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 _console: TextIO | None = None
 
@@ -91,13 +91,15 @@ def limit_threads(cores: int, processes: int) -> int:
 def keep_freed_memory() -> None:
     """Have glibc reuse the memory of freed tensors (mallopt(3)) instead of returning it and faulting it in again.
 
-    Measured on a 135M-parameter model: half the system time and 5 % of a step, for 2 % more memory.
+    Measured on a 135M-parameter model: half the system time and 5 % of a step. The bounds keep what lies idle small:
+    with no bounds the same speed took 10 % more memory.
     """
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
-            libc.mallopt(_M_MMAP_THRESHOLD, 64 * 2**20)
-            libc.mallopt(_M_TRIM_THRESHOLD, 512 * 2**20)
+            libc.mallopt(_M_ARENA_MAX, 1)
+            libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+            libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
 
 
 def threads_allowed() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # Bytes of the logits of one chunk, in the precision of the model.
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 128 * 2**20
 # Bytes of the fp32 logits that a CPU works on at a time.
 _BLOCK_BYTES = 2 * 2**20
 

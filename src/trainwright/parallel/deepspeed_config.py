@@ -124,17 +124,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """That DeepSpeed's keys fit the strategy, and that a DeepSpeed file asks for nothing but what the recipe asks for.
+    """That DeepSpeed is there if it is asked for, and that the recipe's file for it agrees with the recipe.
 
     Raises:
+        MachineError: it is not installed, or another version of it.
         RequestError: everything that contradicts the recipe or has no effect here, by key.
     """
-    parallel = recipe.parallel
-    strategy, file = parallel.strategy, parallel.deepspeed_config
-    if file is not None and not strategy.startswith("zero"):
-        raise RequestError(f"parallel.deepspeed_config: has no effect under {strategy}; use zero1, zero2 or zero3")
-    if parallel.offload_parameters and strategy in ("zero1", "zero2"):
-        raise RequestError(f"parallel.offload_parameters: {strategy} keeps whole parameters; use zero3 or fsdp")
+    if recipe.parallel.strategy in ("zero1", "zero2", "zero3"):
+        check_installed()
+    file = recipe.parallel.deepspeed_config
     if file is None:
         return
     problems = list(_problems(read_file(file), recipe))

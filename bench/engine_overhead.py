@@ -1,0 +1,188 @@
+"""What the engine costs over hand-written torch loops: same model, data, precision, optimizer and processes.
+
+    python bench/engine_overhead.py                      one process, bf16, against a bare loop
+    python bench/engine_overhead.py --strategy ddp       two processes, fp32, against torch's DistributedDataParallel
+    python bench/engine_overhead.py --strategy fsdp      two processes, fp32, against torch's fully_shard
+
+The engine trains as `trainwright train` has it train, checks, collectives and all. Beside it stands a loop of a page
+with batches made beforehand and no way to resume. Both run in the same processes, step by step in turn, so each step
+has its pair within seconds, and whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from support.bare_loops import BareLoop, bare_loop
+from support.inputs import find_model, write_rows
+from support.machine import describe, use_cores
+from support.peers import cache_directory
+from support.runs import Spread, write_results
+from support.trainwright_side import RECIPE
+
+from trainwright.data.stream import GlobalBatch
+from trainwright.engine.checkpoint import Checkpoints
+from trainwright.engine.events import EventLog
+from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.schedule import Schedule
+from trainwright.engine.trainer import Trainer
+from trainwright.launch.local import launch
+from trainwright.launch.process import keep_freed_memory, limit_threads, threads_allowed
+from trainwright.launch.stop import Stopping
+from trainwright.parallel.build import build_strategy
+from trainwright.parallel.world import join, leave
+from trainwright.recipe.loading import load_recipe
+from trainwright.tasks.registry import build_task, prepare_task
+
+RESULTS = Path(__file__).parent / "results"
+CORES = 2
+EXAMPLES_PER_STEP = 10
+WARM_UP = 3
+# Strategy: processes, precision, and what the engine may cost.
+SETTINGS = {"single": (1, "bf16", 0.02), "ddp": (2, "no", 0.03), "fsdp": (2, "no", 0.03)}
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    machine = describe(use_cores(CORES))
+    processes, precision, promise = SETTINGS[arguments.strategy]
+    with tempfile.TemporaryDirectory(prefix="engine-overhead-") as temporary:
+        work = Path(temporary)
+        write_recipe(arguments, work, processes, precision)
+        limit_threads(CORES, processes)
+        with Stopping() as stopping:
+            entry = functools.partial(measure, work)
+            code = launch(entry, processes=processes, logs=work / "logs", stopping=stopping)
+        if code:
+            raise SystemExit(code)
+        times = json.loads((work / "times.json").read_text())
+    cost = report(times, promise)
+    results = {"machine": machine, "strategy": arguments.strategy, "cost": cost.median, **times}
+    write_results(arguments.output or RESULTS / f"engine_overhead_{arguments.strategy}.json", results)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=SETTINGS, default="single")
+    parser.add_argument("--steps", type=int, default=30, help=f"steps of each, {WARM_UP} of them warm-up (30)")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="an id or a directory")
+    parser.add_argument("--output", type=Path, help="file of results (results/engine_overhead_STRATEGY.json)")
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP:
+        parser.error(f"--steps: the first {WARM_UP} are not counted; ask for more")
+    return arguments
+
+
+def write_recipe(arguments: argparse.Namespace, work: Path, processes: int, precision: str) -> None:
+    """The recipe of the comparison with TRL, for this strategy."""
+    text = RECIPE.format(
+        model=find_model(arguments.model),
+        rows=write_rows(work / "rows.jsonl"),
+        steps=arguments.steps,
+        examples=EXAMPLES_PER_STEP,
+        compile="false",
+        run_directory=work / "run",
+    )
+    (work / "recipe.yaml").write_text(text)
+    overrides = (
+        f"parallel.strategy={arguments.strategy}",
+        f"parallel.num_processes={processes}",
+        f"train.mixed_precision={precision}",
+        "train.micro_batch_size=1",
+    )
+    (work / "overrides.json").write_text(json.dumps(overrides))
+
+
+class Paired(Trainer):
+    """An engine that has the bare loop do each step after its own, and keeps the seconds of both."""
+
+    def follow(self, bare: BareLoop) -> None:
+        self.bare = bare
+        self.loss = 0.0
+        self.times: dict[str, list[float]] = {"engine": [], "bare": [], "differences": []}
+
+    def _step(self) -> bool:
+        self.world.barrier()
+        begun = time.perf_counter()
+        stop = super()._step()
+        self.world.barrier()
+        between = time.perf_counter()
+        loss = self.bare.step(self.progress.step)
+        self.world.barrier()
+        self.times["engine"].append(between - begun)
+        self.times["bare"].append(time.perf_counter() - between)
+        self.times["differences"].append(abs(self.loss - loss) / loss)
+        return stop
+
+    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]]]:
+        loss, norm, ranks = super()._gradients(step, batch)
+        self.loss = loss
+        return loss, norm, ranks
+
+
+def measure(work: Path) -> int:
+    """One process of the measurement."""
+    torch.set_num_threads(threads_allowed())
+    keep_freed_memory()
+    recipe = load_recipe(work / "recipe.yaml", json.loads((work / "overrides.json").read_text()))
+    prepare_task(recipe, cache_directory())
+    task, twin = build_task(recipe, cache_directory()), build_task(recipe, cache_directory())
+    world = join("cpu")
+    try:
+        bare = bare_loop(recipe, twin, world)
+        dtype = DTYPES[recipe.train.mixed_precision]
+        strategy = build_strategy(
+            recipe.parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
+        )
+        events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
+        steps = len(task.stream)
+        trainer = Paired(
+            recipe=recipe,
+            recipe_text="",
+            task=task,
+            strategy=strategy,
+            schedule=Schedule(recipe.optimizer, steps),
+            checkpoints=Checkpoints(work / "checkpoints", keep_last=1, keep_best=False),
+            events=events,
+            max_steps=steps,
+            stop_requested=lambda: False,
+        )
+        trainer.follow(bare)
+        trainer.rehearse(steps)
+        if world.is_main:
+            (work / "times.json").write_text(json.dumps(trainer.times))
+    finally:
+        leave()
+    return 0
+
+
+def report(times: dict[str, list[float]], promise: float) -> Spread:
+    """Print and return the engine's cost as a part of the bare loop's time.
+
+    Raises:
+        SystemExit: the two did not do the same.
+    """
+    worst = max(times["differences"])
+    if worst > 1e-2:
+        raise SystemExit(f"the losses of the engine and the bare loop differ by up to {worst:.2%}")
+    engine, bare = times["engine"][WARM_UP:], times["bare"][WARM_UP:]
+    cost = Spread.of([a / b - 1 for a, b in zip(engine, bare, strict=True)])
+    middle = [sorted(values)[len(values) // 2] * 1000 for values in (engine, bare)]
+    print(f"Losses agree to {worst:.1e}. Median step: {middle[0]:.0f} ms in the engine, {middle[1]:.0f} ms bare.")
+    verdict = "kept" if cost.median <= promise else "MISSED"
+    print(
+        f"{verdict}: the engine costs {cost.median:+.1%} (median of {len(engine)} pairs, "
+        f"{cost.low:+.1%} to {cost.high:+.1%}); at most {promise:.0%} wanted"
+    )
+    return cost
+
+
+if __name__ == "__main__":
+    main()
