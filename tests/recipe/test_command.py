@@ -66,7 +66,7 @@ def test_schema_lets_no_unknown_key_pass_and_requires_none() -> None:
 def test_schema_keeps_the_bounds_and_the_choices() -> None:
     sections = json.loads(run("schema"))["$defs"]
     assert sections["ModelSection"]["properties"]["dropout"]["anyOf"][0]["exclusiveMaximum"] == 1
-    assert sections["TrainSection"]["properties"]["mixed_precision"]["enum"] == ["auto", "no", "bf16"]
+    assert sections["TrainSection"]["properties"]["mixed_precision"]["enum"] == ["auto", "no", "bf16", "fp16"]
     assert sections["TrainSection"]["properties"]["micro_batch_size"]["anyOf"][0]["minimum"] == 1
 
 

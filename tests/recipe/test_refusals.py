@@ -111,7 +111,7 @@ def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
         ),
         ("train.micro_batch_size=0", "expected a number of at least 1 or 'auto', not 0"),
         ("train.compile=maybe", """expected true or false or 'auto', not "maybe\""""),
-        ("train.mixed_precision=fp16", "expected 'auto', 'no' or 'bf16', not \"fp16\""),
+        ("train.mixed_precision=fp8", "expected 'auto', 'no', 'bf16' or 'fp16', not \"fp8\""),
         ("train.seed=-1", "train.seed: expected a number of at least 0, not -1"),
         ("optimizer.learning_rate=fast", 'optimizer.learning_rate: expected a number, not "fast"'),
         ("optimizer.learning_rate=0", "optimizer.learning_rate: expected a number above 0, not 0"),
