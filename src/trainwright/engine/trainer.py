@@ -19,7 +19,7 @@ from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import EventLog
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
-from trainwright.errors import TrainingError
+from trainwright.errors import RequestError, TrainingError
 from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.schema import Recipe
 
@@ -103,7 +103,16 @@ class Trainer:
         return True
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Take up the state of a checkpoint."""
+        """Take up the state of a checkpoint.
+
+        Raises:
+            RequestError: the examples are not those the run was trained on.
+        """
+        if checkpoint.state.get("data") != self.task.stream.dataset.fingerprint:
+            raise RequestError(
+                f"data.train: the examples are not those of {checkpoint.path}: the data, the tokenizer or its chat "
+                "template has changed; put back what the run began with, or start a new run"
+            )
         with checkpoint.reader() as reader:
             self.strategy.load_state(reader)
         self.progress = Progress(**checkpoint.state["progress"])
@@ -224,7 +233,7 @@ class Trainer:
         step = self.progress.step
         if self._saved_step == step:
             return
-        state: dict[str, Any] = {"progress": asdict(self.progress)}
+        state: dict[str, Any] = {"progress": asdict(self.progress), "data": self.task.stream.dataset.fingerprint}
         try:
             saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self.recipe_text)
         except CheckpointError as error:

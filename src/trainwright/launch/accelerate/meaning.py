@@ -186,6 +186,7 @@ def interpret(source: Source) -> Meaning:
         draft.set("parallel.num_processes", processes, top.place("num_processes"))
     device = _device(top, draft, kind)
     node_rank, rendezvous = _machines(top, draft, nodes)
+    gpu_ids = _gpu_ids(top)
     _left_over(top, draft, kind, source)
     for part in parts:
         for text in part.problems:
@@ -195,7 +196,7 @@ def interpret(source: Source) -> Meaning:
         distributed_type=kind or str(source.values.get("distributed_type")),
         settings=draft.settings,
         device=device,
-        gpu_ids=_gpu_ids(top),
+        gpu_ids=gpu_ids,
         processes=processes,
         nodes=nodes,
         node_rank=node_rank,
