@@ -143,7 +143,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates and request.run is None and recipe.logging.run_directory != "auto":
-        run_directory.check_new(Path(recipe.logging.run_directory))
+        run_directory.check_new(Path(recipe.logging.run_directory).expanduser())
     deepspeed_config.check(recipe)
     check_source(recipe.data.train)
     if isinstance(recipe.data.validation, str):

@@ -28,9 +28,12 @@ def create(wanted: str, stem: str) -> Path:
     Raises RequestError when it exists.
     """
     if wanted != "auto":
-        directory = Path(wanted)
+        directory = Path(wanted).expanduser()
         check_new(directory)
-        directory.mkdir(parents=True)
+        try:
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise RequestError(f"logging.run_directory: {directory} cannot be made: {error.strerror}") from error
         return directory
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
@@ -58,7 +61,7 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
     `run_directory` is the recipe's logging.run_directory. Raises RequestError when there is no such run.
     """
     if wanted or run_directory != "auto":
-        directory = Path(wanted or run_directory)
+        directory = Path(wanted or run_directory).expanduser()
         if not (directory / RECIPE).is_file():
             raise RequestError(f"--resume: {directory} is not a run: it has no {RECIPE}")
         return directory
