@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
+from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.units import find_units
@@ -160,7 +161,7 @@ class FullySharded:
         return dict(self._shards())
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
-        self._create_optimizer_state()
+        create_optimizer_state(self._optimizer)
         self._root.reset_iter_state()  # what is gathered is of the old weights
         for name, shard in self._shards():
             shard.local.copy_(read(name, shard))
@@ -187,17 +188,6 @@ class FullySharded:
         offset = (begin,) + (0,) * (parameter.dim() - 1)
         replica = self._mesh.get_local_rank("replicate") if self._replicas > 1 else 0
         return Shard(local.detach(), tuple(parameter.shape), offset, replica, self._replicas)
-
-    def _create_optimizer_state(self) -> None:
-        """Have the optimizer make its state, to be filled: a step with zero gradients at a learning rate of 0."""
-        if any(self._optimizer.state.values()):
-            return
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        for master in self._masters.values():
-            master.grad = torch.zeros_like(master)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for key, parameter in self._parameters.items():

@@ -16,6 +16,7 @@ from torch import nn
 from trainwright.parallel.gradients import Gradients
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
+from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -101,7 +102,7 @@ class Replicated:
         return {name: Shard.whole(tensor, rank, size) for name, tensor in self._tensors()}
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
-        self._create_optimizer_state()
+        create_optimizer_state(self._optimizer)
         for name, tensor in self._tensors():
             tensor.copy_(read(name, Shard.whole(tensor)))
         for name, master in self._masters.items():
@@ -115,17 +116,6 @@ class Replicated:
         for name, master in self._masters.items():
             for slot, value in self._optimizer.state[master].items():
                 yield f"optimizer.{slot}.{name}", value
-
-    def _create_optimizer_state(self) -> None:
-        """Have the optimizer make its state, to be filled: a step with zero gradients at a learning rate of 0."""
-        if any(self._optimizer.state.values()):
-            return
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        for master in self._masters.values():
-            master.grad = torch.zeros_like(master)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.named_parameters():

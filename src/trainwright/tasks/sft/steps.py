@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from trainwright.recipe.schema import Recipe
 
 
@@ -14,8 +12,3 @@ def planned_examples(recipe: Recipe, examples: int) -> int:
         return train.max_steps * train.global_batch_size
     assert train.epochs is not None
     return max(1, round(train.epochs * examples))
-
-
-def planned_steps(recipe: Recipe, examples: int) -> int:
-    """Number of optimizer steps of the run."""
-    return math.ceil(planned_examples(recipe, examples) / recipe.train.global_batch_size)
