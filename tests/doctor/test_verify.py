@@ -89,8 +89,8 @@ def test_the_reference_has_the_same_micro_batches(tmp_path: Path) -> None:
         TINY,
         [
             "parallel.strategy=fsdp",
-            "parallel.num_processes=3",
-            "parallel.replicate_size=3",
+            "parallel.num_processes=4",
+            "parallel.replicate_size=2",
             "train.micro_batch_size=auto",
             "train.gradient_accumulation_steps=2",
         ],
@@ -98,7 +98,7 @@ def test_the_reference_has_the_same_micro_batches(tmp_path: Path) -> None:
     reference = reference_of(chosen)
     assert (reference.parallel.strategy, reference.parallel.num_processes) == ("single", 1)
     assert reference.parallel.replicate_size == 1
-    assert reference.train.gradient_accumulation_steps == 6
+    assert reference.train.gradient_accumulation_steps == 8
     assert reference.train.global_batch_size == chosen.train.global_batch_size
     assert reference.model_dump(exclude={"parallel", "train"}) == chosen.model_dump(exclude={"parallel", "train"})
 

@@ -165,7 +165,7 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
     [
         (1, 1, True, False, False),
         (2, 1, True, True, False),
-        (2, 2, False, False, False),
+        (4, 2, False, False, False),
         (3, 1, False, False, True),
         (4, 1, True, False, False),
         (4, 2, True, False, True),
@@ -203,7 +203,12 @@ def test_classes_that_cannot_be_wrapped_are_refused(runs: Runs, wrap: list[str],
     runs.function("tests.parallel.odd_models:refuses", wrap, words)
 
 
-def test_replicas_that_do_not_divide_the_processes_are_refused(runs: Runs) -> None:
-    ended = runs.train("parallel.strategy=fsdp", "parallel.num_processes=2", "parallel.replicate_size=3").wait()
+@pytest.mark.parametrize(
+    ("replicas", "said"),
+    [(3, "cannot be divided into 3 equal replicas"), (2, "shard nothing; make it less, or use parallel.strategy ddp")],
+)
+def test_replicas_that_do_not_fit_the_processes_are_refused(runs: Runs, replicas: int, said: str) -> None:
+    sizes = ("parallel.num_processes=2", f"parallel.replicate_size={replicas}")
+    ended = runs.train("parallel.strategy=fsdp", *sizes).wait()
     assert ended.code == 2
-    assert "parallel.replicate_size" in ended.stdout + ended.stderr
+    assert "parallel.replicate_size" in ended.stderr and said in ended.stderr

@@ -111,7 +111,8 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _batch(recipe: Recipe) -> Iterator[Contradiction]:
-    train, processes = recipe.train, recipe.parallel.num_processes
+    train = recipe.train
+    processes = 1 if recipe.parallel.strategy == "single" else recipe.parallel.num_processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     if micro != "auto" and micro > size:
         yield Contradiction(
@@ -203,6 +204,11 @@ def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(
             ("parallel.replicate_size", "parallel.num_processes"),
             f"{processes} processes cannot be divided into {parallel.replicate_size} equal replicas",
+        )
+    elif parallel.strategy == "fsdp" and processes == parallel.replicate_size > 1:
+        yield Contradiction(
+            ("parallel.replicate_size", "parallel.num_processes"),
+            f"{processes} replicas on {processes} processes shard nothing; make it less, or use parallel.strategy ddp",
         )
 
 

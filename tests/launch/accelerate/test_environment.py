@@ -101,7 +101,8 @@ def test_workers_variables_mean_what_the_file_means() -> None:
         "distributed_type: FSDP\nnum_processes: 4\nnum_machines: 2\nmain_process_ip: host\n"
         "fsdp_config: {fsdp_sharding_strategy: hybrid_shard}\n",
         "distributed_type: MULTI_GPU\nnum_processes: 2\ndynamo_config: {dynamo_backend: inductor}\n",
-        files.FSDP_2 + "parallelism_config: {parallelism_config_dp_replicate_size: 2}\n",
+        files.FSDP_2 + "parallelism_config: {parallelism_config_dp_replicate_size: 2, "
+        "parallelism_config_dp_shard_size: 2}\n",
     ],
 )
 def test_there_and_back(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

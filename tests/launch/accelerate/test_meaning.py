@@ -92,11 +92,57 @@ def test_sharding_strategies_of_version_1(tmp_path: Path, name: str) -> None:
         assert found.problems == () and found.rendezvous == "host:29500"
 
 
-def test_hybrid_sharding_of_version_2(tmp_path: Path) -> None:
-    sizes = "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
-    assert meaning(tmp_path, files.FSDP_2 + sizes).value("parallel.replicate_size") == 2
-    found = meaning(tmp_path, files.FSDP_2 + sizes.replace("_dp_shard_size: 2", "_tp_size: 2"))
-    assert "tp_size: 2" in problems(found)
+def sized(kind: str, processes: int | None, **sizes: object) -> str:
+    """A file with a parallelism_config, whose line is the last."""
+    number = "" if processes is None else f"num_processes: {processes}\n"
+    inside = ", ".join(f"parallelism_config_{name}: {value}" for name, value in sizes.items())
+    return f"distributed_type: {kind}\n{number}parallelism_config: {{{inside}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy", "replicas", "processes"),
+    [
+        (sized("FSDP", 4, dp_replicate_size=2, dp_shard_size=2), "fsdp", 2, 4),
+        (sized("FSDP", 4, dp_shard_size=4, cp_size=1), "fsdp", 1, 4),
+        (sized("FSDP", None, dp_replicate_size=2, dp_shard_size=3), "fsdp", 2, 6),
+        (sized("FSDP", 4, tp_size=1, dp_replicate_size=1), "fsdp", None, 4),
+        (sized("MULTI_GPU", 4, dp_replicate_size=4), "ddp", None, 4),
+    ],
+)
+def test_sizes_of_parallelism(tmp_path: Path, text: str, strategy: str, replicas: int | None, processes: int) -> None:
+    found = meaning(tmp_path, text)
+    assert problems(found) == ""
+    assert (found.strategy, found.value("parallel.replicate_size"), found.processes) == (strategy, replicas, processes)
+    assert found.value("parallel.num_processes") == processes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            sized("FSDP", 4, dp_replicate_size=2),
+            ":3: .*_replicate_size: 2: .* 2 x .* 1 makes 2 .*, but .*:2: num_processes: 4; write dp_shard_size: 2",
+        ),
+        (
+            sized("FSDP", 4, dp_shard_size=8),
+            "dp_shard_size: 8: .* 1 x .* 8 makes 8 processes, but .*:2: num_processes: 4",
+        ),
+        (sized("NO", None, dp_shard_size=2), "dp_shard_size: 2: .* makes 2 .* but .*:1: distributed_type: NO"),
+        (sized("FSDP", 2, dp_replicate_size=2), "2 replicas on as many processes shard nothing, which is ddp"),
+        (sized("FSDP", 4, dp_shard_size=2, tp_size=2), "tp_size: 2: there is no tensor parallelism here; set it to 1"),
+        (sized("FSDP", 4, dp_shard_size=2, cp_size=2), "cp_size: 2: there is no context parallelism here"),
+        (sized("FSDP", 4, sp_size=2), "sp_size: 2: there is no sequence parallelism here"),
+        (sized("MULTI_GPU", 4, dp_shard_size=4), "dp_shard_size: 4: ddp has the whole model in every process"),
+        (sized("DEEPSPEED", 4, dp_shard_size=4), "dp_shard_size: 4: ZeRO spreads over all processes"),
+        (
+            sized("FSDP", 4, dp_shard_sise=4),
+            "dp_shard_sise: unknown key; did you mean parallelism_config_dp_shard_size",
+        ),
+        (sized("FSDP", None, dp_shard_size=3) + "num_machines: 2\nmain_process_ip: a\n", "cannot be divided over"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert re.search(said, problems(meaning(tmp_path, text))), problems(meaning(tmp_path, text))
 
 
 def test_keys_without_prefix_and_policies_without_counterpart(tmp_path: Path) -> None:

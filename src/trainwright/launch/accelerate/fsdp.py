@@ -45,9 +45,9 @@ KEYS = (
 )
 
 
-def interpret(part: Part, draft: Draft, *, nodes: int, replicas: int | None, stated: bool) -> None:
-    """Add what ``part`` says. ``replicas``: of the file's parallelism_config. ``stated``: see Source."""
-    _layout(part, draft, nodes, replicas)
+def interpret(part: Part, draft: Draft, *, nodes: int, stated: bool) -> None:
+    """Add what ``part`` says. ``stated``: see Source."""
+    _layout(part, draft, nodes)
     _wrap(part, draft)
     if (offload := part.flag("fsdp_offload_params")) is not None and (offload or stated):
         draft.set("parallel.offload_parameters", offload, part.place("fsdp_offload_params"))
@@ -66,7 +66,7 @@ def interpret(part: Part, draft: Draft, *, nodes: int, replicas: int | None, sta
         draft.problem(text, for_script=True)
 
 
-def _layout(part: Part, draft: Draft, nodes: int, replicas: int | None) -> None:
+def _layout(part: Part, draft: Draft, nodes: int) -> None:
     version = part.count("fsdp_version", least=1) or 1
     if version > 2:
         part.wrong("fsdp_version", "1 or 2")
@@ -85,9 +85,6 @@ def _layout(part: Part, draft: Draft, nodes: int, replicas: int | None) -> None:
         draft.set("parallel.replicate_size", nodes, f"{origin} (one replica a machine)")
         if nodes == 1:
             draft.note("fsdp_sharding_strategy", "HYBRID shards within a machine; on one machine that is FULL_SHARD")
-    if replicas is not None:
-        where = part.source.place("parallelism_config", "parallelism_config_dp_replicate_size")
-        draft.set("parallel.replicate_size", replicas, f"{where}: parallelism_config_dp_replicate_size: {replicas}")
 
 
 def _sharding(part: Part) -> tuple[str | None, str]:

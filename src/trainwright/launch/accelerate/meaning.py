@@ -12,6 +12,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.accelerate import deepspeed, fsdp
 from trainwright.launch.accelerate.draft import Draft, Note, Problem, Setting
 from trainwright.launch.accelerate.reading import Source, read
+from trainwright.launch.accelerate.sizes import PREFIX, Sizes, apply_sizes, read_sizes
 from trainwright.launch.accelerate.values import Part
 
 DEFAULT_PORT = 29500  # Accelerate's and torchrun's
@@ -168,12 +169,12 @@ def interpret(source: Source) -> Meaning:
     processes, nodes = _counts(top, draft, kind)
     _precision(top, draft)
     _compile(top, source, draft)
-    sizes = Part(source, ("parallelism_config",), "parallelism_config_")
-    replicas = _parallelism(sizes, draft)
-    parts = [top, sizes]
+    part = Part(source, ("parallelism_config",), PREFIX)
+    sizes = read_sizes(part, draft)
+    parts = [top, part]
     if kind == "FSDP":
         part = Part(source, ("fsdp_config",), "fsdp_")
-        fsdp.interpret(part, draft, nodes=nodes, replicas=replicas, stated=source.stated)
+        fsdp.interpret(part, draft, nodes=nodes, stated=source.stated)
         parts.append(part)
     elif kind == "DEEPSPEED":
         part = Part(source, ("deepspeed_config",))
@@ -182,8 +183,7 @@ def interpret(source: Source) -> Meaning:
     elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
         single = kind == "NO" or processes == 1
         draft.set("parallel.strategy", "single" if single else "ddp", top.place("distributed_type"))
-    if processes is not None and kind is not None:
-        draft.set("parallel.num_processes", processes, top.place("num_processes"))
+    processes = _spread(top, draft, kind, processes, nodes, sizes)
     device = _device(top, draft, kind)
     node_rank, rendezvous = _machines(top, draft, nodes)
     gpu_ids = _gpu_ids(top)
@@ -252,14 +252,28 @@ def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]
                 for_script=True,
             )
         return 1, nodes
-    if processes is not None and processes % nodes:
-        draft.problem(
-            f"{top.place('num_processes')} cannot be divided over {top.place('num_machines')} equally",
-            for_script=True,
-        )
-    if processes is None:
-        draft.note("num_processes", "is not given, so the recipe and this machine decide")
     return processes, nodes
+
+
+def _spread(
+    top: Part, draft: Draft, kind: str | None, processes: int | None, nodes: int, sizes: Sizes | None
+) -> int | None:
+    """The number of processes, which the sizes of parallelism have to make, and give where nothing else does."""
+    said = top.place("distributed_type" if kind == "NO" else "num_processes")
+    if processes is None and sizes is not None:
+        processes, said = sizes.processes, sizes.origin
+    if processes is None:
+        if top.raw("num_processes") != -1:
+            draft.note("num_processes", "is not given, so the recipe and this machine decide")
+        return None
+    if processes % nodes and kind != "NO":
+        draft.problem(f"{said} cannot be divided over {top.place('num_machines')} equally", for_script=True)
+    if kind is not None:
+        draft.set("parallel.num_processes", processes, said)
+    strategy = draft.settings.get("parallel.strategy")
+    if sizes is not None and strategy is not None:
+        apply_sizes(sizes, strategy.value, processes, said, draft)
+    return processes
 
 
 def _precision(top: Part, draft: Draft) -> None:
@@ -292,19 +306,6 @@ def _compile(top: Part, source: Source, draft: Draft) -> None:
             draft.note(key, "blocks are compiled one by one with torch's own settings")
     for text in part.problems:
         draft.problem(text)
-
-
-def _parallelism(part: Part, draft: Draft) -> int | None:
-    """Replicas of the sharded model that the part asks for, None where it says nothing."""
-    prefix = "parallelism_config_"
-    replicas = part.count(f"{prefix}dp_replicate_size", least=1)
-    part.count(f"{prefix}dp_shard_size", least=1)  # what the replicas leave
-    for name in ("tp_size", "cp_size", "sp_size"):
-        if (part.count(f"{prefix}{name}", least=1) or 1) > 1:
-            draft.problem(f"{part.place(prefix + name)}: only data is spread over processes here; set it to 1")
-    for key in part.given():
-        part.raw(key)
-    return replicas
 
 
 def _device(top: Part, draft: Draft, kind: str | None) -> Device:

@@ -1,0 +1,76 @@
+"""The `parallelism_config` of an Accelerate file: over how many processes each kind of parallelism is spread.
+
+Accelerate wants the sizes' product to be the number of processes, and takes a size that is not given for 1; all of
+them at 1 say nothing (parallelism_config.py of its 1.15 release).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.launch.accelerate.draft import Draft
+from trainwright.launch.accelerate.values import Part
+
+PREFIX = "parallelism_config_"
+_DATA = ("dp_replicate_size", "dp_shard_size")
+_OTHERS = {"tp_size": "tensor parallelism", "cp_size": "context parallelism", "sp_size": "sequence parallelism"}
+_HOW = ("cp_backend", "cp_comm_strategy", "cp_handler", "tp_handler", "sp_handler")
+_HOW_SEQUENCE = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+KEYS = tuple(PREFIX + name for name in (*_DATA, *_OTHERS, *_HOW, *_HOW_SEQUENCE))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``replicas`` of the model, each over ``shards`` processes; ``origin``: the keys that say so."""
+
+    replicas: int
+    shards: int
+    origin: str
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.shards
+
+
+def read_sizes(part: Part, draft: Draft) -> Sizes | None:
+    """The sizes of data parallelism; None where the part says nothing. What else it asks for goes to ``draft``."""
+    sizes = {name: part.count(PREFIX + name, least=1) for name in (*_DATA, *_OTHERS)}
+    for name, kind in _OTHERS.items():
+        if (sizes[name] or 1) > 1:
+            draft.problem(f"{part.place(PREFIX + name)}: there is no {kind} here; set it to 1")
+    for name in (*_HOW, *_HOW_SEQUENCE):
+        if PREFIX + name in part and part.source.stated:
+            draft.note(PREFIX + name, "is for context, tensor and sequence parallelism, which there is none of here")
+        part.raw(PREFIX + name)
+    for text in part.unknown(KEYS, {}):
+        draft.problem(text, for_script=True)
+    replicas, shards = (sizes[name] or 1 for name in _DATA)
+    if replicas * shards == 1:
+        return None
+    given = [name for name in _DATA if PREFIX + name in part]
+    return Sizes(replicas, shards, " and ".join(part.place(PREFIX + name) for name in given))
+
+
+def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: Draft) -> None:
+    """Set what ``sizes`` mean for a strategy on so many processes, which the file has ``said``.
+
+    What they cannot mean goes to the draft's problems.
+    """
+    if sizes.processes != processes:
+        whole = processes // sizes.replicas * sizes.replicas == processes
+        fix = f"write dp_shard_size: {processes // sizes.replicas}" if whole else "change one of them"
+        draft.problem(
+            f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} makes "
+            f"{sizes.processes} processes, but {said}; {fix}"
+        )
+    elif strategy == "fsdp" and sizes.shards == 1:
+        draft.problem(
+            f"{sizes.origin}: {sizes.replicas} replicas on as many processes shard nothing, which is ddp; write "
+            "distributed_type: MULTI_GPU (on a CPU MULTI_CPU), or fewer replicas and a dp_shard_size"
+        )
+    elif strategy == "fsdp":
+        draft.set("parallel.replicate_size", sizes.replicas, sizes.origin)
+    elif strategy.startswith("zero"):
+        draft.problem(f"{sizes.origin}: ZeRO spreads over all processes; these sizes are for distributed_type: FSDP")
+    elif sizes.shards > 1:
+        draft.problem(f"{sizes.origin}: {strategy} has the whole model in every process; to shard it takes FSDP")
