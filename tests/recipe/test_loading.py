@@ -26,7 +26,7 @@ Write = Callable[..., Path]
 def test_the_smallest_recipe_gets_the_defaults(write: Write) -> None:
     recipe = load_recipe(write(SMALLEST))
     assert recipe.task == "sft"
-    assert recipe.model.adapter == "none"
+    assert recipe.model.adapter.type == "none"
     assert recipe.data.validation == 0.05
     assert recipe.optimizer.betas == (0.9, 0.999)
     assert recipe.train.epochs == 1.0 and recipe.train.max_steps is None

@@ -29,7 +29,7 @@ class Contradictions(ValueError):
 
 def contradictions(recipe: Recipe) -> list[Contradiction]:
     """All contradictions between the keys of ``recipe``, none when it is sound."""
-    checks = (_model, _data, _length, _schedule, _batch, _processes, _strategy, _evaluation)
+    checks = (_model, _adapter, _data, _length, _schedule, _batch, _processes, _strategy, _evaluation)
     return [problem for check in checks for problem in check(recipe)]
 
 
@@ -54,6 +54,47 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
             )
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(("model.gguf_file",), "is a file inside the model that model.name gives; set that too")
+
+
+def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
+    adapter = recipe.model.adapter
+    fields = type(adapter).model_fields
+    meant = [
+        key for key, field in fields.items() if getattr(adapter, key) != field.get_default(call_default_factory=True)
+    ]
+    if adapter.type == "none":
+        for key in meant:
+            reason = "has no effect without an adapter"
+            if key == "quantisation":
+                reason = "quantised weights stay as they are, so without an adapter nothing would be trained"
+            yield Contradiction(
+                (f"model.adapter.{key}", "model.adapter.type"),
+                f"{reason}; set model.adapter.type, for instance to lora",
+            )
+        return
+    if adapter.quantisation != "nf4" and not adapter.double_quantisation:
+        yield Contradiction(
+            ("model.adapter.double_quantisation", "model.adapter.quantisation"),
+            f"has no effect with quantisation {adapter.quantisation}; it belongs to nf4",
+        )
+    if adapter.stack and adapter.start_from is None:
+        yield Contradiction(
+            ("model.adapter.stack", "model.adapter.start_from"),
+            "there is no adapter to stack on; name its directory in model.adapter.start_from",
+        )
+    if adapter.stack and adapter.type == "dora":
+        yield Contradiction(
+            ("model.adapter.stack", "model.adapter.type"),
+            "what dora adds depends on all that is added to a weight, so it cannot be put on top of another adapter; "
+            "use lora, or set stack to false",
+        )
+    strategy = recipe.parallel.strategy
+    if adapter.quantisation != "none" and strategy.startswith("zero"):
+        yield Contradiction(
+            ("model.adapter.quantisation", "parallel.strategy"),
+            f"DeepSpeed casts and cuts every parameter as a number, which {adapter.quantisation} weights are not; set "
+            "parallel.strategy to ddp or fsdp, or model.adapter.quantisation to none",
+        )
 
 
 def _data(recipe: Recipe) -> Iterator[Contradiction]:

@@ -10,6 +10,9 @@ from pathlib import Path
 from trainwright.errors import RequestError
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value
 
+# Sections that may be written as one word, and the key that the word is the value of.
+_IN_ONE_WORD: dict[KeyPath, str] = {("model", "adapter"): "type"}
+
 
 def read_merged(path: Path, overrides: Sequence[str]) -> Tree:
     """Merge ``path`` over what it includes, and ``overrides`` (``section.key=value``) over both.
@@ -112,6 +115,8 @@ def _merge(base: Tree, over: Tree) -> None:
 def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], path: KeyPath) -> None:
     for key, value in over.items():
         place, earlier = (*path, key), base.get(key)
+        if isinstance(earlier, str) and isinstance(value, dict) and place in _IN_ONE_WORD:
+            base[key] = earlier = {_IN_ONE_WORD[place]: earlier}
         if isinstance(earlier, dict) and isinstance(value, dict):
             _merge_values(tree, earlier, value, place)
         else:
