@@ -127,6 +127,10 @@ def test_what_differs_in_an_instruct_variant_is_kept() -> None:
     base, instruct = find_model("Qwen2.5-7B").architecture(), find_model("Qwen2.5-7B-Instruct").architecture()
     assert (base.positions, instruct.positions) == (131072, 32768)
     assert base.parameters() == instruct.parameters()
+    assert (find_model("Qwen3-8B").architecture().positions, find_model("Qwen3-8B-Base").architecture().positions) == (
+        40960,
+        32768,
+    )
 
 
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
