@@ -115,6 +115,29 @@ def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
     torch.testing.assert_close(head(packed), head(torch.cat(alone)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "cohere"])
+def test_an_objective_has_the_value_and_gradients_of_the_plain_computation(name: str) -> None:
+    model = build(name)
+    lm, batch = CausalLM(model, packed=True), probe()
+    edges = [int(n) for n in batch.boundaries]
+    document = torch.bucketize(batch.target_index, torch.tensor(edges[1:]), right=True)
+
+    def objective(losses: torch.Tensor, batch: Any) -> torch.Tensor:
+        sums = losses.new_zeros(len(edges) - 1).index_add(0, document, losses)
+        return -torch.nn.functional.logsigmoid(sums[0] - sums[1] / 2).sum() + losses.square().mean()
+
+    total = lm(batch, objective=objective)
+    hidden, weight, _, targets = lm._at_targets(batch)
+    logits = (hidden @ weight.t()) * lm._head["logit_scale"]
+    if (cap := lm._head["softcap"]) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    plain = objective(torch.nn.functional.cross_entropy(logits, targets, reduction="none"), batch)
+    torch.testing.assert_close(total, plain, rtol=1e-5, atol=1e-6)
+    named = [p for p in lm.parameters() if p.requires_grad]
+    for got, want in zip(torch.autograd.grad(total, named), torch.autograd.grad(plain, named), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 def probe() -> Any:
     data = examples()
     micro = Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]

@@ -51,6 +51,21 @@ def test_value_and_gradients_are_those_of_the_plain_computation(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_targets_count_as_much_as_their_weights_say(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 50 * 500 * 4)
+    hidden, weight, offset, targets = leaves()
+    assert offset is not None
+    weights = torch.linspace(-2, 3, len(targets))
+    total = linear_cross_entropy(hidden, weight, offset, targets, softcap=softcap, target_weights=weights)
+    expected = (plain(hidden, weight, offset, targets, softcap, 1.0) * weights).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
+    got = torch.autograd.grad(total, [hidden, weight, offset])
+    want = torch.autograd.grad(expected, [hidden, weight, offset])
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
 def test_tied_weights_get_both_gradients() -> None:
     _, weight, _, targets = leaves()
     total = linear_cross_entropy(F.embedding(targets, weight), weight, None, targets.flip(0))

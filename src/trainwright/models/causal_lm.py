@@ -7,7 +7,7 @@ included, and runs on target positions only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# From the negative log-likelihood of every target [N] (fp32, nats) and the batch to a scalar to minimise.
+Objective = Callable[[torch.Tensor, Batch], torch.Tensor]
+
+
 class CausalLM(nn.Module):
     """Wraps a model with a decoder and a linear head.
 
     ``forward(batch)`` gives the summed cross-entropy (fp32 scalar, nats) of the batch's targets;
+    ``forward(batch, objective=f)`` gives ``f`` of the targets' losses, whatever function of them it is;
     ``forward(batch, statistics=True)`` gives ``[summed loss, correct predictions]`` without gradients.
 
     Args:
@@ -48,11 +53,18 @@ class CausalLM(nn.Module):
     def config(self) -> Any:
         return self.model.config
 
-    def forward(self, batch: Batch, statistics: bool = False) -> torch.Tensor:
+    def forward(self, batch: Batch, statistics: bool = False, objective: Objective | None = None) -> torch.Tensor:
+        at_targets = self._at_targets(batch)
         if statistics:
-            losses, correct = token_statistics(*self._at_targets(batch), **self._head)
+            losses, correct = token_statistics(*at_targets, **self._head)
             return torch.stack([losses.sum(dtype=torch.float64), correct.sum().double()])
-        return linear_cross_entropy(*self._at_targets(batch), **self._head)
+        if objective is None:
+            return linear_cross_entropy(*at_targets, **self._head)
+        # How much each target counts is known when all losses are: the head runs once more for it, and never holds
+        # the logits of more than a chunk. What that gives is the gradient; the value is the objective's own.
+        value, weights = _slopes(objective, token_statistics(*at_targets, **self._head)[0], batch)
+        weighted = linear_cross_entropy(*at_targets, **self._head, target_weights=weights)
+        return value + (weighted - weighted.detach())
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """Negative log-likelihood of every target in nats [N], fp32, without gradients."""
@@ -101,6 +113,15 @@ class CausalLM(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in order: the units of compilation, recomputation and sharding."""
         return find_blocks(self.model)
+
+
+@torch.enable_grad()
+def _slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The objective's value and its derivative by every loss [N]."""
+    losses = losses.detach().requires_grad_()
+    value = objective(losses, batch)
+    (slopes,) = torch.autograd.grad(value, losses)
+    return value.detach(), slopes
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

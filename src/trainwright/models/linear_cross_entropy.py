@@ -26,15 +26,17 @@ def linear_cross_entropy(
     *,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    target_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over N targets of the cross-entropy of ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
 
     ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
+    ``target_weights`` [N], fp32: each target counts so much, and not 1; no gradient reaches them.
 
     Returns:
         The sum in nats, fp32 scalar. Divide by a weight outside.
     """
-    total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, softcap, logit_scale)
+    total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, softcap, logit_scale, target_weights)
     return total
 
 
@@ -71,6 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         softcap: float | None,
         logit_scale: float,
+        target_weights: torch.Tensor | None,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -78,8 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = _HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
         for part in _chunks(len(targets), weight):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            weights = None if target_weights is None else target_weights[part]
             for rows in _row_blocks(logits):
-                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale)
+                each = None if weights is None else weights[rows]
+                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each)
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[part])
             grads.add(logits, hidden[part])
@@ -93,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradient of linear_cross_entropy was already taken")
         ctx.spent = True  # the saved gradients are scaled in place: they are as large as the head
         scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
 class _HeadGradients:
@@ -126,7 +131,11 @@ class _HeadGradients:
 
 
 def _loss_to_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, logit_scale: float
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
     columns = targets[:, None]
@@ -134,14 +143,17 @@ def _loss_to_gradient(
     slope = None if softcap is None else 1 - (work / softcap).square()
     # In place from here: log-probabilities, probabilities, gradient.
     work -= work.logsumexp(1, keepdim=True)
-    loss = -work.gather(1, columns).sum()
+    losses = -work.gather(1, columns)[:, 0]
     work.exp_().scatter_add_(1, columns, work.new_full((), -1.0).expand_as(columns))
     if slope is not None:
         work *= slope
     if logit_scale != 1.0:
         work *= logit_scale
+    if weights is not None:
+        work *= weights[:, None]
+        losses *= weights
     logits.copy_(work)
-    return loss
+    return losses.sum()
 
 
 def _finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
