@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,13 @@ import yaml
 
 from tests.support.commands import environment, trainwright
 
+ZERO = "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n"
 WANTS_GPUS = "distributed_type: MULTI_GPU\nnum_processes: 64\nmixed_precision: bf16\n"
 
 
-def setup(cwd: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+def setup(cwd: Path, *arguments: str, answers: str = "", **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainwright", "setup", *arguments]
-    variables = environment(HF_HOME=str(cwd / "hf"), CUDA_VISIBLE_DEVICES="")
+    variables = environment(HF_HOME=str(cwd / "hf"), CUDA_VISIBLE_DEVICES="", **more)
     return subprocess.run(command, cwd=cwd, env=variables, input=answers, capture_output=True, text=True, timeout=60)
 
 
@@ -40,13 +42,40 @@ def test_yes_keeps_the_file_that_is_there(tmp_path: Path) -> None:
 
 
 def test_questions_are_explained_and_asked_again_until_answered(tmp_path: Path) -> None:
-    result = setup(tmp_path, "--config-file", "new.yaml", answers="2\n1\n10.0.0.1\nport\n\n3\nbf61\nBF16\n")
+    result = setup(tmp_path, "--config-file", "new.yaml", answers="2\n1\n10.0.0.1\nport\n\n3\nfspd\nfsdp\nbf61\nBF16\n")
     assert result.returncode == 0, result.stderr
-    assert "not 'port'" in result.stdout and "not 'bf61'" in result.stdout
+    assert all(f"not '{wrong}'" in result.stdout for wrong in ("port", "fspd", "bf61"))
     values = yaml.safe_load((tmp_path / "new.yaml").read_text())
     assert (values["num_machines"], values["machine_rank"], values["num_processes"]) == (2, 1, 6)
     assert (values["main_process_ip"], values["main_process_port"]) == ("10.0.0.1", 29500)
-    assert values["mixed_precision"] == "bf16"
+    assert (values["mixed_precision"], values["distributed_type"]) == ("bf16", "FSDP")
+    assert "trainwright launch" not in result.stdout, "a script would run as DDP"
+
+
+def with_old_deepspeed(directory: Path) -> str:
+    """A PYTHONPATH on which a version of DeepSpeed is installed that is not known to work."""
+    metadata = directory / "site" / "deepspeed-0.17.2.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.2\n")
+    return os.pathsep.join([str(directory / "site"), environment()["PYTHONPATH"]])
+
+
+def test_strategies_whose_library_is_not_there_are_not_taken(tmp_path: Path) -> None:
+    path = with_old_deepspeed(tmp_path)
+    result = setup(tmp_path, "--config-file", "new.yaml", answers="\n2\nzero2\nddp\n\n", PYTHONPATH=path)
+    assert result.returncode == 0, result.stderr
+    assert "DeepSpeed 0.17.2 is not known to work here; pip install" in result.stdout
+    assert yaml.safe_load((tmp_path / "new.yaml").read_text())["distributed_type"] == "MULTI_CPU"
+    (tmp_path / "zero.yaml").write_text(ZERO)
+    shown = setup(tmp_path, "--show", "--config-file", "zero.yaml", PYTHONPATH=path)
+    assert shown.returncode == 0 and "cannot run: " in shown.stdout and "pip install" in shown.stdout
+    assert "RECIPE" not in shown.stdout and "SCRIPT" not in shown.stdout
+
+
+def test_show_asks_nothing_that_could_be_answered_with_yes(tmp_path: Path) -> None:
+    result = setup(tmp_path, "--show", "--yes")
+    assert result.returncode == 2 and "--yes" in result.stderr and "--show" in result.stderr
+    assert not (tmp_path / "hf").exists()
 
 
 def test_existing_file_is_replaced_only_when_that_is_answered(tmp_path: Path) -> None:
@@ -54,7 +83,7 @@ def test_existing_file_is_replaced_only_when_that_is_answered(tmp_path: Path) ->
     result = setup(tmp_path, "--config-file", "mine.yaml", answers="\n")
     assert result.returncode == 0 and "nothing written" in result.stdout
     assert (tmp_path / "mine.yaml").read_text() == WANTS_GPUS
-    result = setup(tmp_path, "--config-file", "mine.yaml", answers="yes\n\n\n\n")
+    result = setup(tmp_path, "--config-file", "mine.yaml", answers="yes\n\n2\n\n\n")
     assert result.returncode == 0, result.stderr
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["use_cpu"] is True
 

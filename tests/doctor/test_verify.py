@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.commands import wait_for
+from tests.support.commands import environment, trainwright, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.doctor.verify import reference_of
 from trainwright.recipe.loading import load_recipe
@@ -55,6 +55,29 @@ def test_a_recipe_is_proven_the_same_and_nothing_is_left(
     assert [int(row[0]) for row in rows] == list(range(1, steps + 1))
     assert leftovers(temporary) == []
     assert os.listdir(here) == []
+
+
+def test_an_accelerate_file_says_what_is_compared(runs: Runs, tmp_path: Path) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 2\n")
+    few = ("--steps", "1", "--accelerate-config", str(file))
+    ended = runs.command("verify", str(TINY), ON_ROWS, *few).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert any(line.startswith("fsdp x 2: ") for line in ended.stdout.splitlines())
+    file.write_text("distributed_type: FSDP\nuse_cpu: true\nnum_processes: 4\nnum_machines: 2\nmain_process_ip: a\n")
+    ended = runs.command("verify", str(TINY), ON_ROWS, *few).wait()
+    assert ended.code == 2 and "num_machines is 2" in ended.stderr
+
+
+def test_what_the_second_side_lacks_is_said_before_the_first_runs(tmp_path: Path) -> None:
+    metadata = tmp_path / "site" / "deepspeed-0.17.2.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.2\n")
+    path = os.pathsep.join([str(tmp_path / "site"), environment()["PYTHONPATH"]])
+    overrides = (ON_ROWS, "parallel.strategy=zero2", "parallel.num_processes=2")
+    ended = trainwright("verify", str(TINY), *overrides, cwd=tmp_path, PYTHONPATH=path)
+    assert ended.returncode == 3
+    assert "DeepSpeed 0.17.2 is not known to work here; pip install" in ended.stderr and ended.stdout == ""
 
 
 def test_one_process_has_nothing_to_be_compared_with(runs: Runs) -> None:

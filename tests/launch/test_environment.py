@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.errors import MachineError
-from trainwright.launch.environment import Environment, expand_nodes, read_environment, slurm_port
+from trainwright.errors import MachineError, RequestError
+from trainwright.launch.environment import (
+    Environment,
+    expand_nodes,
+    read_environment,
+    refuse_worker,
+    slurm_port,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -122,6 +128,50 @@ def test_mpiexec_inside_a_step_is_not_srun() -> None:
 
 def test_torch_variables_win_over_all_others() -> None:
     assert read_environment({**SLURM, **OPEN_MPI, **HYDRA, **TORCHRUN}).launcher == "torchrun"
+
+
+# A job's batch script, and a shell in one task of its own, whatever the allocation is for.
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASK_PID": "1"}
+SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (TORCHRUN, r"torchrun has started this one as rank 5 of 8; use `torchrun … -m trainwright\.worker RECIPE`"),
+        (SLURM, r"srun has .* rank 5 of 7; use `srun … python -m trainwright\.worker RECIPE`.* unset SLURM_PROCID"),
+        (OPEN_MPI, r"use `mpirun … python -m trainwright\.worker RECIPE`.* unset OMPI_COMM_WORLD_RANK"),
+        (HYDRA, r"use `mpiexec … python -m trainwright\.worker RECIPE`"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            r"set RANK and WORLD_SIZE has .* use `python -m trainwright\.worker RECIPE`",
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, r"use `accelerate launch … -m trainwright\.worker RECIPE`"),
+        ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch has started this one as rank 5 of 8"),
+    ],
+)
+def test_one_of_several_processes_does_not_start_others(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        refuse_worker("train", variables=variables)
+    with pytest.raises(RequestError, match="; run trainwright verify without it"):
+        refuse_worker("verify", variables=variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes"),
+    [
+        ({}, 1),
+        (BATCH, 1),
+        (SHELL, 1),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        # One on each of the nodes that the command is told of.
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}, 2),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, 4),
+    ],
+)
+def test_a_process_alone_may_start_others(variables: dict[str, str], nodes: int) -> None:
+    refuse_worker("train", nodes, variables)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,26 @@ def test_a_stop_signal_to_any_rank_stops_all_after_a_checkpoint(runs: Runs) -> N
     assert events(run, "start")[-1]["resumed_from"] is not None
 
 
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize("variables", [srun(2, "5")[1], open_mpi(2, "5")[0], by_hand(2, 1)[1]])
+def test_a_command_that_starts_processes_is_refused_in_one_of_several(
+    runs: Runs, tmp_path: Path, command: str, variables: dict[str, str]
+) -> None:
+    finished = runs.command(command, str(TINY), cwd=tmp_path, **variables).wait()
+    assert finished.code == 2
+    assert finished.stderr.startswith(f"error: trainwright {command} starts its processes itself")
+    assert ("trainwright.worker RECIPE" in finished.stderr) == (command == "train")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_script_trains_whatever_its_allocation_is_for(runs: Runs, tmp_path: Path) -> None:
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    settings = ("parallel.num_processes=2", "train.max_steps=2", "logging.run_directory=run")
+    finished = runs.command("train", str(TINY), *settings, cwd=tmp_path, **batch).wait()
+    assert finished.code == 0, finished.stderr
+    assert events(tmp_path / "run", "start")[0]["world_size"] == 2
+
+
 def run_it(tmp_path: Path, runs: Runs, *command: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     run = tmp_path / "run"
     arguments = ["-m", "trainwright.worker", str(TINY), STEPS, f"logging.run_directory={run}"]

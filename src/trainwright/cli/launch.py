@@ -46,6 +46,9 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code where it sets one.
     """
+    from trainwright.launch.environment import refuse_worker
+
+    refuse_worker("launch")
     _check_script(script, module)
     plan = _plan(config_file, num_processes, cpu)
     code = _run(script, module, tuple(arguments or ()), plan, logs)
@@ -102,7 +105,7 @@ def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> Pla
 
 def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
     from trainwright.launch.accelerate.environment import worker_environment
-    from trainwright.launch.accelerate.machine import default_processes, require
+    from trainwright.launch.accelerate.machine import becomes_ddp, default_processes, require
     from trainwright.launch.accelerate.meaning import interpret
     from trainwright.machine.detect import detect
 
@@ -118,24 +121,22 @@ def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
     if cpu:
         meaning = replace(meaning, device="cpu")
     machine = detect()
-    require(meaning, machine)
+    require(meaning, machine, for_script=True)
     os.environ.update(meaning.device_environment())
     on_cpu = meaning.device == "cpu" or not machine.gpus
-    if on_cpu:
-        _check_cpu(meaning)
+    if becomes_ddp(meaning, machine):
+        raise _sharded_on_cpu(meaning)
     processes = meaning.processes or default_processes(detect())
     variables = worker_environment(source, meaning, on_cpu=on_cpu)
     return Plan(processes, on_cpu, variables, source.name, machine.cpu_cores)
 
 
-def _check_cpu(meaning: Meaning) -> None:
-    """Accelerate's library runs these as DDP on a CPU, without a word."""
-    if meaning.distributed_type in ("FSDP", "DEEPSPEED"):
-        raise MachineError(
-            f"{meaning.source}: on a CPU Accelerate runs {meaning.distributed_type} as plain DDP, so the script would "
-            "not do what the file says; write distributed_type: MULTI_CPU for that. A recipe is sharded on a CPU "
-            f"too: trainwright train RECIPE --accelerate-config {meaning.source}"
-        )
+def _sharded_on_cpu(meaning: Meaning) -> MachineError:
+    return MachineError(
+        f"{meaning.source}: on a CPU Accelerate runs {meaning.distributed_type} as plain DDP, so the script would "
+        "not do what the file says; write distributed_type: MULTI_CPU for that. A recipe is sharded on a CPU "
+        f"too: trainwright train RECIPE --accelerate-config {meaning.source}"
+    )
 
 
 def _check_gpus(processes: int, machine: Machine) -> None:

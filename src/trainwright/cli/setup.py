@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.writing import Answers
@@ -22,7 +22,8 @@ _PORT = 29500
 _STRATEGIES = {
     "ddp": "every process has the whole model",
     "fsdp": "weights, gradients and optimizer state sharded by torch: for models too large for one device",
-    "zero2": "gradients and optimizer state sharded by DeepSpeed",
+    "zero1": "optimizer state sharded by DeepSpeed",
+    "zero2": "gradients too, by DeepSpeed",
     "zero3": "weights too, by DeepSpeed",
 }
 
@@ -45,6 +46,8 @@ def setup(
     from trainwright.launch.accelerate.reading import default_path
 
     path = config_file or default_path()
+    if show and yes:
+        raise RequestError("--yes answers the questions of a new file, and --show asks none; give one of the two")
     if show:
         _show(path, is_default=config_file is None)
         return
@@ -85,7 +88,7 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
     backup = write(path, values, replace=replacing)
     if backup is not None:
         print(f"the file that was there is now {backup}")
-    _say_how_to_use(path, answers, is_default)
+    _say_how_to_use(path, answers, machine, is_default)
 
 
 def _questions(answers: Answers, machine: Machine) -> Answers:
@@ -105,13 +108,12 @@ def _questions(answers: Answers, machine: Machine) -> Answers:
     most = gpus if answers.device == "gpu" else None
     each = _ask("processes on this machine", str(answers.processes), _count(1, most), why)
     answers = replace(answers, processes=each * machines)
-    if answers.device == "gpu":
+    if answers.device == "gpu" or answers.processes > 1:
         explained = "; ".join(f"{name}: {text}" for name, text in _STRATEGIES.items())
-        strategy = _ask("strategy", answers.strategy, _one_of(tuple(_STRATEGIES)), explained)
-        answers = replace(answers, strategy=strategy)
-        if strategy != "ddp":
-            offload = _ask("offload to the host's memory", "no", _yes_or_no, "fits more, and is much slower")
-            answers = replace(answers, offload=offload)
+        answers = replace(answers, strategy=_ask("strategy", answers.strategy, _strategy, explained))
+    if answers.device == "gpu" and answers.strategy != "ddp":
+        offload = _ask("offload to the host's memory", "no", _yes_or_no, "fits more, and is much slower")
+        answers = replace(answers, offload=offload)
     why = "bf16 is multiplied in hardware here" if machine.has_bf16 else "no bf16 units here"
     choices = ("no", "bf16", "fp16") if answers.device == "gpu" else ("no", "bf16")
     precision = _ask("mixed precision", answers.precision, _one_of(choices), f"{', '.join(choices)}; {why}")
@@ -141,6 +143,18 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
+def _strategy(text: str) -> str:
+    from trainwright.parallel.deepspeed_config import check_installed
+
+    name = _one_of(tuple(_STRATEGIES))(text)
+    if name.startswith("zero"):
+        try:
+            check_installed()
+        except MachineError as error:
+            raise ValueError(str(error)) from None
+    return name
+
+
 def _count(least: int, most: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
         number = int(text) if text.isascii() and text.isdigit() else None
@@ -158,19 +172,23 @@ def _yes_or_no(text: str) -> bool:
     return text.lower() in ("yes", "y")
 
 
-def _say_how_to_use(path: Path, answers: Answers, is_default: bool) -> None:
+def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: bool) -> None:
+    from trainwright.launch.accelerate.machine import becomes_ddp
     from trainwright.launch.accelerate.meaning import interpret
     from trainwright.launch.accelerate.reading import read
-    from trainwright.launch.accelerate.showing import accelerate_remarks
+    from trainwright.launch.accelerate.showing import accelerate_remarks, commands
 
     option = "" if is_default else f" --config-file {path}"
     accelerate_option = "" if is_default else f" --config_file {path}"
     number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
     print(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
-    print(f"  trainwright train RECIPE --accelerate-config {path}")
-    print(f"  trainwright launch{option} SCRIPT    your own Accelerate or torch script")
-    print(f"  accelerate launch{accelerate_option} SCRIPT")
-    print(f"  trainwright setup --show{option}    what it means here")
     source = read(path)
-    for remark in accelerate_remarks(source, interpret(source)):
+    meaning = interpret(source)
+    for command in commands(meaning, machine):
+        of_scripts = command.endswith("SCRIPT")
+        print(f"  {command}{'    your own Accelerate or torch script' * of_scripts}")
+    if not becomes_ddp(meaning, machine):
+        print(f"  accelerate launch{accelerate_option} SCRIPT")
+    print(f"  trainwright setup --show{option}    what it means here")
+    for remark in accelerate_remarks(source, meaning):
         print(f"note: {remark}")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,6 @@ from typer.core import TyperCommand
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, RequestError
 
 if TYPE_CHECKING:
-    from trainwright.launch.accelerate.meaning import Meaning
     from trainwright.launch.nodes import Nodes
     from trainwright.launch.request import Request
     from trainwright.launch.stop import Stopping
@@ -58,8 +55,8 @@ def train(
         str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: an address of node 0.")
     ] = None,
     rendezvous_timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="How long the nodes wait for each other.")
-    ] = 600.0,
+        float | None, typer.Option(min=1, metavar="SECONDS", help="How long the nodes wait for each other (600).")
+    ] = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Take processes, strategy and the like from this Accelerate file."),
@@ -69,17 +66,22 @@ def train(
 
     Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
+    from trainwright.launch.environment import refuse_worker
     from trainwright.launch.request import check_request, for_nodes, read_request, resolve_request
     from trainwright.machine.detect import detect
 
-    meaning = None
+    meaning, words = None, _with_number(arguments or [], num_processes)
     if accelerate_config is not None:
-        meaning = _file_meaning(accelerate_config, num_processes).with_machines(nodes, node_rank, rendezvous)
+        from trainwright.launch.accelerate.recipe import meaning_here
+
+        machines = {"nodes": nodes, "node_rank": node_rank, "rendezvous": rendezvous}
+        meaning = meaning_here(accelerate_config, words, **machines)
         if meaning.nodes > 1:
             nodes, node_rank, rendezvous = meaning.nodes, meaning.node_rank, meaning.rendezvous
     count = nodes or 1
-    place = _meeting_place(count, node_rank, rendezvous)
-    request = read_request(_with_number(arguments or [], num_processes), resume, meaning)
+    refuse_worker("train", count)
+    place = _meeting_place(count, node_rank, rendezvous, rendezvous_timeout)
+    request = read_request(words, resume, meaning)
     machine = detect()
     request = for_nodes(request, machine, count)
     resolved = resolve_request(request, machine, count)
@@ -87,30 +89,18 @@ def train(
     if dry_run:
         _show(resolved)
         return
-    raise typer.Exit(_run(request, resolved, machine, count, node_rank or 0, place, rendezvous_timeout))
+    raise typer.Exit(_run(request, resolved, machine, count, node_rank or 0, place, rendezvous_timeout or 600.0))
 
 
-def _file_meaning(path: Path, num_processes: int | None) -> Meaning:
-    """What an Accelerate file means, where this machine can do it; the GPUs it does not want are hidden."""
-    from trainwright.launch.accelerate.machine import require
-    from trainwright.launch.accelerate.meaning import read_meaning
-    from trainwright.machine.detect import detect
-
-    meaning = read_meaning(path)
-    if num_processes is not None:
-        meaning = replace(meaning, processes=num_processes)
-    meaning.refuse_problems()
-    require(meaning, detect())
-    os.environ.update(meaning.device_environment())
-    return meaning
-
-
-def _meeting_place(nodes: int, node_rank: int | None, rendezvous: str | None) -> tuple[str, int] | None:
+def _meeting_place(
+    nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None
+) -> tuple[str, int] | None:
     """Host and port where several nodes meet; None for one. Raises RequestError."""
     if nodes == 1:
-        if node_rank or rendezvous is not None:
-            given = "--rendezvous" if rendezvous is not None else "--node-rank"
-            raise RequestError(f"{given} is for several nodes; say how many with --nodes")
+        options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
+        if given := [name for name, value in options.items() if value is not None]:
+            verb = "are" if len(given) > 1 else "is"
+            raise RequestError(f"{' and '.join(given)} {verb} for several nodes; say how many with --nodes")
         return None
     if rendezvous is None:
         raise RequestError(
@@ -182,9 +172,8 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
 
     from trainwright.launch import run_directory
     from trainwright.launch.process import Stopped, preload_libraries, run_in_child
-    from trainwright.recipe.loading import dump_recipe
 
-    text = dump_recipe(resolved.recipe)
+    text = run_directory.recipe_text(resolved.recipe)
     node = 0 if nodes is None else nodes.index
     with ExitStack() as held, ExitStack() as until_prepared:
 
@@ -192,7 +181,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
             held.enter_context(run_directory.only_launch(run))
             until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
-            run_directory.record(run, text, resolved.reasons)
+            run_directory.record(run, text, request.stem, resolved.reasons)
             (run / "logs").mkdir(exist_ok=True)
             return run, text
 

@@ -12,10 +12,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainwright.errors import MachineError
+from trainwright.errors import MachineError, RequestError
 
 # Below the ports that systems hand out to connections by themselves (Linux: from 32768).
 _FIRST_PORT, _PORTS = 15000, 16000
+
+_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # accelerate launch sets it always
+_UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
+# By launcher: the command that starts workers with it, and the variables that it is known by.
+_WORKERS = {
+    "torchrun": ("torchrun … -m", "RANK and WORLD_SIZE"),
+    "accelerate launch": ("accelerate launch … -m", _ACCELERATE),
+    "srun": ("srun … python -m", "SLURM_PROCID"),
+    "mpirun": ("mpirun … python -m", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("mpiexec … python -m", "PMI_RANK"),
+    _UNKNOWN: ("python -m", "RANK and WORLD_SIZE"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,20 +76,49 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
             tasks without srun.
     """
     given = _Variables(os.environ if variables is None else variables)
-    parent = os.getppid() if parent is None else parent
-    if given.has("RANK", "WORLD_SIZE"):
-        found = _torch(given)
-    elif given.has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-        found = _open_mpi(given, parent)
-    elif _in_slurm_step(given) and not _hydra_inside_slurm(given):
-        found = _slurm(given)
-    elif given.has("PMI_RANK", "PMI_SIZE"):
-        found = _hydra(given, parent)
-    else:
+    found = _launched(given, os.getppid() if parent is None else parent)
+    if found is None:
         _refuse_bare_allocation(given)
         return Environment("python")
     _check(found)
     return found
+
+
+def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | None = None) -> None:
+    """Refuse a command that starts processes itself, where a launcher has started several of that command.
+
+    A job's batch script is no such process, whatever its allocation is for, nor is a launcher's only one. One process
+    on each of the command's own ``nodes`` is what a launcher is right to start.
+
+    Raises:
+        RequestError: naming the launcher, the command to give it, and the variables that tell.
+    """
+    given = _Variables(os.environ if variables is None else variables)
+    found = _launched(given, os.getppid())
+    by_accelerate = given.has(_ACCELERATE)  # which may have been told more than a number of processes
+    if not by_accelerate and (found is None or found.size in (1, nodes)):
+        return
+    launcher = "accelerate launch" if found is None or by_accelerate else found.launcher
+    start, variables_of_it = _WORKERS[launcher]
+    place = f" as rank {found.rank} of {found.size}" if found is not None else ""
+    instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
+    raise RequestError(
+        f"trainwright {command} starts its processes itself, and {launcher} has started this one{place}; {instead} "
+        f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
+    )
+
+
+def _launched(given: _Variables, parent: int) -> Environment | None:
+    """What a launcher says of this process; None where there is none."""
+    if given.has("RANK", "WORLD_SIZE"):
+        return _torch(given)
+    if given.has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        return _open_mpi(given, parent)
+    if _in_slurm_step(given) and not _hydra_inside_slurm(given):
+        return _slurm(given)
+    if given.has("PMI_RANK", "PMI_SIZE"):
+        return _hydra(given, parent)
+    return None
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -117,9 +158,9 @@ def _torch(given: _Variables) -> Environment:
     # Without a count, local ranks that go as far as the ranks do mean one machine.
     local_size = given.number("LOCAL_WORLD_SIZE", default=size if local_rank == rank else 1)
     nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)))
-    name = "the launcher that set RANK and WORLD_SIZE"
+    name = _UNKNOWN
     if elastic:
-        name = "accelerate launch" if given.has("ACCELERATE_MIXED_PRECISION") else "torchrun"
+        name = "accelerate launch" if given.has(_ACCELERATE) else "torchrun"
     return Environment(
         launcher=name,
         rank=rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,18 +11,31 @@ from pathlib import Path
 from trainwright.errors import RequestError
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value
 
+
+class Override(str):
+    """``section.key=value`` that was not typed as such but written somewhere, which messages then name."""
+
+    origin: Origin
+
+    @classmethod
+    def written(cls, text: str, origin: Origin) -> Override:
+        override = cls(text)
+        override.origin = origin
+        return override
+
+
 # Sections that may be written as one word, and the key that the word is the value of.
 _IN_ONE_WORD: dict[KeyPath, str] = {("model", "adapter"): "type"}
 
 
-def read_merged(path: Path, overrides: Sequence[str]) -> Tree:
-    """Merge ``path`` over what it includes, and ``overrides`` (``section.key=value``) over both.
+def read_merged(path: Path | None, overrides: Sequence[str]) -> Tree:
+    """Merge ``path`` over what it includes, and ``overrides`` (``section.key=value``) over both; None: no file.
 
     Raises RequestError where a file cannot be read or is not YAML, or an override is malformed.
     """
-    tree = _read_file(path, including=())
+    tree = Tree() if path is None else _read_file(path, including=())
     for override in overrides:
-        _merge(tree, _read_override(override))
+        _merge(tree, *_read_override(override))
     return tree
 
 
@@ -87,8 +101,10 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def _read_override(override: str) -> Tree:
-    source = f"override {override!r}"
+def _read_override(override: str) -> tuple[Tree, int]:
+    """What it changes, and how deep that is merged: a section key by key, and a key's whole value is replaced."""
+    origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
+    source = str(origin)
     key, equals, text = override.partition("=")
     path: KeyPath = tuple(key.split("."))
     if not equals or not all(path) or key != key.strip():
@@ -101,25 +117,26 @@ def _read_override(override: str) -> Tree:
     for part in reversed(path):
         value = {part: value}
     tree.values = value
-    tree.origins[path] = Origin(source)
-    return tree
+    tree.origins[path] = origin
+    return tree, max(len(path), 2)
 
 
-def _merge(base: Tree, over: Tree) -> None:
-    """Merges ``over`` into ``base``: mappings key by key, everything else replaced."""
-    _merge_values(base, base.values, over.values, ())
+def _merge(base: Tree, over: Tree, depth: float = math.inf) -> None:
+    """Merges ``over`` into ``base``: mappings above ``depth`` key by key, everything else replaced."""
+    _merge_values(base, base.values, over.values, (), depth)
     base.origins.update(over.origins)
     base.problems.extend(over.problems)
 
 
-def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], path: KeyPath) -> None:
+def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], path: KeyPath, depth: float) -> None:
     for key, value in over.items():
         place, earlier = (*path, key), base.get(key)
-        if isinstance(earlier, str) and isinstance(value, dict) and place in _IN_ONE_WORD:
-            base[key] = earlier = {_IN_ONE_WORD[place]: earlier}
-        if isinstance(earlier, dict) and isinstance(value, dict):
-            _merge_values(tree, earlier, value, place)
-        else:
-            for known in [known for known in tree.origins if known[: len(place)] == place]:
-                del tree.origins[known]
-            base[key] = value
+        if isinstance(value, dict) and len(place) < depth:
+            if isinstance(earlier, str) and place in _IN_ONE_WORD:
+                base[key] = earlier = {_IN_ONE_WORD[place]: earlier}
+            if isinstance(earlier, dict):
+                _merge_values(tree, earlier, value, place, depth)
+                continue
+        for known in [known for known in tree.origins if known[: len(place)] == place]:
+            del tree.origins[known]
+        base[key] = value

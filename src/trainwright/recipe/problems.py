@@ -134,9 +134,14 @@ def _shown(value: object) -> str:
 
 def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
     paths: list[KeyPath] = [tuple(key.split(".")) for key in contradiction.keys]
-    written = [tree.origins[path] for path in paths if path in tree.origins]
-    origin = written[0] if written else origin_of(paths[0], tree, file)
-    return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}")
+    written = {
+        key: tree.origins[path] for key, path in zip(contradiction.keys, paths, strict=True) if path in tree.origins
+    }
+    origin = next(iter(written.values()), None) or origin_of(paths[0], tree, file)
+    # Whoever reads one file does not see that a value is another's.
+    elsewhere = [f"{key}: {place}" for key, place in written.items() if place.source != origin.source]
+    where = f" ({', '.join(elsewhere)})" if elsewhere else ""
+    return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
 
 
 def _meant(path: KeyPath, near: KeyPath | None) -> str:

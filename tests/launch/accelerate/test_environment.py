@@ -10,8 +10,8 @@ import pytest
 
 from tests.launch.accelerate import files
 from tests.launch.accelerate.files import values, written
-from trainwright.errors import MachineError, RequestError
-from trainwright.launch.accelerate.environment import from_environment, refuse_contradictions, worker_environment
+from trainwright.errors import RequestError
+from trainwright.launch.accelerate.environment import from_environment, worker_environment
 from trainwright.launch.accelerate.meaning import interpret
 from trainwright.launch.accelerate.reading import read
 
@@ -56,10 +56,6 @@ CPU_WORKER = {
     "ACCELERATE_USE_CPU": "True",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
-}
-RESOLVED = {
-    "parallel": {"strategy": "ddp", "num_processes": 4, "offload_parameters": False, "wrap": "auto"},
-    "train": {"mixed_precision": "no"},
 }
 
 
@@ -131,7 +127,6 @@ def test_there_and_back(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPat
 
 def test_other_launchers_are_not_accelerates() -> None:
     assert from_environment(TORCHRUN) is None
-    assert refuse_contradictions(RESOLVED, TORCHRUN) is None
 
 
 def test_one_process_in_place_of_two_is_noticed() -> None:
@@ -139,26 +134,11 @@ def test_one_process_in_place_of_two_is_noticed() -> None:
     assert found is not None and found.one_of_several and found.processes is None and found.device == "cpu"
     with pytest.raises(RequestError, match="started one"):
         found.to_overrides()
-    with pytest.raises(RequestError, match="started one"):
-        refuse_contradictions(RESOLVED, CPU_WORKER)
     alone = {name: value for name, value in CPU_WORKER.items() if not name.startswith("MASTER")}
     found = from_environment(alone)
     assert found is not None and found.strategy == "single" and not found.one_of_several
     found = from_environment(CPU_WORKER | {"OMPI_COMM_WORLD_SIZE": "2"})
     assert found is not None and not found.one_of_several
-
-
-def test_run_and_launcher_that_contradict_are_both_named() -> None:
-    with pytest.raises(RequestError) as refused:
-        refuse_contradictions(RESOLVED, FSDP_WORKER | TORCHRUN)
-    assert "parallel.strategy: the recipe has ddp, but ACCELERATE_USE_FSDP" in str(refused.value)
-    assert "train.mixed_precision: the recipe has no, but ACCELERATE_MIXED_PRECISION" in str(refused.value)
-
-
-def test_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    with pytest.raises(MachineError, match="asks for 4 GPUs"):
-        refuse_contradictions(RESOLVED, TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"})
 
 
 def test_list_of_classes_as_accelerate_passes_it_on() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
 
 from tests.launch.accelerate import files
-from tests.launch.accelerate.files import CPU, gpus, meaning
+from tests.launch.accelerate.files import CPU, gpus, meaning, written
 from trainwright.errors import MachineError
 from trainwright.launch.accelerate.machine import lacking, require
+from trainwright.launch.accelerate.meaning import interpret
+from trainwright.launch.accelerate.reading import read
+from trainwright.launch.accelerate.showing import show
 from trainwright.machine.detect import Machine
 
 FOUR = "distributed_type: MULTI_GPU\nnum_processes: 4\n"
@@ -26,11 +30,11 @@ FOUR = "distributed_type: MULTI_GPU\nnum_processes: 4\n"
         (FOUR, gpus(4)),
         (FOUR, gpus(8)),
         (FOUR + "gpu_ids: 0,2,4,6\n", gpus(8)),
-        (files.TWO_NODES, gpus(4)),
+        (FOUR.replace("4", "8") + "num_machines: 2\nmain_process_ip: host\n", gpus(4)),
     ],
 )
 def test_enough(tmp_path: Path, text: str, machine: Machine) -> None:
-    assert lacking(meaning(tmp_path, text), machine) is None
+    assert lacking(meaning(tmp_path, text), machine) == []
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,53 @@ def test_too_little_stops_and_says_what_would_run(
         require(meaning(tmp_path, text), machine)
     assert reason in str(refused.value) and "here would run" in str(refused.value)
     assert instead in str(refused.value) and "accelerate.yaml" in str(refused.value)
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+def test_a_missing_library_stops_what_is_trained_and_not_a_script(tmp_path: Path) -> None:
+    found = meaning(tmp_path, files.INLINE_ZERO)
+    with pytest.raises(MachineError, match=r"accelerate\.yaml: .* need DeepSpeed, .*; pip install"):
+        require(found, CPU)
+    require(found, CPU, for_script=True)
+    assert len(lacking(meaning(tmp_path, files.TWO_NODES), CPU)) == 3, "GPUs, what would run, DeepSpeed"
+    assert lacking(meaning(tmp_path, files.INLINE_ZERO.replace("stage: 2", "stage: 0")), CPU) == []
+
+
+def shown(directory: Path, text: str, machine: Machine = CPU) -> str:
+    source = read(written(directory, text))
+    return show(source, interpret(source), machine, width=1000)
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+def test_what_a_missing_library_keeps_from_running_is_not_offered(tmp_path: Path) -> None:
+    screen = shown(tmp_path, files.INLINE_ZERO)
+    assert "cannot run: parallel.strategy: zero1, zero2 and zero3 need DeepSpeed" in screen and "pip install" in screen
+    assert "runs: " not in screen and "--accelerate-config" not in screen and "SCRIPT" not in screen
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "train", "launch"),
+    [
+        (files.TWO_CPU, CPU, True, True),
+        (files.FSDP_2, CPU, True, False),  # Accelerate's library would run it as DDP
+        (FOUR, gpus(4), True, True),
+        (FOUR, gpus(2), False, False),
+        (FOUR.replace("4", "8") + "num_machines: 2\nmain_process_ip: host\n", gpus(4), True, False),
+        (FOUR.replace("4", "8") + "num_machines: 2\n", gpus(4), False, False),
+        (FOUR + "mixed_precision: fp8\n", gpus(4), False, True),
+        (FOUR + "num_procesess: 4\n", gpus(4), False, False),
+    ],
+)
+def test_only_commands_that_do_not_refuse_the_file_are_offered(
+    tmp_path: Path, text: str, machine: Machine, train: bool, launch: bool
+) -> None:
+    screen = shown(tmp_path, text, machine)
+    assert ("trainwright train RECIPE" in screen, "trainwright launch --config-file" in screen) == (train, launch)

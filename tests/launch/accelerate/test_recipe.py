@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.launch.accelerate import files
 from tests.launch.accelerate.files import meaning, written
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.accelerate.recipe import for_training, join
+from trainwright.launch.accelerate.recipe import join, meaning_here
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -81,14 +82,34 @@ def test_file_that_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
         joined(tmp_path, "distributed_type: NO\nmixed_precision: fp8\n")
 
 
-def test_for_training_hides_gpus_and_checks_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_file_means_here_hides_gpus_and_checks_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    path = recipe(tmp_path)
-    result = for_training(written(tmp_path, files.TWO_CPU), path, ["train.seed=3"])
-    assert result.overrides[-1] == "train.seed=3" and result.meaning.nodes == 1
+    found = meaning_here(written(tmp_path, files.TWO_CPU), ["recipe.yaml", "parallel.num_processes=3"])
+    assert (found.nodes, found.processes) == (1, 3)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     with pytest.raises(MachineError, match="here would run"):
-        for_training(written(tmp_path, files.LOOSE_DDP), path, [])
+        meaning_here(written(tmp_path, files.LOOSE_DDP), [])
     with pytest.raises(RequestError, match="main_process_ip"):
-        for_training(written(tmp_path, files.TWO_NODES.replace("main_process_ip", "# ")), path, [])
+        meaning_here(written(tmp_path, files.TWO_NODES.replace("main_process_ip", "# ")), [])
     with pytest.raises(MachineError, match="4 GPUs on this machine"):
-        for_training(written(tmp_path, files.TWO_NODES), path, [], rendezvous="host:1")
+        meaning_here(written(tmp_path, files.TWO_NODES), [], rendezvous="host:1")
+
+
+def test_a_file_that_contradicts_the_recipe_is_named_with_its_line_and_the_recipes(tmp_path: Path) -> None:
+    more = "  micro_batch_size: 4\n"
+    path = recipe(tmp_path)
+    path.write_text(RECIPE.replace("train: {global_batch_size: 16}", "train:\n  global_batch_size: 16\n" + more))
+    result = join(meaning(tmp_path, files.INLINE_ZERO), path, ())
+    with pytest.raises(RequestError) as refused:
+        load_recipe(path, result.overrides)
+    said = str(refused.value)
+    assert f"{tmp_path}/accelerate.yaml:7: gradient_accumulation_steps: 4: train.gradient_accumulation_steps" in said
+    assert f"train.global_batch_size: {path}:5, train.micro_batch_size: {path}:6" in said
+
+
+def test_a_value_that_no_key_takes_is_named_with_its_line(tmp_path: Path) -> None:
+    text = files.INLINE_ZERO.replace("gradient_clipping: 0.5", "gradient_clipping: -1")
+    with pytest.raises(RequestError, match=r"accelerate.yaml:8: gradient_clipping: -1: optimizer.max_grad_norm: "):
+        joined(tmp_path, text)

@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import RequestError
 from trainwright.launch.accelerate import deepspeed, fsdp
-from trainwright.launch.accelerate.machine import require
 from trainwright.launch.accelerate.meaning import Meaning, interpret
 from trainwright.launch.accelerate.reading import Source
 from trainwright.launch.accelerate.values import Part
-from trainwright.machine.detect import detect
 
 _ENVIRONMENT = "the environment of accelerate launch"
 
@@ -86,25 +83,6 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | 
     if "ACCELERATE_MIXED_PRECISION" not in variables:
         return None
     return interpret(_source(variables))
-
-
-def refuse_contradictions(
-    recipe: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str] | None = None
-) -> Meaning | None:
-    """Check a worker's environment against its run's resolved recipe (as nested mappings).
-
-    Returns what from_environment returns. Raises RequestError naming both sides where they differ, or where
-    Accelerate was asked for several processes and started this one alone, which it does with MULTI_CPU;
-    MachineError where GPUs are asked for and not here.
-    """
-    meaning = from_environment(environment)
-    if meaning is None:
-        return None
-    meaning.refuse_problems()
-    if differences := meaning.disagreements(recipe):
-        raise RequestError("\n".join(differences))
-    require(meaning, detect())
-    return meaning
 
 
 def worker_environment(source: Source, meaning: Meaning, *, on_cpu: bool) -> dict[str, str]:

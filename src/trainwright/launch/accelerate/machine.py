@@ -5,17 +5,45 @@ from __future__ import annotations
 from trainwright.errors import MachineError
 from trainwright.launch.accelerate.meaning import Meaning
 from trainwright.machine.detect import Machine
+from trainwright.parallel.deepspeed_config import check_installed
+
+SHARDING = ("FSDP", "DEEPSPEED")
 
 
-def require(meaning: Meaning, machine: Machine) -> None:
-    """Raise MachineError, which says what would run here, where the machine lacks what is asked for."""
-    reason = lacking(meaning, machine)
-    if reason is not None:
-        raise MachineError(f"{meaning.source}: {reason}\n{would_run(meaning, machine)}")
+def require(meaning: Meaning, machine: Machine, *, for_script: bool = False) -> None:
+    """Raise MachineError, which says what would run here or what to install, where something asked for is lacking.
+
+    ``for_script``: libraries are the script's own affair.
+    """
+    if lines := _lacking_gpus(meaning, machine) if for_script else lacking(meaning, machine):
+        raise MachineError(f"{meaning.source}: " + "\n".join(lines))
 
 
-def lacking(meaning: Meaning, machine: Machine) -> str | None:
-    """What is asked for and not here; None where all of it is. The machine is as it is without the file."""
+def lacking(meaning: Meaning, machine: Machine) -> list[str]:
+    """What is asked for and not here, and what to do, a line each; none where all of it is.
+
+    The machine is as it is without the file.
+    """
+    lines = _lacking_gpus(meaning, machine)
+    if (meaning.strategy or "").startswith("zero"):
+        try:
+            check_installed()
+        except MachineError as error:
+            lines.append(str(error))
+    return lines
+
+
+def becomes_ddp(meaning: Meaning, machine: Machine) -> bool:
+    """Whether Accelerate's library, on a CPU, would run as DDP without a word what the file shards."""
+    return meaning.distributed_type in SHARDING and (meaning.device == "cpu" or not machine.gpus)
+
+
+def _lacking_gpus(meaning: Meaning, machine: Machine) -> list[str]:
+    reason = _too_few_gpus(meaning, machine)
+    return [] if reason is None else [reason, _would_run(meaning, machine)]
+
+
+def _too_few_gpus(meaning: Meaning, machine: Machine) -> str | None:
     processes = meaning.local_processes
     here = " on this machine" if meaning.nodes > 1 else ""
     if meaning.device == "cuda" and not machine.gpus:
@@ -34,14 +62,14 @@ def lacking(meaning: Meaning, machine: Machine) -> str | None:
     return None
 
 
-def would_run(meaning: Meaning, machine: Machine) -> str:
+def _would_run(meaning: Meaning, machine: Machine) -> str:
     """One line: how to run on this machine what its file cannot."""
     count = default_processes(machine)
     alone = ", num_machines: 1" if meaning.nodes > 1 else ""
     if machine.gpus:
         return f"here would run: num_processes: {count}{alone}, one for each GPU"
     kind = meaning.distributed_type
-    same = kind if kind in ("FSDP", "DEEPSPEED") else "MULTI_CPU"
+    same = kind if kind in SHARDING else "MULTI_CPU"
     return (
         f"here would run: {count} process{'es' * (count > 1)} on the CPU: distributed_type: {same}, use_cpu: true, "
         f"num_processes: {count}{alone}"

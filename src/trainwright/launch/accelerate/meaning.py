@@ -14,6 +14,8 @@ from trainwright.launch.accelerate.draft import Draft, Note, Problem, Setting
 from trainwright.launch.accelerate.reading import Source, read
 from trainwright.launch.accelerate.sizes import PREFIX, Sizes, apply_sizes, read_sizes
 from trainwright.launch.accelerate.values import Part
+from trainwright.recipe.merging import Override
+from trainwright.recipe.yaml_text import Origin
 
 DEFAULT_PORT = 29500  # Accelerate's and torchrun's
 
@@ -111,26 +113,19 @@ class Meaning:
         """What a recipe key is set to; None where the file says nothing of it."""
         return self.settings[key].value if key in self.settings else None
 
-    def to_overrides(self) -> list[str]:
+    def to_overrides(self) -> list[Override]:
         """`section.key=value` for every recipe key the file sets. Raises RequestError for its problems."""
         self.refuse_problems()
-        return [f"{key}={as_yaml(setting.value)}" for key, setting in self.settings.items()]
+        return [
+            Override.written(f"{key}={as_yaml(setting.value)}", Origin(setting.origin))
+            for key, setting in self.settings.items()
+        ]
 
     def refuse_problems(self, *, for_script: bool = False) -> None:
         """Raise RequestError with what cannot be honoured: all of it, or what concerns the user's own script."""
         found = [problem.text for problem in self.problems if problem.for_script or not for_script]
         if found:
             raise RequestError("\n".join(found))
-
-    def disagreements(self, values: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """A line for every key of a resolved recipe (as nested mappings) that differs from what this says."""
-        lines = []
-        for key, setting in self.settings.items():
-            section, name = key.split(".")
-            there = values[section][name]
-            if there not in (setting.value, "auto"):
-                lines.append(f"{key}: the recipe has {as_yaml(there)}, but {setting.origin}")
-        return lines
 
     def device_environment(self) -> dict[str, str]:
         """To be set before anything looks for GPUs: hides those that the file does not want."""

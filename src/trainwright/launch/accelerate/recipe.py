@@ -31,36 +31,36 @@ class Joined:
 
     overrides: list[str]
     reasons: tuple[str, ...]
-    meaning: Meaning
 
 
-def for_training(
+def meaning_here(
     file: Path,
-    recipe: Path | None,
     overrides: Sequence[str],
     *,
-    resumed: bool = False,
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous: str | None = None,
-) -> Joined:
-    """What `train --accelerate-config FILE` does before the recipe is loaded.
+) -> Meaning:
+    """What a file means, with the numbers of the command line in place of its own, on a machine that can do it.
 
-    ``nodes``, ``node_rank`` and ``rendezvous`` are the command line's; the result's ``meaning`` has what holds.
+    ``overrides`` may have words beside section.key=value, such as the recipe's name.
     GPUs that the file does not want are hidden from this process and its children (CUDA_VISIBLE_DEVICES), so it
     has to come before the machine is looked at.
 
     Raises:
-        RequestError: the file cannot be read or honoured, or it and the recipe name different strategies.
-        MachineError: this machine lacks the GPUs asked for; the message says what would run here.
+        RequestError: the file cannot be read or honoured, or does not say where its machines meet.
+        MachineError: this machine lacks the GPUs or the library asked for; the message says what would run here.
     """
     meaning = read_meaning(file).with_machines(nodes, node_rank, rendezvous)
-    joined = join(meaning, recipe, overrides, resumed=resumed)
-    if (error := missing_rendezvous(joined.meaning)) is not None:
+    processes = _last(overrides, "parallel.num_processes")
+    if processes is not None:
+        meaning = replace(meaning, processes=int(processes) if processes.isdigit() else None)
+    meaning.refuse_problems()
+    if (error := missing_rendezvous(meaning)) is not None:
         raise error
-    require(joined.meaning, detect())
-    os.environ.update(joined.meaning.device_environment())
-    return joined
+    require(meaning, detect())
+    os.environ.update(meaning.device_environment())
+    return meaning
 
 
 def join(meaning: Meaning, recipe: Path | None, overrides: Sequence[str], *, resumed: bool = False) -> Joined:
@@ -94,14 +94,12 @@ def join(meaning: Meaning, recipe: Path | None, overrides: Sequence[str], *, res
         if not resumed:
             reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
     kept = replace(meaning, settings={k: v for k, v in meaning.settings.items() if k not in dropped})
-    if "parallel.num_processes" in explicit:
-        count = _last(overrides, "parallel.num_processes")
-        meaning = replace(meaning, processes=int(count) if count.isdigit() else None)
-    return Joined([*kept.to_overrides(), *overrides], tuple(reasons), meaning)
+    return Joined([*kept.to_overrides(), *overrides], tuple(reasons))
 
 
-def _last(overrides: Sequence[str], key: str) -> str:
-    return [override.partition("=")[2] for override in overrides if override.partition("=")[0] == key][-1]
+def _last(overrides: Sequence[str], key: str) -> str | None:
+    found = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
+    return found[-1] if found else None
 
 
 def _written(tree: Tree, key: str) -> object:

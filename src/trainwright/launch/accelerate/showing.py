@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from trainwright.launch.accelerate.machine import lacking, would_run
-from trainwright.launch.accelerate.meaning import Meaning, as_yaml
+from trainwright.launch.accelerate.machine import SHARDING, becomes_ddp, lacking
+from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous
 from trainwright.launch.accelerate.reading import Source
 from trainwright.machine.detect import Machine
 
@@ -38,9 +38,22 @@ def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
     several = meaning.processes is not None and meaning.processes > 1
     if meaning.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
         remarks.append("accelerate launch itself runs one process of it; train and launch here run them all")
-    if meaning.device == "cpu" and meaning.distributed_type in ("FSDP", "DEEPSPEED"):
+    if meaning.device == "cpu" and meaning.distributed_type in SHARDING:
         remarks.append("Accelerate itself runs this as ddp on a CPU; train here shards")
     return remarks
+
+
+def commands(meaning: Meaning, machine: Machine) -> list[str]:
+    """The commands that start it here; none of them refuses the file."""
+    found: list[str] = []
+    if lacking(meaning, machine):
+        return found
+    if not meaning.problems and missing_rendezvous(meaning) is None:
+        found.append(f"trainwright train RECIPE --accelerate-config {meaning.source}")
+    of_scripts = any(problem.for_script for problem in meaning.problems)
+    if not of_scripts and meaning.nodes == 1 and not becomes_ddp(meaning, machine):
+        found.append(f"trainwright launch --config-file {meaning.source} SCRIPT")
+    return found
 
 
 def _rows(source: Source, meaning: Meaning, machine: Machine) -> Iterator[tuple[str, str]]:
@@ -54,20 +67,19 @@ def _rows(source: Source, meaning: Meaning, machine: Machine) -> Iterator[tuple[
         if key not in _SHOWN_BY_THEMSELVES
     ]
     yield from _listed("also sets", others)
-    reason = lacking(meaning, machine)
+    reasons = lacking(meaning, machine)
     if meaning.problems:
         yield "here", "refused:"
         for problem in meaning.problems:
             yield "", f"- {problem.text}"
-    elif reason is None:
+    elif not reasons:
         yield "here", f"runs: {_local(meaning, machine)}"
-    if reason is not None:
-        yield "" if meaning.problems else "here", f"cannot run: {reason}"
-        yield "", would_run(meaning, machine)
+    for index, reason in enumerate(reasons):
+        label = "here" if index == 0 and not meaning.problems else ""
+        yield label, f"cannot run: {reason}" if index == 0 else reason
     yield from _listed("ignored", [f"{', '.join(note.keys)}: {note.reason}" for note in meaning.notes])
     yield from _listed("accelerate", accelerate_remarks(source, meaning))
-    yield "use", f"trainwright train RECIPE --accelerate-config {source.name}"
-    yield "", f"trainwright launch --config-file {source.name} SCRIPT"
+    yield from _listed("use", commands(meaning, machine))
 
 
 def _listed(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
