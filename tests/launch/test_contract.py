@@ -28,7 +28,7 @@ def directory(runs: Runs, processes: int, strategy: str = "ddp") -> Path:
     run = runs.new_directory("contract")
     run.mkdir()
     wanted = (f"parallel.num_processes={processes}", f"parallel.strategy={strategy}")
-    record(run, dump_recipe(load_recipe(TINY, [*RESOLVED, *wanted])), [])
+    record(run, dump_recipe(load_recipe(TINY, [*RESOLVED, *wanted])), "tiny", [])
     return run
 
 
@@ -46,6 +46,7 @@ def refusal(runs: Runs, run: Path, kind: str, processes: int) -> str:
         ("recipe", "ddp", "recipe: train.seed: 0 on ranks 0, 2, 1 on rank 1"),
         ("setting", "ddp", "settings: precision of fp32 products: 'highest' on ranks 0, 2, 'high' on rank 1"),
         ("weights", "ddp", "weights: fingerprint: "),
+        ("device", "ddp", "device: type: the run was planned for 'cuda', and it is 'cpu' on ranks 0-2"),
         ("dtype", "ddp", "layout: forward dtype: the recipe asks for 'float32', and it is 'bfloat16' on rank 1"),
         ("another strategy", "fsdp", "layout: strategy: the recipe asks for 'fsdp', and it is 'ddp' on ranks 0-2"),
         ("another strategy", "fsdp", "layout: placement: the recipe asks for 'rows over 3 ranks', and it is 'whole"),

@@ -9,6 +9,8 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,33 @@ def test_auto_names_after_the_recipe_and_never_reuses_a_name() -> None:
     runs = [run_directory.create("auto", "tiny") for _ in range(3)]
     assert len(set(runs)) == 3
     assert all(re.fullmatch(r"tiny-\d{8}-\d{6}(-\d+)?", run.name) and run.is_dir() for run in runs)
+
+
+def test_a_runs_own_recipe_names_no_directory_and_the_run_knows_its_recipes_name() -> None:
+    run = run_directory.create("mine", "tiny")
+    recipe = Recipe.model_validate(
+        {
+            "task": "sft",
+            "model": {"name": "some/model"},
+            "data": {"train": "pydoc"},
+            "logging": {"run_directory": "mine"},
+        }
+    )
+    run_directory.record(run, run_directory.recipe_text(recipe), "tiny", ["why"])
+    assert load_recipe(run / "recipe.yaml").logging.run_directory == "auto"
+    assert run_directory.stem_of(run / "recipe.yaml") == "tiny"
+    assert run_directory.reasons(run) == ["why"]
+    assert run_directory.run_of(run / "recipe.yaml") == run
+    assert run_directory.run_of(Path("recipe.yaml")) is None
+    assert run_directory.stem_of(Path("other.yaml")) == "other"
+
+
+def test_a_damaged_plan_is_no_plan() -> None:
+    run = a_run("old")
+    for text in ("{", "[]"):
+        (run / "plan.json").write_text(text)
+        assert run_directory.reasons(run) == []
+        assert run_directory.stem_of(run / "recipe.yaml") == "recipe"
 
 
 def test_existing_directory_is_refused() -> None:
@@ -58,7 +87,7 @@ def test_resume_of_nothing_is_refused(wanted: str) -> None:
 def test_failed_preparation_leaves_no_new_directory() -> None:
     run = run_directory.create("mine", "tiny")
     with pytest.raises(RequestError), run_directory.undone_on_error(run, created=True):
-        run_directory.record(run, "task: sft\n", [])
+        run_directory.record(run, "task: sft\n", "tiny", [])
         raise RequestError("refused")
     assert not run.exists()
 
@@ -66,7 +95,7 @@ def test_failed_preparation_leaves_no_new_directory() -> None:
 def test_failed_preparation_leaves_a_resumed_run_as_it_was() -> None:
     run = a_run("old")
     with pytest.raises(RequestError), run_directory.undone_on_error(run, created=False):
-        run_directory.record(run, "task: other\n", [])
+        run_directory.record(run, "task: other\n", "tiny", [])
         raise RequestError("refused")
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
 

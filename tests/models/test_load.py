@@ -173,6 +173,9 @@ def test_chat_template_is_text_or_a_file_and_is_checked(tmp_path: Path) -> None:
         load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "no.jinja")))
     with pytest.raises(RequestError, match=r"model\.chat_template, line 2"):
         load_tokenizer(fresh(LLAMA, chat_template="a\n{% for m in messages %}{{ m }"))
+    (tmp_path / "latin.jinja").write_bytes(b"{# one\n two #}\n{{ 'caf\xe9' }}")
+    with pytest.raises(RequestError, match=r"^model\.chat_template: .*latin\.jinja:3: not UTF-8 text"):
+        load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "latin.jinja")))
 
 
 def test_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:

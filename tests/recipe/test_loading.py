@@ -104,6 +104,19 @@ def test_an_override_with_a_mapping_merges_and_null_takes_away(write: Write) -> 
     assert recipe.data.validation is None
 
 
+def test_an_override_replaces_the_whole_value_of_its_key_and_one_inside_of_it_that_alone(write: Write) -> None:
+    write("model: {config: {model_type: llama, hidden_size: 8, vocab_size: 9}, tokenizer: bytes}\n", "base.yaml")
+    path = write("include: base.yaml\ntask: sft\nmodel: {config: {vocab_size: 7}}\ndata: {train: pydoc}\n")
+    assert load_recipe(path).model.config == {"model_type": "llama", "hidden_size": 8, "vocab_size": 7}
+    for override in ("model.config={model_type: gpt2, n_embd: 4}", "model={config: {model_type: gpt2, n_embd: 4}}"):
+        model = load_recipe(path, [override]).model
+        assert (model.config, model.tokenizer) == ({"model_type": "gpt2", "n_embd": 4}, "bytes")
+        more = load_recipe(path, [override, "model.config.n_embd=5", "model.config.n_layer=2"]).model
+        assert more.config == {"model_type": "gpt2", "n_embd": 5, "n_layer": 2}
+    loaded = load_with_origins(path, ["model.config={model_type: gpt2}"])
+    assert ("model", "config", "hidden_size") not in loaded.origins
+
+
 def test_a_section_with_all_keys_commented_out_has_its_defaults(write: Write) -> None:
     recipe = load_recipe(write(SMALLEST + "optimizer:\n  # learning_rate: 1\ntrain:\n"))
     assert recipe.optimizer.learning_rate == 2e-5

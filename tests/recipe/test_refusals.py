@@ -275,6 +275,8 @@ def test_a_file_that_is_no_mapping(refusal: Refusal, text: str) -> None:
         ("? [a, b]\n: c\n", "run.yaml:4: a key has to be a name"),
         ("---\ntask: sft\n", "run.yaml:4: not valid YAML"),
         ("train: {seed: \x07}\n", "run.yaml:4: character"),
+        ("train:\n  seed: " + "[" * 30000 + "\n", "run.yaml:5: not valid YAML: nested more than 64 deep"),
+        ("a:\n" + "".join(" " * n + "b:\n" for n in range(1, 3000)), "run.yaml:67: not valid YAML: nested more"),
     ],
 )
 def test_broken_yaml_is_refused_with_its_line(refusal: Refusal, text: str, says: str) -> None:

@@ -133,7 +133,7 @@ def _prepared_model(
 
 def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callable[[Path], None]) -> None:
     """In a child: what this loads, and the threads it starts, must not be in the parent of the workers."""
-    run_directory.record(directory, dump_recipe(recipe), [])
+    run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
     model, cut = fitting_model(recipe.model, machine, directory / "model")
     answer = {"model": model.model_dump(), "cut": cut}
@@ -144,7 +144,7 @@ def _rehearse(side: Side, steps: int, stopping: Stopping) -> int:
     from trainwright.launch.local import launch
 
     side.run.mkdir()
-    run_directory.record(side.run, dump_recipe(side.recipe), [])
+    run_directory.record(side.run, dump_recipe(side.recipe), side.name, [])
     entry = functools.partial(_work, side, steps)
     return launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
 

@@ -168,13 +168,11 @@ def _open(
     request = _request(asked, environment, meaning)
     resolved = resolve_request(request, detect(), environment.nodes, check_gpus=False)
     check_request(request, resolved.recipe)
-    from trainwright.recipe.loading import dump_recipe
-
     run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
     held.enter_context(run_directory.only_launch(run))
-    text = dump_recipe(resolved.recipe)
+    text = run_directory.recipe_text(resolved.recipe)
     with run_directory.undone_on_error(run, created=request.run is None):
-        run_directory.record(run, text, resolved.reasons)
+        run_directory.record(run, text, request.stem, resolved.reasons)
         logs = run / "logs"
         logs.mkdir(exist_ok=True)
         words.clear(logs, environment.size)

@@ -5,23 +5,21 @@ The same for `trainwright train` and for every process that another launcher sta
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
+from trainwright.launch.resuming import continued
 from trainwright.machine.detect import Machine
+from trainwright.planning.processes import choose_processes, with_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
     from trainwright.planning.resolve import Resolved
-
-# What makes a run the run it is: with another value of these, its checkpoints would continue something else.
-_FIXED = ("task", "model", "data", "train.seed", "train.global_batch_size", "logging.run_directory")
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,22 @@ def read_request(arguments: list[str], resume: str | None, meaning: Meaning | No
     if resume is None:
         assert path is not None
         overrides, reasons = _under(overrides, meaning, path, resumed=False)
-        return Request(load_recipe(path, overrides), path.stem, None, reasons)
-    asked = load_recipe(path, overrides) if path else None
-    stem = path.stem if path else ""
-    run = run_directory.find(resume, asked.logging.run_directory if asked else "auto", stem)
-    before = load_recipe(run / run_directory.RECIPE)
-    overrides, reasons = _under(overrides, meaning, run / run_directory.RECIPE, resumed=True)
-    recipe = load_recipe(run / run_directory.RECIPE, _with_consequences(overrides))
-    _check_same_run(before, recipe)
-    return Request(recipe, stem, run, reasons)
+        return Request(load_recipe(path, overrides), run_directory.stem_of(path), None, reasons)
+    run = _run_of(resume, path, overrides)
+    own = run / run_directory.RECIPE
+    overrides, reasons = _under(overrides, meaning, path or own, resumed=path is None)
+    goes_on = continued(run, path, overrides)
+    return Request(goes_on.recipe, run_directory.stem_of(own), run, (*goes_on.reasons, *reasons))
+
+
+def _run_of(resume: str, path: Path | None, overrides: list[str]) -> Path:
+    """The run that --resume means: the one named, that of its own recipe, or the recipe's newest."""
+    if path is None or resume:
+        return run_directory.find(resume, "auto", "")
+    asked = load_recipe(path, overrides)
+    return run_directory.run_of(path) or run_directory.find(
+        "", asked.logging.run_directory, run_directory.stem_of(path)
+    )
 
 
 def for_started(request: Request, processes: int, launcher: str) -> Request:
@@ -82,7 +87,7 @@ def for_started(request: Request, processes: int, launcher: str) -> Request:
             f"{'es' * (parallel.num_processes > 1)}, but {launcher} started {processes}; start "
             f"{parallel.num_processes}, or set it to {processes} or auto"
         )
-    return replace(request, recipe=_with_processes(request.recipe, processes), reasons=reasons)
+    return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
 def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
@@ -91,8 +96,6 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
     parallel.num_processes counts the processes of all of them. Raises RequestError where they cannot be
     divided equally, or where the strategy is for one process.
     """
-    from trainwright.planning.resolve import resolve
-
     if nodes == 1:
         return request
     if request.recipe.parallel.strategy == "single":
@@ -102,16 +105,15 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
     processes = request.recipe.parallel.num_processes
     reasons = request.reasons
     if processes == "auto":
-        each = resolve(request.recipe, machine).recipe.parallel.num_processes
-        assert each != "auto"
+        each, why = choose_processes(request.recipe, machine, nodes)
         processes = each * nodes
-        reasons += (f"parallel.num_processes {processes}: {each} on each of {nodes} nodes",)
+        reasons += (f"parallel.num_processes {processes}: {each} on each of {nodes} nodes, {why}",)
     if processes % nodes:
         raise RequestError(
             f"parallel.num_processes: {processes} processes cannot be divided over --nodes {nodes} equally; "
             f"set it to {max(1, processes // nodes) * nodes}, or auto"
         )
-    return replace(request, recipe=_with_processes(request.recipe, processes), reasons=reasons)
+    return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
 def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
@@ -173,24 +175,3 @@ def _under(
     joined = join(meaning, path, overrides, resumed=resumed)
     notes = (f"{meaning.source}: {', '.join(note.keys)}: {note.reason}" for note in meaning.notes)
     return joined.overrides, (*joined.reasons, *notes)
-
-
-def _with_processes(recipe: Recipe, processes: int) -> Recipe:
-    parallel = recipe.parallel.model_copy(update={"num_processes": processes})
-    return recipe.model_copy(update={"parallel": parallel})
-
-
-def _with_consequences(overrides: list[str]) -> list[str]:
-    """The run's recipe is resolved: what its number of processes decided is decided anew."""
-    keys = {override.split("=", 1)[0] for override in overrides}
-    if "parallel.num_processes" not in keys:
-        return overrides
-    dependent = ("parallel.strategy", "train.gradient_accumulation_steps")
-    return [*(f"{key}=auto" for key in dependent if key not in keys), *overrides]
-
-
-def _check_same_run(before: Recipe, after: Recipe) -> None:
-    for key in _FIXED:
-        old, new = (functools.reduce(getattr, key.split("."), recipe) for recipe in (before, after))
-        if old != new:
-            raise RequestError(f"override '{key}': cannot change when a run is resumed; start a new run for that")

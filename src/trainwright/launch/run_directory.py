@@ -11,8 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.machine.detect import detect
+from trainwright.recipe.loading import dump_recipe
+from trainwright.recipe.schema import Recipe
 
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
@@ -73,10 +77,67 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
     return max(found, key=lambda run: (run.name.removeprefix(f"{stem}-")[:15], run.stat().st_mtime))
 
 
-def record(directory: Path, recipe: str, reasons: Sequence[str]) -> None:
-    """Write the resolved recipe (YAML) and why each automatic choice was made, each file whole or not."""
+def recipe_text(recipe: Recipe) -> str:
+    """A resolved recipe as YAML for the directory of its run, where it can be trained again as it stands.
+
+    So it names no directory: that of the run is the one it lies in, and another run needs another.
+    """
+    logging = recipe.logging.model_copy(update={"run_directory": "auto"})
+    return dump_recipe(recipe.model_copy(update={"logging": logging}))
+
+
+def record(directory: Path, recipe: str, stem: str, reasons: Sequence[str]) -> None:
+    """Write the resolved recipe (YAML), its name, what device it was resolved for, and why each choice was made.
+
+    Each file is written whole or not.
+    """
     _write(directory / RECIPE, recipe)
-    _write(directory / PLAN, json.dumps({"reasons": list(reasons)}, indent=2) + "\n")
+    plan = {"recipe": stem, "device": detect().device, "reasons": list(reasons)}
+    _write(directory / PLAN, json.dumps(plan, indent=2) + "\n")
+
+
+def reasons(directory: Path) -> list[str]:
+    """Why each value of a run's recipe is what it is, as recorded."""
+    return list(_plan(directory).get("reasons", ()))
+
+
+def planned_device(directory: Path) -> str:
+    """What a run was planned to compute on: cuda or cpu."""
+    return str(_plan(directory)["device"])
+
+
+def predicted(directory: Path) -> dict[str, float]:
+    """What a run's plan expects of it, by the names of `finish` events; empty where none was made."""
+    found = _plan(directory).get("predicted")
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def change(directory: Path, recipe: str, reason: str) -> None:
+    """Write the recipe that a run goes on with, and in the place of the reason for the key's value before, this one."""
+    plan, key = _plan(directory), reason.partition(" ")[0]
+    kept = [line for line in reasons(directory) if line.partition(" ")[0] != key]
+    _write(directory / RECIPE, recipe)
+    _write(directory / PLAN, json.dumps({**plan, "reasons": [*kept, reason]}, indent=2) + "\n")
+
+
+def stem_of(recipe: Path) -> str:
+    """What runs of a recipe file are named after: its own name, or that of the recipe a run was made from."""
+    run = run_of(recipe)
+    return recipe.stem if run is None else str(_plan(run).get("recipe") or recipe.stem)
+
+
+def run_of(recipe: Path) -> Path | None:
+    """The run whose own recipe this file is; None for any other."""
+    run = recipe.parent
+    return run if recipe.name == RECIPE and (run / PLAN).is_file() else None
+
+
+def _plan(directory: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(_read(directory / PLAN) or "{}")
+    except ValueError:  # nothing that a run depends on
+        return {}
+    return plan if isinstance(plan, dict) else {}
 
 
 @contextmanager

@@ -206,12 +206,23 @@ def _chat_template(text: str) -> str:
         file = Path(text).expanduser()
         if not file.is_file():
             raise RequestError(f"{where}: {text} is no file, and no Jinja template either")
-        where, text = f"{where}: {file}", file.read_text(encoding="utf-8")
+        where, text = f"{where}: {file}", _text_of(file, where)
     try:
         _compile_jinja_template(text)
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(f"{where}, line {error.lineno}: {error.message}") from error
     return text
+
+
+def _text_of(file: Path, key: str) -> str:
+    try:
+        content = file.read_bytes()
+        return content.decode()
+    except OSError as error:
+        raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise RequestError(f"{key}: {file}:{line}: not UTF-8 text; save the file as UTF-8") from None
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
         try:
             index = json.loads((directory / "model.safetensors.index.json").read_text())
             shards = sorted(set(index["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"{key}: {directory}/model.safetensors.index.json is damaged: {error}") from error
         if missing := [s for s in shards if s not in files]:
             raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
@@ -142,7 +142,7 @@ def _check_safetensors(file: Path, key: str) -> None:
                 raise ValueError("its header does not fit in it")
             header = json.loads(stream.read(header_size))
         end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
     if size != 8 + header_size + end:
         expected = 8 + header_size + end

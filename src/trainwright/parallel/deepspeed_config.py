@@ -109,7 +109,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise RequestError(f"{where} cannot be read: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise RequestError(f"{where}:{error.lineno}:{error.colno} is not JSON: {error.msg}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: {error}") from error
     if not isinstance(content, dict):
         raise RequestError(f"{where} holds no JSON object")

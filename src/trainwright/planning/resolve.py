@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import Machine
+from trainwright.planning.processes import choose_processes
+from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.schema import Recipe
 
 # Tokens of a micro-batch: enough to keep the matrix units busy, little enough to leave memory for the model.
@@ -15,7 +20,7 @@ _MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe without `auto`, and a line for every choice that was made."""
+    """A recipe without `auto`; for every choice that was made ``key value: why``, and ``key: …`` for a remark."""
 
     recipe: Recipe
     reasons: tuple[str, ...]
@@ -25,7 +30,7 @@ def resolve(recipe: Recipe, machine: Machine) -> Resolved:
     """Fill in every `auto` for ``machine``.
 
     Raises:
-        RequestError: more processes than GPUs.
+        RequestError: more processes than GPUs, or batch sizes that no number of processes here goes with.
         MachineError: a precision the device cannot compute in.
     """
     reasons: list[str] = []
@@ -41,11 +46,20 @@ def resolve(recipe: Recipe, machine: Machine) -> Resolved:
     values = recipe.model_dump()
     values["parallel"].update(parallel)
     values["train"].update(train)
+    return Resolved(_checked(recipe, values, processes), tuple(reasons))
+
+
+def _checked(recipe: Recipe, values: dict[str, Any], processes: int) -> Recipe:
+    """Validated anew: what was chosen may contradict what was written."""
     try:
-        # Validated anew: what was chosen may contradict what was written.
-        return Resolved(type(recipe).model_validate(values), tuple(reasons))
-    except ValueError as error:
-        raise RequestError(f"the recipe cannot run on {processes} processes: {error}") from error
+        return type(recipe).model_validate(values)
+    except ValidationError as error:
+        found = contradictions_in(error)
+        assert found, "every value was valid before"
+        lines = [f"{item.keys[0]}: {item.message}" for item in found]
+        if recipe.parallel.num_processes == "auto":
+            lines.append(f"(parallel.num_processes is auto: {processes} for this machine, and no other number fits)")
+        raise RequestError("\n".join(lines)) from error
 
 
 def _processes(recipe: Recipe, machine: Machine, reasons: list[str]) -> int:
@@ -57,16 +71,12 @@ def _processes(recipe: Recipe, machine: Machine, reasons: list[str]) -> int:
                 f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
             )
         if not gpus and asked > machine.cpu_cores:
-            reasons.append(f"{asked} processes share {machine.cpu_cores} cores: correct, but slower than fewer")
+            share = f"{asked} processes share {machine.cpu_cores} core{'s' * (machine.cpu_cores > 1)}"
+            reasons.append(f"parallel.num_processes: {share}: correct, but slower than fewer")
         return asked
     if recipe.parallel.strategy == "single":
         return 1
-    if gpus:
-        count, why = gpus, "one for every GPU"
-    else:
-        count, why = min(2, machine.cpu_cores), "no GPU, and more than two on a CPU gain nothing"
-    if count > recipe.train.global_batch_size:
-        count, why = recipe.train.global_batch_size, "a global batch has no more examples"
+    count, why = choose_processes(recipe, machine)
     reasons.append(f"parallel.num_processes {count}: {why}")
     return count
 
@@ -84,9 +94,9 @@ def _precision(recipe: Recipe, machine: Machine, reasons: list[str]) -> str:
     if asked == "bf16" and not machine.has_bf16:
         if machine.gpus:
             raise MachineError(f"train.mixed_precision: {machine.gpus[0].name} does not compute in bf16; set it to no")
-        reasons.append("train.mixed_precision bf16 is emulated by this CPU: correct, but slower than no (fp32)")
+        reasons.append("train.mixed_precision: bf16 is emulated by this CPU, correct but slower than no (fp32)")
     if asked == "fp16" and not machine.gpus:
-        reasons.append("train.mixed_precision fp16: a CPU computes it through fp32, correct but slower than no (fp32)")
+        reasons.append("train.mixed_precision: a CPU computes fp16 through fp32, correct but slower than no (fp32)")
     if asked != "auto":
         return asked
     name = "bf16" if machine.has_bf16 else "no"

@@ -31,13 +31,25 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_with_origins(path, overrides).recipe
 
 
+def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
+    """The recipe that ``section.key=value`` make by themselves; ``name`` stands in messages for its file."""
+    return checked(read_merged(None, overrides), Origin(name)).recipe
+
+
 def load_with_origins(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """As load_recipe, and says where each value comes from."""
-    tree = read_merged(path, overrides)
+    return checked(read_merged(path, overrides), Origin(str(path)))
+
+
+def checked(tree: Tree, file: Origin) -> LoadedRecipe:
+    """The recipe that ``tree`` is, read and put together; ``file`` is the place of what is written nowhere in it.
+
+    Raises RequestError as load_recipe does.
+    """
     for section in list(tree.values):
         if tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
-    file, problems = Origin(str(path)), list(tree.problems)
+    problems = list(tree.problems)
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:

@@ -16,6 +16,8 @@ from trainwright.errors import RequestError
 
 KeyPath = tuple[str | int, ...]
 
+_DEEPEST = 64  # levels of mappings and lists; no recipe comes near
+
 
 class Origin(NamedTuple):
     """Where a value was written: a file and its line, or an override (without a line)."""
@@ -168,6 +170,18 @@ def dotted(path: KeyPath) -> str:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """As the base class, which takes any depth until Python's own stack is full."""
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise yaml.composer.ComposerError(
+                problem=f"nested more than {_DEEPEST} deep", problem_mark=self.peek_event().start_mark
+            )
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):

@@ -64,6 +64,8 @@ def test_lines_are_known_and_what_accelerate_itself_refuses(tmp_path: Path) -> N
         ("just words\n", "is no Accelerate file"),
         ('{"distributed_type": "NO"', "not valid YAML"),
         ("a: b: c\n", ":1: not valid YAML"),
+        ('{"distributed_type": "NO",\n "a": ' + "[" * 20000, ":2: not valid YAML: nested more than"),
+        ('{"distributed_type": "NO",\n "a": ' + "[" * 200 + "]" * 200 + "}", ":2: not valid YAML: nested more than"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:

@@ -124,7 +124,7 @@ def _text(path: Path) -> str:
 def _strict_json(text: str) -> dict[str, Any] | None:
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 

@@ -1,0 +1,181 @@
+"""A run that is continued: what the recipe and the overrides say now, held against the run's own recipe.
+
+What decides the losses is the run's for good. What only spreads, measures or keeps it may change, and does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from trainwright.errors import RequestError
+from trainwright.launch import run_directory
+from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins
+from trainwright.recipe.merging import read_merged
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+
+# Sections and keys that may be another when a run is continued.
+_FREE = (
+    ("parallel",),
+    ("checkpoint",),
+    ("evaluate",),
+    ("logging",),
+    ("train", "micro_batch_size"),
+    ("train", "gradient_accumulation_steps"),
+    ("train", "activation_checkpointing"),
+    ("train", "activation_offload"),
+    ("train", "compile"),
+)
+_MAY_GROW = (("train", "max_steps"), ("train", "epochs"))
+_DIRECTORY = ("logging", "run_directory")
+_PROCESSES = ("parallel", "num_processes")
+_STRATEGY = ("parallel", "strategy")
+_ACCUMULATION = ("train", "gradient_accumulation_steps")
+# What is chosen by the number of processes alone, and so anew for another one.
+_BY_PROCESSES = ("single", "ddp")
+_ABSENT = object()
+
+
+class Continued(NamedTuple):
+    """The recipe a run goes on with, and why each of its values is what it is."""
+
+    recipe: Recipe
+    reasons: tuple[str, ...]
+
+
+def continued(run: Path, path: Path | None, overrides: Sequence[str]) -> Continued:
+    """The run's own recipe with what ``overrides`` and, where one was named, the recipe at ``path`` change of it.
+
+    A value that the recipe leaves to auto is the run's; an override with auto has it chosen anew.
+
+    Raises:
+        RequestError: something differs that makes another run; every such key, both values, and how to go on.
+    """
+    own = run / run_directory.RECIPE
+    before = load_recipe(own)
+    anew = [f"{dotted(key)}=auto" for key in _anew(before, read_merged(path, overrides))]
+    asked = load_with_origins(own if path is None else path, [*anew, *overrides])
+    changes = _changes(before, asked)
+    _refuse(run, path, [change for change in changes if not change.allowed(run)])
+    tree = read_merged(own, ())
+    for change in changes:
+        if change.path != _DIRECTORY:
+            tree.values[change.path[0]][change.path[1]] = change.new
+            tree.origins[change.path] = change.origin
+    recipe = checked(tree, Origin(str(own))).recipe
+    lines = [change.line() for change in changes if change.path != _DIRECTORY and change.new != "auto"]
+    kept = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
+    return Continued(recipe, (*kept, *(line for line in lines if line not in kept)))
+
+
+class _Change(NamedTuple):
+    path: KeyPath
+    old: object
+    new: object
+    origin: Origin
+
+    def allowed(self, run: Path) -> bool:
+        if self.path == _DIRECTORY:
+            return Path(str(self.new)).expanduser().resolve() == run.resolve()
+        if self.path in _MAY_GROW:
+            numbers = isinstance(self.old, int | float) and isinstance(self.new, int | float)
+            return numbers and self.new > self.old  # type: ignore[operator]
+        return any(self.path[: len(free)] == free for free in _FREE)
+
+    def differences(self, run: Path) -> Iterator[str]:
+        said = f"({self.origin})"
+        if self.path == _DIRECTORY:
+            yield f"{dotted(self.path)}: {run} in the run, now {self.new} {said}"
+        elif self.path in _MAY_GROW:
+            longer = "; a run can be made longer and nothing else"
+            yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {said}{longer}"
+        else:
+            for path, old, new in _parts(self.path, self.old, self.new):
+                yield f"{dotted(path)}: {_text(old)} in the run, now {_text(new)} {said}"
+
+    def line(self) -> str:
+        key, new = dotted(self.path), _text(self.new)
+        return f"{key} {new}: {_text(self.old)} until the run was resumed ({self.origin})"
+
+
+def _changes(before: Recipe, asked: LoadedRecipe) -> list[_Change]:
+    old, new = _keys(before), _keys(asked.recipe)
+    found = []
+    for path in dict.fromkeys([*new, *old]):
+        was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
+        origin = asked.origins.get(path)
+        typed = origin is not None and origin.line is None
+        if was != now and (now != "auto" or typed):
+            found.append(_Change(path, was, now, origin or Origin("the default")))
+    return found
+
+
+def _keys(recipe: Recipe) -> dict[KeyPath, object]:
+    found: dict[KeyPath, object] = {}
+    for section, values in recipe.model_dump().items():
+        if isinstance(values, dict):
+            found.update({(section, key): value for key, value in values.items()})
+        else:
+            found[section,] = values
+    return found
+
+
+def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, object, object]]:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        yield path, old, new
+        return
+    for key in dict.fromkeys([*new, *old]):
+        was, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if was != now:
+            yield from _parts((*path, key), was, now)
+
+
+def _anew(before: Recipe, said: Tree) -> Iterator[KeyPath]:
+    """What the run's number of processes decided, where that is to be another and nothing is ``said`` of it."""
+    origin, count = said.origins.get(_PROCESSES), _value(said, _PROCESSES)
+    left_open = origin is None or (count == "auto" and origin.line is not None)
+    if left_open or count == before.parallel.num_processes:
+        return
+    if before.parallel.strategy in _BY_PROCESSES and _value(said, _STRATEGY) == "auto":
+        yield _STRATEGY
+    if _value(said, _ACCUMULATION) == "auto":
+        yield _ACCUMULATION
+
+
+def _value(tree: Tree, path: KeyPath) -> object:
+    section = tree.values.get(path[0])
+    return section.get(path[1], "auto") if isinstance(section, dict) else "auto"
+
+
+def _refuse(run: Path, path: Path | None, changes: list[_Change]) -> None:
+    if not changes:
+        return
+    resume = f"trainwright train --resume {run}"
+    if path is None:
+        first, fix = f"--resume {run}: this cannot change when a run is resumed", "leave the override out"
+    else:
+        first = f"{path}: says something else than {run}, the run to be resumed"
+        fix = f"put the value back, leave the recipe out ({resume})"
+    lines = "".join(f"\n  {line}" for change in changes for line in change.differences(run))
+    raise RequestError(f"{first}{lines}\n{fix}, or start a new run (without --resume)")
+
+
+def _holds(reason: str, recipe: Recipe) -> bool:
+    """Whether a line of the run's plan still gives the reason for a value of its recipe."""
+    key, _, rest = reason.partition(" ")
+    section, _, name = key.rstrip(":").partition(".")
+    values = getattr(recipe, section, None)
+    if not hasattr(values, name):
+        return True  # of what was put over the recipe
+    return not key.endswith(":") and re.match(rf"{re.escape(_text(getattr(values, name)))}\b", rest) is not None
+
+
+def _text(value: object) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,205 @@
+"""What may change when a run is continued, and what is refused because it would be another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.errors import RequestError
+from trainwright.launch import run_directory
+from trainwright.launch.request import read_request
+from trainwright.launch.resuming import continued
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
+
+RECIPE = """task: sft
+model: {config: {model_type: llama, hidden_size: 64}, tokenizer: bytes}
+data: {train: rows.jsonl}
+optimizer: {learning_rate: 1e-3}
+train: {max_steps: 30, global_batch_size: 8}
+evaluate: {every: 10}
+"""
+RESOLVED = (
+    "train.micro_batch_size=2",
+    "train.mixed_precision=no",
+    "train.activation_checkpointing=none",
+    "train.compile=false",
+    "parallel.num_processes=2",
+    "parallel.strategy=ddp",
+)
+REASONS = [
+    "parallel.num_processes 2: no GPU",
+    "parallel.strategy ddp: several processes",
+    "parallel.num_processes: 2 processes share 1 core",
+    "train.micro_batch_size 2: examples of up to 1024 tokens",
+    "accelerate.yaml: mixed_precision: nothing to do",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def a_run(*overrides: str, name: str = "tiny-20260101-120000") -> Path:
+    run = Path("runs") / name
+    run.mkdir(parents=True)
+    recipe = load_recipe(Path("tiny.yaml"), [*RESOLVED, *overrides])
+    run_directory.record(run, run_directory.recipe_text(recipe), "tiny", REASONS)
+    return run
+
+
+def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:
+    with pytest.raises(RequestError) as caught:
+        continued(run, path, overrides)
+    return str(caught.value).splitlines()
+
+
+def goes_on(run: Path, path: Path | None, *overrides: str) -> Recipe:
+    return continued(run, path, overrides).recipe
+
+
+def test_the_same_recipe_goes_on_as_the_run_was_resolved() -> None:
+    run = a_run()
+    before = load_recipe(run / "recipe.yaml")
+    assert goes_on(run, Path("tiny.yaml")) == before
+    assert goes_on(run, None) == before
+    assert goes_on(run, run / "recipe.yaml") == before
+
+
+def test_every_difference_that_makes_another_run_is_named_with_both_values_and_its_place() -> None:
+    run = a_run()
+    text = RECIPE.replace("1e-3", "2e-3").replace("hidden_size: 64", "hidden_size: 96, attention_bias: true")
+    Path("tiny.yaml").write_text(text)
+    assert refused(run, Path("tiny.yaml"), "data.max_length=64", "train.mixed_precision=bf16") == [
+        f"tiny.yaml: says something else than {run}, the run to be resumed",
+        "  model.config.hidden_size: 64 in the run, now 96 (tiny.yaml:2)",
+        "  model.config.attention_bias: nothing in the run, now true (tiny.yaml:2)",
+        "  data.max_length: 1024 in the run, now 64 (override 'data.max_length=64')",
+        "  optimizer.learning_rate: 0.001 in the run, now 0.002 (tiny.yaml:4)",
+        "  train.mixed_precision: no in the run, now bf16 (override 'train.mixed_precision=bf16')",
+        f"put the value back, leave the recipe out (trainwright train --resume {run}), or start a new run "
+        "(without --resume)",
+    ]
+
+
+def test_an_override_that_the_run_began_with_and_that_is_left_out_now_is_a_difference() -> None:
+    run = a_run("optimizer.weight_decay=0.1")
+    lines = refused(run, Path("tiny.yaml"))
+    assert lines[1] == "  optimizer.weight_decay: 0.1 in the run, now 0.0 (the default)"
+    assert goes_on(run, None).optimizer.weight_decay == 0.1
+
+
+def test_an_override_alone_is_refused_too() -> None:
+    run = a_run()
+    assert refused(run, None, "train.seed=1") == [
+        f"--resume {run}: this cannot change when a run is resumed",
+        "  train.seed: 0 in the run, now 1 (override 'train.seed=1')",
+        "leave the override out, or start a new run (without --resume)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value", "line"),
+    [
+        ("checkpoint.every=5", "checkpoint.every", 5, "checkpoint.every 5: null until"),
+        ("checkpoint.keep_last=9", "checkpoint.keep_last", 9, "checkpoint.keep_last 9: 2 until"),
+        ("evaluate.every=null", "evaluate.every", None, "evaluate.every null: 10 until"),
+        ("logging.tensorboard=false", "logging.tensorboard", False, "logging.tensorboard false: true until"),
+        ("parallel.strategy=fsdp", "parallel.strategy", "fsdp", "parallel.strategy fsdp: ddp until"),
+        ("train.micro_batch_size=4", "train.micro_batch_size", 4, "train.micro_batch_size 4: 2 until"),
+        ("train.activation_checkpointing=full", "train.activation_checkpointing", "full", "none until"),
+        ("train.compile=true", "train.compile", True, "train.compile true: false until"),
+        ("train.max_steps=31", "train.max_steps", 31, "train.max_steps 31: 30 until"),
+    ],
+)
+def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
+    override: str, key: str, value: object, line: str
+) -> None:
+    run = a_run()
+    recipe, reasons = continued(run, None, [override])
+    section, name = key.split(".")
+    assert getattr(getattr(recipe, section), name) == value
+    told = [reason for reason in reasons if reason.endswith(f" until the run was resumed (override {override!r})")]
+    assert len(told) == 1 and line in told[0]
+
+    Path("tiny.yaml").write_text(
+        f"include: base.yaml\n{section}: {{{override.partition('.')[2].replace('=', ': ')}}}\n"
+    )
+    Path("base.yaml").write_text(RECIPE)
+    assert goes_on(run, Path("tiny.yaml")) == recipe
+
+
+@pytest.mark.parametrize("override", ["train.max_steps=29", "train={max_steps: null, epochs: 3}"])
+def test_a_run_becomes_longer_and_nothing_else(override: str) -> None:
+    lines = refused(a_run(), None, override)
+    assert lines[1].startswith("  train.max_steps: 30 in the run, now ")
+    assert lines[1].endswith("; a run can be made longer and nothing else")
+
+
+def test_auto_in_the_recipe_is_what_the_run_has_and_an_override_with_auto_is_chosen_anew() -> None:
+    run = a_run()
+    Path("tiny.yaml").write_text(RECIPE + "parallel: {num_processes: auto}\n")
+    assert goes_on(run, Path("tiny.yaml")).parallel.num_processes == 2
+    parallel = goes_on(run, Path("tiny.yaml"), "parallel.num_processes=auto").parallel
+    assert (parallel.num_processes, parallel.strategy) == ("auto", "auto")
+
+
+def test_another_number_of_processes_decides_anew_what_it_had_decided() -> None:
+    run = a_run("train.gradient_accumulation_steps=2")
+    recipe, reasons = continued(run, None, ["parallel.num_processes=1"])
+    assert (recipe.parallel.strategy, recipe.train.gradient_accumulation_steps) == ("auto", "auto")
+    assert recipe.train.micro_batch_size == 2
+    assert reasons == (
+        "train.micro_batch_size 2: examples of up to 1024 tokens",
+        "accelerate.yaml: mixed_precision: nothing to do",
+        "parallel.num_processes 1: 2 until the run was resumed (override 'parallel.num_processes=1')",
+    )
+    kept = goes_on(run, None, "parallel.num_processes=4", "parallel.strategy=ddp").parallel
+    assert (kept.num_processes, kept.strategy) == (4, "ddp")
+    sharded = a_run("parallel.strategy=fsdp", name="sharded")
+    assert goes_on(sharded, None, "parallel.num_processes=4").parallel.strategy == "fsdp"
+
+
+def test_the_reasons_of_the_run_are_kept() -> None:
+    assert continued(a_run(), None, []).reasons == (*REASONS[:2], *REASONS[3:])
+
+
+def test_a_run_stays_in_its_directory() -> None:
+    run = a_run()
+    assert goes_on(run, None, f"logging.run_directory={run.resolve()}").logging.run_directory == "auto"
+    lines = refused(run, None, "logging.run_directory=elsewhere")
+    assert lines[1] == (
+        f"  logging.run_directory: {run} in the run, now elsewhere (override 'logging.run_directory=elsewhere')"
+    )
+
+
+def test_a_change_that_contradicts_the_run_is_refused_with_its_place() -> None:
+    run = a_run()
+    with pytest.raises(
+        RequestError, match=r"^override 'train\.micro_batch_size=9': train\.micro_batch_size: 9 is more"
+    ):
+        continued(run, None, ["train.micro_batch_size=9"])
+
+
+def test_the_newest_run_of_the_recipe_is_the_one_that_is_resumed() -> None:
+    a_run()
+    newest = a_run("train.seed=5", name="tiny-20260102-120000")
+    request = read_request(["tiny.yaml", "train.seed=5"], "")
+    assert (request.run, request.stem, request.recipe.train.seed) == (newest, "tiny", 5)
+    with pytest.raises(RequestError, match=rf"trainwright train --resume {newest}"):
+        read_request(["tiny.yaml"], "")
+
+
+def test_a_runs_own_recipe_is_a_new_run_of_the_same_name_or_with_resume_that_run() -> None:
+    run = a_run()
+    a_run(name="tiny-20260301-120000")
+    own = str(run / "recipe.yaml")
+    new = read_request([own], None)
+    assert (new.run, new.stem, new.recipe.logging.run_directory) == (None, "tiny", "auto")
+    assert read_request([own], "").run == run
+    Path("copy.yaml").write_text(Path(own).read_text())
+    assert read_request(["copy.yaml"], None).stem == "copy"

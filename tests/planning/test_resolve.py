@@ -1,0 +1,120 @@
+"""What is chosen where a recipe says auto, and what is refused because no choice goes with the rest of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainwright.errors import RequestError
+from trainwright.launch.request import Request, for_nodes
+from trainwright.machine.detect import Gpu, Machine
+from trainwright.planning.resolve import Resolved, resolve
+from trainwright.recipe.schema import Recipe
+
+GIB = 2**30
+
+
+def machine(gpus: int = 0, cores: int = 2) -> Machine:
+    return Machine("here", "Some CPU", cores, 64 * GIB, (Gpu("Some GPU", 80 * GIB, (9, 0)),) * gpus)
+
+
+def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **data: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "task": "sft",
+            "model": {"name": "some/model"},
+            "data": {"train": "pydoc", **data},
+            "train": {"global_batch_size": 8, "mixed_precision": "no", **(train or {})},
+            "parallel": parallel or {},
+        }
+    )
+
+
+def processes(resolved: Resolved) -> tuple[int | str, str | None]:
+    lines = [line for line in resolved.reasons if line.startswith("parallel.num_processes ")]
+    assert len(lines) <= 1
+    return resolved.recipe.parallel.num_processes, lines[0] if lines else None
+
+
+@pytest.mark.parametrize(
+    ("here", "count", "why"),
+    [
+        (machine(4), 4, "one for every GPU"),
+        (machine(16), 8, "a global batch has no more examples"),
+        (machine(cores=1), 1, "no GPU, and more than two on a CPU gain nothing"),
+        (machine(cores=16), 2, "no GPU, and more than two on a CPU gain nothing"),
+    ],
+)
+def test_processes_are_chosen_for_the_machine(here: Machine, count: int, why: str) -> None:
+    assert processes(resolve(recipe(), here)) == (count, f"parallel.num_processes {count}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("here", "train", "parallel", "data", "count", "contradicted"),
+    [
+        (
+            machine(),
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 4},
+            {},
+            {},
+            1,
+            "train.gradient_accumulation_steps",
+        ),
+        (
+            machine(8),
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+            {},
+            {},
+            3,
+            "train.gradient_accumulation_steps",
+        ),
+        (machine(8), {"gradient_accumulation_steps": 3}, {}, {}, 3, "train.gradient_accumulation_steps"),
+        (
+            machine(8),
+            {"gradient_accumulation_steps": 4},
+            {},
+            {"pack_length": 2048},
+            2,
+            "train.gradient_accumulation_steps",
+        ),
+        (
+            machine(cores=4),
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 1},
+            {},
+            {},
+            4,
+            "train.gradient_accumulation_steps",
+        ),
+        (machine(5), {}, {"strategy": "fsdp", "replicate_size": 2}, {}, 4, "parallel.replicate_size"),
+    ],
+)
+def test_batch_sizes_that_are_written_out_decide_the_number_that_fits(
+    here: Machine, train: dict[str, Any], parallel: dict[str, Any], data: dict[str, Any], count: int, contradicted: str
+) -> None:
+    resolved = resolve(recipe(train, parallel, **data), here)
+    found, line = processes(resolved)
+    assert found == count
+    assert line is not None and line.endswith(f"would contradict {contradicted}")
+    assert resolved.recipe.train.gradient_accumulation_steps == train.get("gradient_accumulation_steps", "auto")
+
+
+def test_where_no_number_fits_the_contradiction_is_told_in_its_own_words() -> None:
+    wanted = recipe({"micro_batch_size": 2, "gradient_accumulation_steps": 1})
+    with pytest.raises(RequestError) as refused:
+        resolve(wanted, machine(cores=2))
+    assert str(refused.value).splitlines() == [
+        "train.gradient_accumulation_steps: train.micro_batch_size 2 x train.gradient_accumulation_steps 1 x "
+        "parallel.num_processes 2 does not make train.global_batch_size 8; change one of them or set it to auto",
+        "(parallel.num_processes is auto: 2 for this machine, and no other number fits)",
+    ]
+
+
+def test_nodes_share_out_a_number_that_fits() -> None:
+    wanted = recipe({"micro_batch_size": 1, "gradient_accumulation_steps": 2})
+    request = for_nodes(Request(wanted, "some", None), machine(4), nodes=2)
+    assert request.recipe.parallel.num_processes == 6
+    assert request.reasons == (
+        "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one for every GPU) would contradict "
+        "train.gradient_accumulation_steps",
+    )
