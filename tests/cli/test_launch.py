@@ -225,7 +225,8 @@ def test_accelerate_script_does_what_its_file_says(tmp_path: Path) -> None:
     )
     result = launch(tmp_path, "--config-file", "two.yaml", "accelerated.py")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "2 DistributedType.MULTI_CPU bf16 True"
+    # Whatever libraries that Accelerate finds have to say comes before it.
+    assert result.stdout.splitlines()[-1] == "2 DistributedType.MULTI_CPU bf16 True"
 
 
 def test_launch_imports_torch_only_when_it_starts(tmp_path: Path) -> None:

@@ -221,6 +221,33 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
     assert (run / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, count: int) -> None:
+    settings = (processes(count), ON_ROWS, "train.max_steps=3000")
+    run = stopped(runs, *settings, step=2)
+    (step,) = checkpoints(run).steps()
+    # Files where the directories of later checkpoints would be written.
+    blocks = [run / "checkpoints" / f".writing-step-{n:08d}" for n in range(step + 1, 3001)]
+    for block in blocks:
+        block.touch()
+    started = runs.resume(run)
+    started.wait_for_step(step + 3)
+    started.kill(signal.SIGTERM)
+    ended = started.wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    assert "stopped by a signal, but the checkpoint of step" in ended.stderr
+    assert f"the one of step {step} stands" in ended.stderr and "stopped after a checkpoint" not in ended.stderr
+    assert [fault["action"] for fault in events(run, "fault")] == ["stop"]
+    for block in blocks:
+        block.unlink()
+    assert checkpoints(run).steps() == [step]
+    again = runs.resume(run)
+    wait_for(lambda: len(events(run, "start")) == 3 or again.ended)
+    again.kill(signal.SIGTERM)
+    assert again.wait().code == 75
+    assert events(run, "start")[-1]["resumed_from"] == step
+
+
 def test_a_killed_worker_ends_the_run_with_its_rank(runs: Runs) -> None:
     import psutil
 

@@ -40,7 +40,7 @@ def _go(kind: str, run: Path, rank: int) -> None:
             next(task.module.parameters()).mul_(1.001)
     world = join("cpu")
     try:
-        agree(recipe, task, world)
+        agree(recipe, task, world, "cuda" if kind == "device" else "cpu")
         dtype = torch.bfloat16 if kind == "dtype" and tampered else torch.float32
         parallel = recipe.parallel
         if kind == "another strategy":

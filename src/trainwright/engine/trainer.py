@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,15 +17,21 @@ from trainwright.data.stream import GlobalBatch
 from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import EventLog
+from trainwright.engine.halving import Halving
+from trainwright.engine.measured import Measured
+from trainwright.engine.memory import Shortage, attempt, peak_memory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.errors import RequestError, TrainingError
 from trainwright.parallel.strategy import Strategy
+from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
 # As torch.amp.GradScaler has them.
 _FIRST_LOSS_SCALE = 2.0**16
 _GROW_LOSS_SCALE_EVERY = 2000
+# Among how many steps, or examples, the fullest is looked for.
+_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
 
 
 @dataclass
@@ -46,6 +52,7 @@ class Trainer:
 
     Args:
         stop_requested: asked after every step; true on any rank ends the run after a checkpoint.
+        keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
     """
 
     def __init__(
@@ -59,9 +66,9 @@ class Trainer:
         events: EventLog,
         max_steps: int,
         stop_requested: Callable[[], bool],
+        keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe),
     ) -> None:
         self.recipe = recipe
-        self.recipe_text = recipe_text
         self.task = task
         self.strategy = strategy
         self.world = strategy.world
@@ -73,6 +80,8 @@ class Trainer:
         self._scaled = recipe.train.mixed_precision == "fp16"
         self.progress = Progress(loss_scale=_FIRST_LOSS_SCALE if self._scaled else 1.0)
         self._saved_step: int | None = None
+        self._halving = Halving(recipe, recipe_text, task, strategy, events, keep_recipe)
+        self._measured = Measured(self.world.device)
 
     def run(self, final: Path) -> bool:
         """Train to the last step and write the model to ``final``; False when a signal ended it before."""
@@ -85,7 +94,7 @@ class Trainer:
             last = self.progress.step == self.max_steps
             improved = (last or self._due(self.recipe.evaluate.every)) and self._evaluate()
             if stop or last or improved or self._due(self.recipe.checkpoint.every):
-                self._checkpoint()
+                self._checkpoint(last_chance=stop and not last)
             if stop and not last:
                 self._finish("stopped", begun, self.checkpoints.path(self._saved_step or 0))
                 return False
@@ -93,14 +102,27 @@ class Trainer:
         self._finish("finished", begun, final)
         return True
 
-    def rehearse(self, steps: int) -> bool:
-        """Take the first steps of the run and keep nothing of them but their events; False when a signal ended it."""
+    def rehearse(self, steps: int, *, fullest: bool = False) -> bool:
+        """Take the first steps of the run and keep nothing of them but their events; False when a signal ended it.
+
+        With ``fullest``, take the step with the largest micro-batch so many times instead: what fits then fits.
+
+        Raises:
+            OutOfMemory: where a run would go on with smaller micro-batches.
+        """
+        self._halving.enabled = False
         self.strategy.module.train()
-        last = min(steps, self.max_steps)
-        while self.progress.step < last:
-            if self._step() and self.progress.step < last:
+        steps = steps if fullest else min(steps, self.max_steps)
+        first = self._fullest_step() if fullest else 0
+        for done in range(steps):
+            self.progress.step = first if fullest else done
+            if self._step() and done < steps - 1:
                 return False
         return True
+
+    def _fullest_step(self) -> int:
+        looked_at = min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.recipe.train.global_batch_size)
+        return self.task.stream.fullest(max(1, looked_at))
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up the state of a checkpoint.
@@ -125,11 +147,14 @@ class Trainer:
         batch = self.task.stream.global_batch(step - 1)
         loss, norm, ranks = self._gradients(step, batch)
         learning_rate = self.schedule(step)
-        self.strategy.step(learning_rate, self._clip(norm) / self.progress.loss_scale)
+        scale = self._clip(norm) / self.progress.loss_scale
+        self._halving.update(step, batch, lambda: self.strategy.step(learning_rate, scale))
         self.progress.step = step
         self.progress.tokens += batch.tokens
         self.progress.target_tokens += round(batch.weight)
         seconds = time.perf_counter() - begun
+        memory_bytes = int(max(rank[2] for rank in ranks))
+        self._measured.step(seconds, batch.tokens, memory_bytes)
         self.events.emit(
             "step",
             step=step,
@@ -140,7 +165,7 @@ class Trainer:
             target_tokens=self.progress.target_tokens,
             tokens_per_second=batch.tokens / seconds,
             step_time=seconds,
-            memory_bytes=int(max(rank[2] for rank in ranks)),
+            memory_bytes=memory_bytes,
         )
         self._grow_loss_scale()
         return any(rank[1] for rank in ranks)
@@ -148,14 +173,18 @@ class Trainer:
     def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]]]:
         """Gradients of the global batch; its mean loss, their norm, and what every rank has to say.
 
-        A step whose fp16 gradients overflow is done again at half the loss scale, so no example is lost to it.
+        A step whose fp16 gradients overflow is done again at half the loss scale, and one that runs out of memory in
+        micro-batches of half the rows, so no example is lost to either.
         """
         while True:
-            losses = self._backward(step, batch)
-            norm = self.strategy.gradient_norm() / self.progress.loss_scale
-            ranks = self.world.gather_floats(
-                [sum(losses), float(self.stop_requested()), _peak_memory(self.world.device)]
-            )
+            done = self._halving.passes(step, batch, functools.partial(self._passes, step, batch))
+            shortage = done if isinstance(done, Shortage) else None
+            losses, norm = ([0.0], 0.0) if isinstance(done, Shortage) else done
+            state = [float(self.stop_requested()), peak_memory(self.world.device), float(shortage is not None)]
+            ranks = self.world.gather_floats([sum(losses), *state])
+            if any(rank[3] for rank in ranks):
+                batch = self._halving.again(step, batch, shortage)
+                continue
             loss = sum(rank[0] for rank in ranks) / batch.weight
             if math.isfinite(loss) and math.isfinite(norm):
                 return loss, norm, ranks
@@ -173,8 +202,9 @@ class Trainer:
             self.progress.loss_scale *= 2
             self.progress.steps_at_scale = 0
 
-    def _backward(self, step: int, batch: GlobalBatch) -> list[float]:
-        """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches."""
+    def _passes(self, step: int, batch: GlobalBatch) -> tuple[list[float], float]:
+        """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches, and the
+        norm of what the ranks' gradients make together."""
         share = batch.for_rank(self.world.rank, self.world.size)
         totals = []
         for position, micro in enumerate(share, 1):
@@ -187,7 +217,7 @@ class Trainer:
             scale = self.progress.loss_scale / batch.weight
             self.strategy.backward(total * scale, last=position == len(share))
             totals.append(total.detach())
-        return torch.stack(totals).tolist()
+        return torch.stack(totals).tolist(), self.strategy.gradient_norm() / self.progress.loss_scale
 
     def _clip(self, norm: float) -> float:
         """What gradients are multiplied by to have at most the recipe's norm."""
@@ -219,25 +249,35 @@ class Trainer:
         step, progress, improved = self.progress.step, self.progress, False
         if self.task.validation is not None:
             begun = time.monotonic()
-            metrics = evaluate(self.task, self.strategy)
+            metrics = evaluate(self.task, self.strategy, functools.partial(self._halving.evaluation, step))
             self.events.emit("evaluate", step=step, metrics=metrics, seconds=time.monotonic() - begun)
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step
         for prompt, text in generate(self.task, self.strategy):
             self.events.emit("generate", step=step, prompt=prompt, text=text)
-        return improved and self.recipe.checkpoint.keep_best
+        return improved and self.recipe.checkpoint.keep_best is True
 
-    def _checkpoint(self) -> None:
-        """Write a checkpoint; when that fails the earlier ones are still there and training goes on."""
+    def _checkpoint(self, *, last_chance: bool) -> None:
+        """Write a checkpoint; when that fails the earlier ones are still there and training goes on.
+
+        Raises:
+            TrainingError: it failed at the ``last_chance``: the run ends here, and would be taken for saved.
+        """
         step = self.progress.step
         if self._saved_step == step:
             return
         state: dict[str, Any] = {"progress": asdict(self.progress), "data": self.task.stream.dataset.fingerprint}
         try:
-            saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self.recipe_text)
+            saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self._halving.recipe_text)
         except CheckpointError as error:
-            self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action="continue", step=step)
+            action = "stop" if last_chance else "continue"
+            self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action=action, step=step)
+            if last_chance:
+                before = self._saved_step
+                stands = "there is none before it" if before is None else f"the one of step {before} stands"
+                hint = "" if before is None else "; make room, then --resume this run from there"
+                raise TrainingError(f"stopped by a signal, but the {error}; {stands}{hint}") from error
             return
         self._saved_step = step
         self.events.emit("checkpoint", step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds)
@@ -249,9 +289,15 @@ class Trainer:
         failure: str | None = None
         if self.world.is_main:
             try:
-                self.task.export(tensors, final)
+                done = attempt(lambda: self.task.export(tensors, final))
             except OSError as error:
                 failure = f"{final} could not be written: {error.strerror or error}"
+            else:
+                if isinstance(done, Shortage):
+                    raise TrainingError(
+                        f"memory ran out while {final} was written: {done.detail}; the training is done and "
+                        "checkpointed: --resume this run where there is more"
+                    )
         for _ in tensors:  # every rank takes part in gathering
             pass
         failure = self.world.broadcast(failure)
@@ -260,16 +306,12 @@ class Trainer:
 
     def _finish(self, status: str, begun: float, path: Path) -> None:
         seconds = time.monotonic() - begun
-        self.events.emit("finish", status=status, step=self.progress.step, seconds=seconds, path=path)
+        measured = self._measured.summary()
+        self.events.emit(
+            "finish", status=status, step=self.progress.step, seconds=seconds, path=path, measured=measured
+        )
 
 
 def _dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _peak_memory(device: torch.device) -> float:
-    """Peak bytes of this process: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

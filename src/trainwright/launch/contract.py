@@ -45,10 +45,12 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "deepspeed")
 _SAMPLED = 64  # elements of every tensor that its fingerprint is made of
 _LINES = 12
 
+_ASKED = {"device": "the run was planned for"}
 _FIXES = {
     "processes": "start as many as parallel.num_processes says: with `trainwright train`, or a launcher told so",
     "recipe": "start every process on the same run directory",
-    "device": "give every process a GPU of its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES), or none at all",
+    "device": "give every process a GPU of its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES), or none to any, and plan anew: "
+    "a run is planned where it is started",
     "data": "let every machine read the same files, and clear Trainwright's cache where they have changed",
     "weights": "let every machine read the same files, and clear Trainwright's cache where they have changed",
     "software": "install the same versions for every process",
@@ -88,8 +90,11 @@ def usable_device(machine: Machine, seat: Seat | None) -> str:
     return "cuda"
 
 
-def agree(recipe: Recipe, task: Task, world: World) -> None:
+def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
     """Compare what the processes are, before a strategy is built on them. Every rank must call.
+
+    Args:
+        device: the type that the run was planned for, "cuda" or "cpu".
 
     Raises:
         MachineError: on all ranks, naming every difference and the ranks that have it.
@@ -108,7 +113,10 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     }
     if (weights := _fingerprint(task.module)) is not None:
         found["weights", "fingerprint"] = weights
-    planned: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
+    planned: dict[tuple[str, str], Any] = {
+        ("processes", "number"): recipe.parallel.num_processes,
+        ("device", "type"): device,
+    }
     steps = recipe.train.gradient_accumulation_steps
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
@@ -173,7 +181,8 @@ def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
         if key in planned:
             wrong = {value: who for value, who in ranks.items() if value != repr(planned[key])}
             if wrong:
-                yield group, f"{group}: {name}: the recipe asks for {planned[key]!r}, and it is {_who(wrong)}"
+                asked = _ASKED.get(group, "the recipe asks for")
+                yield group, f"{group}: {name}: {asked} {planned[key]!r}, and it is {_who(wrong)}"
         elif len(ranks) > 1:
             yield group, f"{group}: {name}: {_who(ranks)}"
 

@@ -131,8 +131,8 @@ def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
     for member in here:
         if distinct and not apart and member.local_rank >= len(member.gpus):
             raise MachineError(
-                f"local rank {member.local_rank} on {member.host} sees only {len(member.gpus)} of its machine's "
-                f"{len(distinct)} GPUs; let each process see one of its own, or all of them"
+                f"local rank {member.local_rank} on {member.host} sees only {len(member.gpus)} of the {len(distinct)} "
+                "GPUs that its machine's processes see; let each process see one of its own, or all of them"
             )
     return apart
 

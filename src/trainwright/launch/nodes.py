@@ -82,6 +82,7 @@ class Nodes:
         self._told_stop = False
         self._ended: dict[int, dict[str, Any]] = {}  # what a node has said at its end
         self._gone: list[int] = []
+        self._launches = 1
         stopping.nodes = self
 
     @classmethod
@@ -197,6 +198,32 @@ class Nodes:
         gone = self._name(self._gone[0]) if self._gone else None
         return first_failure(logs, 0, codes, out_of_memory, records=records, gone=gone)
 
+    def once_more(self, decide: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """After a failure: what node 0 decides about another launch, if every node is there for it; None for none."""
+        self.running = False
+        place = f"launch/{self._launches}"
+        try:
+            if self.index == 0:
+                everyone = len(self._ended) == self.count - 1 and not self._gone
+                self.meeting.publish(place, {"fault": decide() if everyone else None})
+            fault: dict[str, Any] | None = self.meeting.wait_for(place, self._still_there)["fault"]
+            if fault is None:
+                return None
+            # What a node says after this is of the next launch.
+            self._ended.clear()
+            self._launches += 1
+            self.meeting.publish(f"{place}/{self.index}", True)
+            for index in range(self.count):
+                self.meeting.wait_for(f"{place}/{index}", self._still_there)
+        except (TrainwrightError, RuntimeError):  # a node, or node 0 with the store, is gone: the failure is told
+            return None
+        return fault
+
+    def _still_there(self) -> None:
+        self._listen()
+        if self._gone:
+            raise NodeFailed(f"{self._name(self._gone[0])} is gone", EXIT_TRAINING)
+
     def leave(self) -> None:
         """To be called at the end, however it came."""
         self._stopping.nodes = None
@@ -247,8 +274,8 @@ def _check_same(nodes: list[Node]) -> None:
             )
         if node.gpus != first.gpus:
             raise MachineError(
-                f"node 0 ({first.host}) has {first.gpus} GPUs and node {index} ({node.host}) has {node.gpus}; all "
-                "nodes take the same number: hide the others with CUDA_VISIBLE_DEVICES"
+                f"nodes take the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node {index} "
+                f"({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
             )
         if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
             raise RequestError(

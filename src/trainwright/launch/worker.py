@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +17,7 @@ from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
+from trainwright.launch import run_directory
 from trainwright.launch.contract import agree, check_layout, usable_device
 from trainwright.launch.process import keep_freed_memory, threads_allowed
 from trainwright.machine.detect import detect
@@ -38,14 +42,20 @@ def run_worker(
     reasons: Sequence[str],
     observers: Callable[[], Sequence[Observer]],
     stop_requested: Callable[[], bool],
+    predicted: Mapping[str, float] | None = None,
+    fault: Mapping[str, Any] | None = None,
     rehearse: int | None = None,
+    fullest: bool = False,
     seat: Seat | None = None,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
     Args:
         observers: called on rank 0 only, for what shall see the events.
+        predicted: what the run's plan expects of it.
+        fault: why the run was launched once more, to be told among the events.
         rehearse: take only that many steps of the run, and keep nothing but their events.
+        fullest: rehearse the step with the largest micro-batch.
         seat: who this process is among all; None: as the environment says.
 
     Returns:
@@ -61,7 +71,7 @@ def run_worker(
     sizes = [(p.numel(), p.requires_grad) for p in task.module.parameters()]  # before they are cut up
     world = join(usable_device(detect(), seat), seat)
     try:
-        agree(recipe, task, world)
+        agree(recipe, task, world, run_directory.planned_device(run))
         save_activation_memory(
             task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
         )
@@ -76,7 +86,7 @@ def run_worker(
         checkpoints = Checkpoints(
             run / "checkpoints",
             keep_last=recipe.checkpoint.keep_last,
-            keep_best=recipe.checkpoint.keep_best,
+            keep_best=recipe.checkpoint.keep_best is True,
         )
         max_steps = len(task.stream)
         trainer = Trainer(
@@ -89,12 +99,16 @@ def run_worker(
             events=events,
             max_steps=max_steps,
             stop_requested=stop_requested,
+            keep_recipe=functools.partial(_keep_recipe, run, world),
         )
         checkpoint = _latest(checkpoints, world, events) if resume else None
         if checkpoint is not None:
             trainer.resume(checkpoint)
-        events.emit("start", **_start(recipe, task, strategy, trainer, run, sizes, reasons), layout=layout.line())
-        finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse)
+        started = _start(recipe, task, strategy, trainer, run, sizes, reasons)
+        events.emit("start", **started, predicted=dict(predicted or {}), layout=layout.line())
+        if fault is not None:
+            events.emit("fault", **fault)
+        finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse, fullest=fullest)
         events.close()
         return EXIT_FINISHED if finished else EXIT_STOPPED
     finally:
@@ -115,6 +129,15 @@ def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpo
     if chosen == "":
         raise TrainingError("no checkpoint of this run can be used, each for the reason given; start a new run")
     return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
+
+
+def _keep_recipe(run: Path, world: World, recipe: Recipe, reason: str) -> str:
+    """Have the run's directory say what the run goes on with; the recipe's text."""
+    text = run_directory.recipe_text(recipe)
+    if world.is_main:
+        with suppress(OSError):  # a run that is resumed from the old one meets the end of memory once more, no worse
+            run_directory.change(run, text, reason)
+    return text
 
 
 def _start(

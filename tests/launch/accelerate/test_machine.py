@@ -43,6 +43,7 @@ def test_enough(tmp_path: Path, text: str, machine: Machine) -> None:
         (FOUR, CPU, "MULTI_GPU asks for 4 GPUs, and there is none here", "MULTI_CPU, use_cpu: true, num_processes: 2"),
         (FOUR, gpus(2), "4 processes are asked for, one a GPU, but there are 2 GPUs here", "num_processes: 2"),
         (FOUR + "gpu_ids: 0,1\n", gpus(8), "gpu_ids names 2 GPUs", "num_processes: 8"),
+        (FOUR, gpus(1), "one a GPU, but there is 1 GPU here", "num_processes: 1"),
         (FOUR + "gpu_ids: 0,1,2,9\n", gpus(8), "gpu_ids names 9, but there are 8 GPUs", "num_processes: 8"),
         (files.FSDP_1, CPU, "FSDP asks for 4 GPUs", "distributed_type: FSDP, use_cpu: true, num_processes: 2"),
         (files.TWO_NODES, CPU, "DEEPSPEED asks for 4 GPUs on this machine", "num_machines: 1"),

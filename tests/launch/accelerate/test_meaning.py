@@ -254,8 +254,8 @@ def test_switched_on_extras_have_a_line_each(tmp_path: Path) -> None:
     [
         ("num_processes: 2\n", r"distributed_type is missing.*MULTI_GPU"),
         ("distributed_type: MULTI_GPUS\n", r":1: distributed_type: expected .*; did you mean MULTI_GPU\?"),
-        ("distributed_type: MEGATRON_LM\n", "Megatron-LM have no counterpart"),
-        ("distributed_type: XLA\n", "TPUs have no counterpart"),
+        ("distributed_type: MEGATRON_LM\n", "there is no counterpart of Megatron-LM here; one of NO"),
+        ("distributed_type: XLA\n", "no counterpart of TPUs here"),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\n", ":1: .*only LOCAL_MACHINE"),
         ("distributed_type: NO\nnum_processes: 4\n", ":1: .* NO is one process, but .*:2: num_processes: 4"),
         ("distributed_type: MULTI_GPU\nuse_cpu: true\n", ":1: .* contradicts .*:2: use_cpu: true"),

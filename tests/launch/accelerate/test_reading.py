@@ -62,10 +62,11 @@ def test_lines_are_known_and_what_accelerate_itself_refuses(tmp_path: Path) -> N
         ("- MULTI_GPU\n", "is no Accelerate file"),
         ('["MULTI_GPU"]', "is no Accelerate file"),
         ("just words\n", "is no Accelerate file"),
-        ('{"distributed_type": "NO"', "not valid YAML"),
+        ('{"distributed_type": "NO"', ":1: not valid JSON: while parsing an object, expected"),
+        ('{\n"distributed_type": "NO",\n"num_processes": 4\n"x": 1}', ":4: not valid JSON: while parsing an object, "),
         ("a: b: c\n", ":1: not valid YAML"),
-        ('{"distributed_type": "NO",\n "a": ' + "[" * 20000, ":2: not valid YAML: nested more than"),
-        ('{"distributed_type": "NO",\n "a": ' + "[" * 200 + "]" * 200 + "}", ":2: not valid YAML: nested more than"),
+        ('{"distributed_type": "NO",\n "a": ' + "[" * 20000, ":2: not valid JSON: nested more than"),
+        ('{"distributed_type": "NO",\n "a": ' + "[" * 200 + "]" * 200 + "}", ":2: not valid JSON: nested more than"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:

@@ -21,10 +21,10 @@ _NOTES = {
     "deepspeed_hostfile": _EACH,
     "deepspeed_inclusion_filter": _EACH,
     "deepspeed_exclusion_filter": _EACH,
-    "enable_msamp": "has no counterpart here",
-    "msamp_opt_level": "has no counterpart here",
-    "offload_optimizer_nvme_path": "is for offload to nvme",
-    "offload_param_nvme_path": "is for offload to nvme",
+    "enable_msamp": "no counterpart here",
+    "msamp_opt_level": "no counterpart here",
+    "offload_optimizer_nvme_path": "for offload to nvme only",
+    "offload_param_nvme_path": "for offload to nvme only",
 }
 KEYS = (
     "deepspeed_config_file",

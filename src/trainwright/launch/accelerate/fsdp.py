@@ -29,7 +29,7 @@ _NOTES = {
     "fsdp_forward_prefetch": _PREFETCH,
     "fsdp_limit_all_gathers": _BUILT_IN,
     "fsdp_state_dict_type": "checkpoints are sharded, and final/ is one whole model, always",
-    "fsdp_min_num_params": "is for SIZE_BASED_WRAP",
+    "fsdp_min_num_params": "for SIZE_BASED_WRAP only",
 }
 KEYS = (
     "fsdp_version",
@@ -114,7 +114,7 @@ def _wrap(part: Part, draft: Draft) -> None:
     if classes and policy in (None, "TRANSFORMER_BASED_WRAP"):
         draft.set("parallel.wrap", classes, part.place("fsdp_transformer_layer_cls_to_wrap"))
     elif classes:
-        draft.note("fsdp_transformer_layer_cls_to_wrap", f"is not looked at under {policy}")
+        draft.note("fsdp_transformer_layer_cls_to_wrap", f"not looked at under {policy}")
     if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
         draft.note("fsdp_auto_wrap_policy", f"{policy} has no counterpart: each of the model's blocks is a unit")
 

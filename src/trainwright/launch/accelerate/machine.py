@@ -54,10 +54,10 @@ def _too_few_gpus(meaning: Meaning, machine: Machine) -> str | None:
     ids = meaning.gpu_ids.split(",") if meaning.gpu_ids else []
     absent = [name for name in ids if name.isdigit() and int(name) >= len(machine.gpus)]
     if absent:
-        return f"gpu_ids names {', '.join(absent)}, but there are {_gpus(len(machine.gpus))}, counted from 0"
+        return f"gpu_ids names {', '.join(absent)}, but there {_are(len(machine.gpus))}, counted from 0"
     usable = len(ids) or len(machine.gpus)
     if processes is not None and processes > usable:
-        said = f"gpu_ids names {_gpus(usable)}" if ids else f"there are {_gpus(usable)} here"
+        said = f"gpu_ids names {_gpus(usable)}" if ids else f"there {_are(usable)} here"
         return f"{processes} processes are asked for{here}, one a GPU, but {said}"
     return None
 
@@ -79,6 +79,10 @@ def _would_run(meaning: Meaning, machine: Machine) -> str:
 def default_processes(machine: Machine) -> int:
     """As many as there are GPUs; on a CPU two, as more gain nothing."""
     return len(machine.gpus) or min(2, machine.cpu_cores)
+
+
+def _are(count: int) -> str:
+    return f"{'is' if count == 1 else 'are'} {_gpus(count)}"
 
 
 def _gpus(count: int) -> str:

@@ -222,8 +222,8 @@ def _kind(top: Part, draft: Draft) -> str | None:
         return None
     if kind.upper() in _OTHERS:
         draft.problem(
-            f"{top.place('distributed_type')}: {_OTHERS[kind.upper()]} have no counterpart here; "
-            f"there are {', '.join(_DISTRIBUTED)}",
+            f"{top.place('distributed_type')}: there is no counterpart of {_OTHERS[kind.upper()]} here; one of "
+            f"{', '.join(_DISTRIBUTED)}",
             for_script=True,
         )
         return None
@@ -259,7 +259,7 @@ def _spread(
         processes, said = sizes.processes, sizes.origin
     if processes is None:
         if top.raw("num_processes") != -1:
-            draft.note("num_processes", "is not given, so the recipe and this machine decide")
+            draft.note("num_processes", "not given: the recipe and this machine decide")
         return None
     if processes % nodes and kind != "NO":
         draft.problem(f"{said} cannot be divided over {top.place('num_machines')} equally", for_script=True)
@@ -348,23 +348,23 @@ def _left_over(top: Part, draft: Draft, kind: str | None, source: Source) -> Non
         steps = top.count("gradient_accumulation_steps", least=1)
         draft.set("train.gradient_accumulation_steps", steps, top.place("gradient_accumulation_steps"))
     if top.flag("downcast_bf16"):
-        draft.note("downcast_bf16", "is for TPUs")
+        draft.note("downcast_bf16", "for TPUs only")
     if top.flag("debug"):
         draft.note("debug", "what every rank has is compared before the first step anyway")
     if top.flag("enable_cpu_affinity"):
         draft.note("enable_cpu_affinity", "processes are not bound to cores here")
     if (top.text("main_training_function") or "main") != "main":
-        draft.note("main_training_function", "is for TPUs")
+        draft.note("main_training_function", "for TPUs only")
     tpu = [key for key in _TPU_KEYS if _is_on(top.raw(key))]
     if tpu or _is_on(top.raw("command_file")):
-        draft.note(", ".join(tpu or ["command_file"]), "is for TPUs")
+        draft.note(", ".join(tpu or ["command_file"]), "for TPUs only")
     used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind or "")
     for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config"):
         if name in top and name != used and kind is not None:
-            draft.note(name, f"is not looked at under distributed_type {kind}")
+            draft.note(name, f"not looked at under distributed_type {kind}")
     for name in ("ipex_config", "fp8_config", "tp_config"):
         if name in top and any(map(_is_on, _items(top.raw(name)))):
-            draft.note(name, "has no counterpart here")
+            draft.note(name, "no counterpart here")
     if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
         draft.note("mpirun_config", "processes are started without MPI; on several machines, once on each")
     known = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.recipe.merging import missing_file
-from trainwright.recipe.yaml_text import parse_mapping
+from trainwright.recipe.yaml_text import Tree, parse_mapping
 
 Place = tuple[str, ...]
 
@@ -73,7 +73,7 @@ def read(path: Path) -> Source:
     is_json = text.lstrip().startswith("{")
     if strict is None and (not _KEY.search(text) or text.lstrip().startswith("[")):
         raise RequestError(f"{path}: is no Accelerate file: it has no 'key: value', such as distributed_type: NO")
-    tree = parse_mapping(_without_comments(text) if is_json else text, str(path))
+    tree = _loose_json(text, path) if is_json else parse_mapping(text, str(path))
     values = _plain(strict if strict is not None else tree.values)
     if "distributed_type" not in values and any(key in values for key in _OF_DEEPSPEED):
         return _deepspeed_file(path)
@@ -95,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return strict
     if not text.lstrip().startswith("{"):
         raise RequestError(f"{path}: is no JSON object")
-    values: dict[str, Any] = _plain(parse_mapping(_without_comments(text), str(path)).values)
+    values: dict[str, Any] = _plain(_loose_json(text, path).values)
     return values
 
 
@@ -127,6 +127,14 @@ def _strict_json(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def _loose_json(text: str, path: Path) -> Tree:
+    try:
+        return parse_mapping(_without_comments(text), str(path))
+    except RequestError as error:
+        said = str(error).replace(": not valid YAML: ", ": not valid JSON: ")
+        raise RequestError(said.replace("a flow mapping", "an object,").replace("a flow sequence", "a list,")) from None
 
 
 def _without_comments(text: str) -> str:

@@ -40,7 +40,7 @@ def read_sizes(part: Part, draft: Draft) -> Sizes | None:
             draft.problem(f"{part.place(PREFIX + name)}: there is no {kind} here; set it to 1")
     for name in (*_HOW, *_HOW_SEQUENCE):
         if PREFIX + name in part and part.source.stated:
-            draft.note(PREFIX + name, "is for context, tensor and sequence parallelism, which there is none of here")
+            draft.note(PREFIX + name, "for context, tensor and sequence parallelism only")
         part.raw(PREFIX + name)
     for text in part.unknown(KEYS, {}):
         draft.problem(text, for_script=True)
