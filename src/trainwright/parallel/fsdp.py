@@ -86,8 +86,8 @@ class FullySharded:
         policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         for unit in [*units, self.module]:
             for parameter in unit.parameters():
-                if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-                    parameter.data = parameter.data.contiguous()
+                if not isinstance(parameter, DTensor):
+                    _prepare(parameter, dtype)
             sharded = fully_shard(
                 unit,
                 mesh=self._mesh,
@@ -168,8 +168,8 @@ class FullySharded:
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
         """Everything training changes, by the name it has in a checkpoint."""
-        for key, parameter in self._parameters.items():
-            yield f"model.{key}", self._shard_of(key, _local(parameter))
+        for key in self._masters:
+            yield f"model.{key}", self._shard_of(key, _local(self._parameters[key]))
         for key, buffer in self._persistent():
             yield f"model.{key}", Shard.whole(buffer, self.world.rank, self.world.size)
         for key, master in self._masters.items():
@@ -189,10 +189,11 @@ class FullySharded:
         replica = self._mesh.get_local_rank("replicate") if self._replicas > 1 else 0
         return Shard(local.detach(), tuple(parameter.shape), offset, replica, self._replicas)
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         for key, parameter in self._parameters.items():
-            tensor = parameter.detach().to(self.world.device)
-            yield key, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if frozen or key in self._masters:
+                tensor = parameter.detach().to(self.world.device)
+                yield key, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield from self._persistent()
 
     def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -266,6 +267,16 @@ def _make_root(module: nn.Module) -> None:
         getattr(module, name)()
     delattr(module, name)
     module.reset_iter_state()
+
+
+def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Have a parameter as FSDP2 takes it. What is frozen needs no more digits than it is gathered with; bits that are
+    no numbers are taken for such, as everything that is gathered is cast to numbers of ``dtype``."""
+    if not parameter.requires_grad and not parameter.is_floating_point():
+        parameter.data = parameter.data.reshape(-1).view(dtype)
+    elif not parameter.requires_grad:
+        parameter.data = parameter.data.to(dtype)
+    parameter.data = parameter.data.contiguous()
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

@@ -43,13 +43,14 @@ class Replicated:
     ) -> None:
         self.name = name
         self.world = world
+        for parameter in module.parameters():
+            if not parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)  # before it takes room on the device
         self.module = module.to(world.device)
         trainable = [(key, p) for key, p in module.named_parameters() if p.requires_grad]
         self._masters = {key: nn.Parameter(p.detach()) if dtype != p.dtype else p for key, p in trainable}
-        if dtype != torch.float32:
-            for parameter in module.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+        for _, parameter in trainable:
+            parameter.data = parameter.data.to(dtype)
         self._working = dict(trainable)
         self._gradients = Gradients(self._working.values(), exchange=world.size > 1)
         self._optimizer = make_optimizer(self._masters.items())
@@ -111,15 +112,16 @@ class Replicated:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything training changes, by the name it has in a checkpoint."""
-        for name, tensor in self.parameters():
+        for name, tensor in self.parameters(frozen=False):
             yield f"model.{name}", tensor
         for name, master in self._masters.items():
             for slot, value in self._optimizer.state[master].items():
                 yield f"optimizer.{slot}.{name}", value
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.named_parameters():
-            yield name, self._masters.get(name, parameter).detach()
+            if frozen or name in self._masters:
+                yield name, self._masters.get(name, parameter).detach()
         persistent = set(self.module.state_dict(keep_vars=True))
         for name, buffer in self.module.named_buffers():
             if name in persistent:

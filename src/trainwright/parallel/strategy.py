@@ -52,8 +52,12 @@ class Strategy(Protocol):
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
         """Fill the state from ``read(name, shard)``, which gives the named part in the shard's shape and dtype."""
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full parameters and buffers in master precision, one after another. Every rank must iterate."""
+    def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full parameters and buffers in master precision, one after another. Every rank must iterate.
+
+        Args:
+            frozen: those that are not trained too.
+        """
 
     def layout(self) -> Layout:
         """How this rank holds the model, read from the live objects. No collective: ranks may disagree on what runs."""

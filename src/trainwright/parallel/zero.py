@@ -128,12 +128,6 @@ class Zero:
                     tensors[f"optimizer.{slot}.{name}"] = piece, piece.of(value)
                 else:
                     shards[f"optimizer.{slot}.{name}"] = Shard.whole(value, rank, size)
-        for name, parameter in self._frozen():
-            if self._sharded:
-                piece = _frozen_piece(parameter, rank, size)
-                tensors[f"model.{name}"] = piece, parameter.ds_tensor.detach()[: piece.size]
-            else:
-                shards[f"model.{name}"] = Shard.whole(parameter, rank, size)
         for name, buffer in self._buffers():
             shards[f"model.{name}"] = Shard.whole(buffer, rank, size)
         for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in one order on all ranks
@@ -153,12 +147,6 @@ class Zero:
                         _fill(piece, piece.of(value), f"optimizer.{slot}.{name}", read)
                     else:
                         value.copy_(read(f"optimizer.{slot}.{name}", Shard.whole(value)))
-            for name, parameter in self._frozen():
-                if self._sharded:
-                    piece = _frozen_piece(parameter, self.world.rank, self.world.size)
-                    _fill(piece, parameter.ds_tensor[: piece.size], f"model.{name}", read)
-                else:
-                    parameter.copy_(read(f"model.{name}", Shard.whole(parameter)))
             for name, buffer in self._buffers():
                 buffer.copy_(read(f"model.{name}", Shard.whole(buffer)))
             self._partitions.refresh()
@@ -177,13 +165,15 @@ class Zero:
         for master, grad in zip(masters, kept, strict=True):
             master.grad = grad
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         masters = self._partitions.masters()
         named: Iterator[tuple[str, Any]] = self._model.named_parameters()
         for name, parameter in named:
             piece = self._pieces.get(name)
             if piece is not None:
                 yield name, self._assemble(piece, piece.of(masters[piece.group].detach()))
+            elif not frozen:
+                continue
             elif self._sharded:
                 piece = _frozen_piece(parameter, self.world.rank, self.world.size)
                 yield name, self._assemble(piece, parameter.ds_tensor.detach()[: piece.size])
@@ -199,11 +189,6 @@ class Zero:
         if self.world.size > 1:
             dist.all_reduce(whole.view(torch.uint8))
         return whole.view(piece.shape)
-
-    def _frozen(self) -> Iterator[tuple[str, Any]]:
-        for parameter, name in self._names.items():
-            if name not in self._pieces:
-                yield name, parameter
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         persistent = set(self._model.state_dict(keep_vars=True))

@@ -1,0 +1,196 @@
+"""Frozen linear layers in 4 or 8 bits (Dettmers et al., QLoRA, arXiv 2305.14314; LLM.int8(), arXiv 2208.07339).
+
+The numbers are bitsandbytes' own, in a layer that multiplies in the precision of its input, on every device and in
+training as in evaluation. bitsandbytes' layers do not: on a CPU with AVX512-BF16, ``Linear4bit`` repacks its weights in
+place when it evaluates and multiplies in bf16 from then on; it keeps the precision of whatever it saw first; and
+``Linear8bitLt`` rounds activations too, in columns that depend on the other rows of the batch, but not in training on a
+CPU. A step's loss would hang on how the batch was cut. Here, too, bits stay bits whatever dtype they are looked at as,
+which is how a strategy shards them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Quantisation = Literal["nf4", "int8"]
+
+_BLOCK = 64  # elements of NF4 that share a scale, and scales that share a scale of theirs; the paper's
+_SCALES_BLOCK = 256
+_ALIGNMENT = 4  # bytes, so that the bits can be looked at as any dtype that is computed in
+
+
+class QuantisedLinear(nn.Linear):
+    """``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is expanded for each product.
+
+    Attributes:
+        weight: its bits, flat. As any dtype of whole bytes: a strategy may hand them around as what it computes in.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        bits = self._quantised(weight.detach()).reshape(-1).view(torch.uint8)
+        self._bytes = len(bits)
+        padded = nn.functional.pad(bits, (0, -self._bytes % _ALIGNMENT))
+        self.weight = nn.Parameter(padded, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
+        return product
+
+    def expand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What the bits ``weight`` stand for, [out, in]."""
+        return self._expanded(weight.reshape(-1).view(torch.uint8)[: self._bytes], dtype)
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The bits, under the name by which PEFT knows that a layer has ``dequantize``."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight [out, in] in fp32."""
+        return self.expand(self.weight, torch.float32)
+
+    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+        """The bits of ``weight`` [out, in]; what else is needed to expand them become buffers."""
+        raise NotImplementedError
+
+    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class NF4Linear(QuantisedLinear):
+    """4 bits an element, and a scale for 64 elements."""
+
+    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+        bits, state = _functional().quantize_4bit(weight, blocksize=_BLOCK, quant_type="nf4")
+        self.register_buffer("scales", state.absmax, persistent=False)
+        return bits
+
+    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        shape = self.out_features, self.in_features
+        return _operations().dequantize_4bit.default(bits[:, None], self._scales(), _BLOCK, "nf4", shape, dtype)
+
+    def _scales(self) -> torch.Tensor:
+        return self.scales
+
+
+class DoubleNF4Linear(NF4Linear):
+    """4 bits an element, and a scale for 64 elements that is itself quantised: less their mean, in 8 bits."""
+
+    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+        bits, state = _functional().quantize_4bit(weight, blocksize=_BLOCK, quant_type="nf4", compress_statistics=True)
+        self.register_buffer("scales", state.absmax, persistent=False)
+        self.register_buffer("mean", state.offset, persistent=False)
+        self.register_buffer("second_scales", state.state2.absmax, persistent=False)
+        self.register_buffer("code", state.state2.code, persistent=False)
+        return bits
+
+    def _scales(self) -> torch.Tensor:
+        scales = _operations().dequantize_blockwise.default(
+            self.scales, self.second_scales, self.code, _SCALES_BLOCK, torch.float32
+        )
+        return scales + self.mean
+
+
+class Int8Linear(QuantisedLinear):
+    """8 bits an element, and a scale for every row."""
+
+    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+        # bitsandbytes takes fp16 alone.
+        bits, scales, _ = _functional().int8_vectorwise_quant(weight.to(torch.float16))
+        self.register_buffer("scales", scales / 127, persistent=False)
+        return bits
+
+    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        whole = bits.view(torch.int8).view(self.out_features, self.in_features)
+        return whole.to(dtype).mul_(self.scales[:, None])
+
+
+class _Product(torch.autograd.Function):
+    """A product with a weight that is there only while it is used: expanded again for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        bits: torch.Tensor,
+        bias: torch.Tensor | None,
+        expand: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bits)
+        ctx.expand = expand
+        return nn.functional.linear(input, expand(bits, input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        return grad @ ctx.expand(bits, grad.dtype), None, None, None
+
+
+def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool) -> None:
+    """Replace every linear layer of ``model`` but the head, one after the other; what they held is let go.
+
+    Args:
+        double: of nf4, whether its scales are quantised too.
+    """
+    chosen = Int8Linear if kind == "int8" else DoubleNF4Linear if double else NF4Linear
+    for parent, name, layer in list(_linears(model)):
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
+        bias = None if layer.bias is None else layer.bias.detach().float()
+        setattr(parent, name, chosen(weight, bias).train(layer.training))
+        _let_go(layer.weight)
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Parent, name and module of what is quantised."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    for parent in model.modules():
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear | Conv1D) and layer is not head:
+                yield parent, name, layer
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """Have the pages of a tensor that is part of a mapped file out of memory; they are in the file."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.is_contiguous() or sys.platform != "linux":
+        return
+    page = mmap.PAGESIZE
+    begin, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
+    if begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Parameters of ``module``, and how many of them are trained. Quantised ones count as what they stand for."""
+    sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
+    for layer in module.modules():
+        if isinstance(layer, QuantisedLinear):
+            sizes[layer.weight] = layer.out_features * layer.in_features
+    return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+
+
+def _functional() -> Any:
+    """bitsandbytes' functions; its operations are there once it is imported."""
+    # It says that it found no kernels on the hub, for which it is not asked.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return importlib.import_module("bitsandbytes.functional")
+
+
+def _operations() -> Any:
+    return torch.ops.bitsandbytes
