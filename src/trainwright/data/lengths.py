@@ -1,0 +1,129 @@
+"""How long the examples of a source are: what a plan needs to know of the data. Imports no torch.
+
+Known exactly once a source has been tokenised, and remembered beside the tokens by a key that needs no tokenizer;
+before that estimated from the characters of its first rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.packing import best_fit_decreasing
+
+if TYPE_CHECKING:
+    from trainwright.data.dataset import TokenDataset
+    from trainwright.recipe.schema import DataSection, ModelSection
+
+_QUANTILES = 1024
+_SAMPLED_BATCHES = 24
+# English text and code in a vocabulary of 30,000 to 150,000 tokens; and what a chat template adds to a turn.
+_CHARACTERS_PER_TOKEN = 3.8
+_TOKENS_PER_TURN = 6
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """``quantiles``: lengths of examples in tokens, equally spaced from the shortest to the longest.
+
+    ``examples``: to train on; None where they were not counted. ``target_fraction``: of the tokens, how many are
+    predicted. ``exact``: counted, not estimated.
+    """
+
+    quantiles: tuple[int, ...]
+    examples: int | None
+    target_fraction: float
+    exact: bool = True
+
+    @property
+    def mean(self) -> float:
+        return sum(self.quantiles) / len(self.quantiles)
+
+    @property
+    def longest(self) -> int:
+        return self.quantiles[-1]
+
+    def rows(self, global_batch_size: int, pack_length: int | None) -> tuple[float, int]:
+        """Mean number of rows of a global batch, and tokens in the fullest one, over some random batches."""
+        if pack_length is None:
+            return float(global_batch_size), self.longest
+        draw = random.Random(0)
+        counts, fullest = 0, 0
+        # One large batch says as much as many small ones.
+        batches = max(2, min(_SAMPLED_BATCHES, 4096 // global_batch_size))
+        for _ in range(batches):
+            lengths = draw.choices(self.quantiles, k=min(global_batch_size, 4096))
+            packs = best_fit_decreasing(lengths, pack_length)
+            counts += len(packs)
+            fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
+        return counts / batches * max(1.0, global_batch_size / 4096), fullest
+
+
+def lengths_of(dataset: TokenDataset) -> Lengths:
+    """Counted over a tokenised source."""
+    import numpy as np
+
+    lengths = np.sort(np.diff(dataset.offsets))
+    places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
+    targets = int(np.count_nonzero(dataset.targets)) / max(1, dataset.token_count)
+    return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), targets)
+
+
+def remember(model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path) -> None:
+    """Keep the lengths of a source for ``recall``. A cache that cannot be written is no reason to stop."""
+    file = _file(model, data, seed, cache)
+    if file.exists():
+        return
+    scratch = file.with_suffix(f".{id(dataset):x}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(asdict(lengths_of(dataset))), encoding="utf-8")
+        scratch.replace(file)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+
+
+def recall(model: ModelSection, data: DataSection, seed: int, cache: Path) -> Lengths | None:
+    """The lengths of a source that was tokenised for this model before; None for one that was not, or has changed."""
+    try:
+        kept = json.loads(_file(model, data, seed, cache).read_text(encoding="utf-8"))
+        return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def estimate(rows: Sequence[object], max_length: int, bytewise: bool) -> Lengths | None:
+    """From the text in a source's first rows; None where there is none. ``bytewise``: a token is a byte."""
+    lengths = []
+    for row in rows:
+        texts = list(_texts(row))
+        count = sum(len(t.encode()) if bytewise else len(t) / _CHARACTERS_PER_TOKEN for t in texts)
+        lengths.append(min(max_length, max(2, round(count + _TOKENS_PER_TURN * len(texts)))))
+    return Lengths(tuple(sorted(lengths)), None, 1.0, exact=False) if lengths else None
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a row, but for the names of roles and the like."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            if key not in ("role", "from", "id", "type"):
+                yield from _texts(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
+
+
+def _file(model: ModelSection, data: DataSection, seed: int, cache: Path) -> Path:
+    from trainwright.data.prepare import source_key
+
+    tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
+    key: dict[str, Any] = source_key(data, seed, json.dumps(tokenizer))
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    return cache / "datasets" / "lengths" / f"{digest}.json"

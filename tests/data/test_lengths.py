@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.lengths import Lengths, estimate, lengths_of, recall, remember
+from trainwright.data.packing import best_fit_decreasing
+from trainwright.recipe.schema import DataSection, ModelSection
+
+MODEL = ModelSection(config={"model_type": "llama"}, tokenizer="bytes")
+
+
+def dataset(lengths: list[int]) -> TokenDataset:
+    return TokenDataset.from_examples([([1] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in lengths], "x")
+
+
+def test_lengths_of_a_tokenised_source_are_counted() -> None:
+    lengths = lengths_of(dataset([4, 10, 2, 8]))
+    assert lengths == Lengths((2, 4, 8, 10), examples=4, target_fraction=0.5)
+    assert (lengths.mean, lengths.longest) == (6.0, 10)
+
+
+def test_many_examples_are_kept_as_equally_spaced_quantiles() -> None:
+    lengths = lengths_of(dataset([2 * n + 2 for n in range(5000)]))
+    assert len(lengths.quantiles) == 1024
+    assert (lengths.quantiles[0], lengths.longest) == (2, 10_000)
+    assert lengths.mean == pytest.approx(5001, rel=1e-3)
+
+
+def test_rows_without_packing_are_examples() -> None:
+    assert Lengths((10, 20, 30), 3, 1.0).rows(7, None) == (7.0, 30)
+
+
+def test_equal_examples_fill_packs_exactly() -> None:
+    # Three of 30 fit into 100: 12 examples are four packs of 90.
+    assert Lengths((30,), 1, 1.0).rows(12, 100) == (4.0, 90)
+
+
+def test_rows_agree_with_packing_the_examples_themselves() -> None:
+    lengths = Lengths(tuple(range(10, 200)), 190, 1.0)
+    rows, fullest = lengths.rows(64, 256)
+    packed = len(best_fit_decreasing(list(range(10, 200)), 256)) * 64 / 190
+    assert rows == pytest.approx(packed, rel=0.05)
+    assert 250 < fullest <= 256
+
+
+def test_a_source_is_remembered_until_it_changes(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"text": "some text"}))
+    data = DataSection(train=str(source))
+    assert recall(MODEL, data, 0, tmp_path) is None
+    remember(MODEL, data, 0, dataset([4, 6]), tmp_path)
+    found = recall(MODEL, data, 0, tmp_path)
+    assert found is not None and found.quantiles == (4, 6) and found.exact
+    other = MODEL.model_copy(update={"tokenizer": "elsewhere"})
+    assert recall(other, data, 0, tmp_path) is None
+    assert recall(MODEL, data.model_copy(update={"max_length": 64}), 0, tmp_path) is None
+    source.write_text(json.dumps({"text": "another, longer text"}))
+    assert recall(MODEL, data, 0, tmp_path) is None
+
+
+def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"text": "some text"}))
+    data = DataSection(train=str(source))
+    remember(MODEL, data, 0, dataset([4, 6]), tmp_path)
+    (kept,) = (tmp_path / "datasets" / "lengths").iterdir()
+    kept.write_text("{")
+    assert recall(MODEL, data, 0, tmp_path) is None
+
+
+def test_estimates_count_text_and_not_roles() -> None:
+    rows = [{"messages": [{"role": "user", "content": "x" * 38}, {"role": "assistant", "content": "y" * 76}]}]
+    words, letters = estimate(rows, 1000, bytewise=False), estimate(rows, 1000, bytewise=True)
+    assert words is not None and letters is not None
+    assert words.quantiles == (10 + 20 + 12,) and not words.exact
+    assert letters.quantiles == (38 + 76 + 12,)
+
+
+def test_estimates_are_cut_as_examples_are_and_need_rows() -> None:
+    found = estimate([{"text": "x" * 10_000}, {"text": "x"}], 512, bytewise=False)
+    assert found is not None and found.quantiles == (6, 512)
+    assert estimate([], 512, bytewise=False) is None
