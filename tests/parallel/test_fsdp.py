@@ -2,71 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.runs import Runs, difference
+from tests.support.strategies import PASSES, PRECISIONS, TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, Trained, train
 
-PROMPTS = (
-    "data.validation=8",
-    "evaluate.every=4",
-    'evaluate.prompts=["What is os?", "Hi", "a"]',
-    "evaluate.max_new_tokens=8",
-)
 SHARDED = {
     "fsdp on 2": (2, ("parallel.strategy=fsdp",)),
     "fsdp on 3": (3, ("parallel.strategy=fsdp",)),
     "hybrid 2x2": (4, ("parallel.strategy=fsdp", "parallel.replicate_size=2")),
 }
-PRECISIONS = {"fp32": ("train.mixed_precision=no",), "bf16": ("train.mixed_precision=bf16",)}
-# By the passes a process makes a step. Several processes share those of one; 3 of them need fillers.
-PASSES = {
-    "one pass": ("train.micro_batch_size=1", "train.global_batch_size=2", "data.pack_length=null"),
-    "three passes": ("train.micro_batch_size=1", "train.global_batch_size=6", "data.pack_length=null"),
-}
-RECOMPUTE = {"kept": (), "recomputed": ("train.activation_checkpointing=full",)}
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
-
-
-def steps(count: int) -> tuple[str, ...]:
-    return (f"train.max_steps={count}",)
-
-
-Singles = dict[tuple[str, str], Trained]
-
-
-def trained_singles(runs: Runs, count: int) -> Singles:
-    rows = itertools.product(PRECISIONS, PASSES)
-    cases = {
-        (precision, passes): Case(
-            ("parallel.strategy=single", *PRECISIONS[precision], *PASSES[passes], *PROMPTS, *steps(count))
-        )
-        for precision, passes in rows
-    }
-    return train(runs, cases, 1)
-
-
-@pytest.fixture(scope="module")
-def singles(runs: Runs) -> Singles:
-    return trained_singles(runs, 8)
-
-
-def assert_same(trained: Trained, single: Trained, tolerance: float) -> None:
-    assert difference(trained.column("loss"), single.column("loss")) < tolerance
-    assert difference(trained.column("grad_norm"), single.column("grad_norm")) < 2 * tolerance
-    for found, expected in zip(trained.metrics(), single.metrics(), strict=True):
-        assert found == pytest.approx(expected, rel=tolerance)
-    if tolerance < 1e-3:
-        assert trained.texts() == single.texts()
-
 
 # A row of every kind, and every kind of thing that can go along with it. The slow test has all of them.
 SOME = {
     "accumulated": ("fsdp on 2", "fp32", "three passes", ()),
-    "recomputed": ("fsdp on 2", "fp32", "one pass", RECOMPUTE["recomputed"]),
+    "recomputed": ("fsdp on 2", "fp32", "one pass", ("train.activation_checkpointing=full",)),
     "recomputed selectively, kept gathered": (
         "fsdp on 2",
         "fp32",
@@ -81,7 +35,7 @@ SOME = {
         "one pass",
         ("parallel.offload_parameters=true",),
     ),
-    "uneven": ("fsdp on 3", "fp32", "three passes", RECOMPUTE["recomputed"]),
+    "uneven": ("fsdp on 3", "fp32", "three passes", ("train.activation_checkpointing=full",)),
     "hybrid": ("hybrid 2x2", "fp32", "three passes", ()),
     "hybrid, kept gathered": ("hybrid 2x2", "bf16", "one pass", ("parallel.reshard_after_forward=false",)),
 }
@@ -92,7 +46,7 @@ def some(runs: Runs) -> dict[str, Trained]:
     trained: dict[str, Trained] = {}
     for where, (processes, sharding) in SHARDED.items():
         cases = {
-            name: Case((*sharding, *PRECISIONS[precision], *PASSES[passes], *more, *PROMPTS, *steps(8)))
+            name: case((precision, passes, "kept"), 8, *sharding, *more)
             for name, (place, precision, passes, more) in SOME.items()
             if place == where
         }
@@ -115,24 +69,7 @@ def test_ranks_hold_their_share_and_no_more(some: dict[str, Trained], singles: S
 @pytest.mark.slow
 @pytest.mark.parametrize("where", SHARDED)
 def test_the_whole_table(runs: Runs, where: str) -> None:
-    processes, sharding = SHARDED[where]
-    singles = trained_singles(runs, 20)
-    rows = list(itertools.product(PRECISIONS, PASSES, RECOMPUTE))
-    cases = {
-        (precision, passes, kept): Case(
-            (
-                *sharding,
-                *PRECISIONS[precision],
-                *PASSES[passes],
-                *RECOMPUTE[kept],
-                *PROMPTS,
-                *steps(20),
-            )
-        )
-        for precision, passes, kept in rows
-    }
-    for (precision, passes, _), trained in train(runs, cases, processes).items():
-        assert_same(trained, singles[precision, passes], TOLERANCE[precision])
+    assert_table(runs, *SHARDED[where])
 
 
 def test_checkpoints_move_between_strategies_and_numbers_of_processes(
@@ -161,35 +98,29 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
 
 
 @pytest.mark.parametrize(
-    ("processes", "replicate_size", "reshard", "recompute", "tied_blocks"),
+    ("processes", "settings", "so"),
     [
-        (1, 1, True, False, False),
-        (2, 1, True, True, False),
-        (4, 2, False, False, False),
-        (3, 1, False, False, True),
-        (4, 1, True, False, False),
-        (4, 2, True, False, True),
+        (1, {}, {"by_input": False}),
+        (2, {}, {"recomputed": True, "discarded": True}),
+        (4, {"replicate_size": 2, "reshard_after_forward": False}, {}),
+        (3, {"reshard_after_forward": False}, {"tied_blocks": True}),
+        (4, {}, {}),
+        (4, {"replicate_size": 2}, {"tied_blocks": True}),
     ],
 )
-def test_anything_can_be_sharded(
-    runs: Runs, processes: int, replicate_size: int, reshard: bool, recompute: bool, tied_blocks: bool
-) -> None:
-    settings = (replicate_size, reshard, recompute, tied_blocks)
-    runs.function("tests.parallel.odd_models:trains_as_plain_torch", *settings, processes=processes)
+def test_anything_can_be_sharded(runs: Runs, processes: int, settings: dict[str, Any], so: dict[str, bool]) -> None:
+    cases = [("fsdp", settings, so)]
+    runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=processes)
 
 
 def test_parameters_without_rows_for_every_rank_survive_a_checkpoint(runs: Runs, tmp_path: Path) -> None:
-    where = "tests.parallel.odd_models:continues_from_a_checkpoint"
-    runs.function(where, str(tmp_path), False, processes=4)
-    runs.function(where, str(tmp_path), True, processes=2)
-
-
-def test_discarded_gradients_leave_nothing(runs: Runs) -> None:
-    runs.function("tests.parallel.odd_models:discards_gradients", processes=2)
+    where = "tests.parallel.odd_models:continue_from_checkpoints"
+    runs.function(where, ["fsdp"], str(tmp_path), False, processes=4)
+    runs.function(where, ["fsdp"], str(tmp_path), True, processes=2)
 
 
 def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
-    runs.function("tests.parallel.odd_models:gives_the_whole_model_to_each_rank_alone", processes=2)
+    runs.function("tests.parallel.odd_models:give_the_whole_model_to_each_rank_alone", ["fsdp"], processes=2)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +131,7 @@ def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
     ],
 )
 def test_classes_that_cannot_be_wrapped_are_refused(runs: Runs, wrap: list[str], words: list[str]) -> None:
-    runs.function("tests.parallel.odd_models:refuses", wrap, words)
+    runs.function("tests.parallel.odd_models:refuse", "fsdp", {"wrap": wrap}, {}, ["parallel.wrap", *words])
 
 
 @pytest.mark.parametrize(

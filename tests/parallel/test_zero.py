@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
+from tests.support.strategies import PASSES, PRECISIONS, TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, Trained, train
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'deepspeed==0.19.*'"
 )
 
-PROMPTS = (
-    "data.validation=8",
-    "evaluate.every=4",
-    'evaluate.prompts=["What is os?", "Hi", "a"]',
-    "evaluate.max_new_tokens=8",
-)
 SHARDED = {
     "zero1": ("parallel.strategy=zero1",),
     "zero2": ("parallel.strategy=zero2",),
@@ -33,46 +27,8 @@ SHARDED = {
         "parallel.offload_parameters=true",
     ),
 }
-PRECISIONS = {"fp32": ("train.mixed_precision=no",), "bf16": ("train.mixed_precision=bf16",)}
-# By the passes each of two processes makes a step.
-PASSES = {
-    "one pass": ("train.micro_batch_size=1", "train.global_batch_size=2", "data.pack_length=null"),
-    "three passes": ("train.micro_batch_size=1", "train.global_batch_size=6", "data.pack_length=null"),
-}
-RECOMPUTE = {"kept": (), "recomputed": ("train.activation_checkpointing=full",)}
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 STAGES = ("zero1", "zero2", "zero3")
-
-Singles = dict[tuple[str, str], Trained]
-
-
-def steps(count: int) -> tuple[str, ...]:
-    return (f"train.max_steps={count}",)
-
-
-def trained_singles(runs: Runs, count: int) -> Singles:
-    cases = {
-        (precision, passes): Case(
-            ("parallel.strategy=single", *PRECISIONS[precision], *PASSES[passes], *PROMPTS, *steps(count))
-        )
-        for precision, passes in itertools.product(PRECISIONS, PASSES)
-    }
-    return train(runs, cases, 1)
-
-
-@pytest.fixture(scope="module")
-def singles(runs: Runs) -> Singles:
-    return trained_singles(runs, 8)
-
-
-def assert_same(trained: Trained, single: Trained, tolerance: float) -> None:
-    assert difference(trained.column("loss"), single.column("loss")) < tolerance
-    assert difference(trained.column("grad_norm"), single.column("grad_norm")) < tolerance
-    for found, expected in zip(trained.metrics(), single.metrics(), strict=True):
-        assert found == pytest.approx(expected, rel=tolerance)
-    if tolerance < 1e-3:
-        assert trained.texts() == single.texts()
-
+RECOMPUTED = ("train.activation_checkpointing=full",)
 
 SOME = {
     "zero1": ("zero1", "fp32", "three passes", ()),
@@ -85,15 +41,15 @@ SOME = {
     "zero2 with its optimizer offloaded": ("zero2", "fp32", "three passes", ("parallel.offload_optimizer=true",)),
     "zero3 offloaded": ("zero3 offloaded", "fp32", "three passes", ()),
     "zero3 offloaded in bf16": ("zero3 offloaded", "bf16", "three passes", ()),
-    "zero3 recomputed": ("zero3", "fp32", "one pass", RECOMPUTE["recomputed"]),
-    "zero2 recomputed": ("zero2", "fp32", "one pass", RECOMPUTE["recomputed"]),
+    "zero3 recomputed": ("zero3", "fp32", "one pass", RECOMPUTED),
+    "zero2 recomputed": ("zero2", "fp32", "one pass", RECOMPUTED),
 }
 
 
 @pytest.fixture(scope="module")
 def some(runs: Runs) -> dict[str, Trained]:
     cases = {
-        name: Case((*SHARDED[sharding], *PRECISIONS[precision], *PASSES[passes], *more, *PROMPTS, *steps(8)))
+        name: case((precision, passes, "kept"), 8, *SHARDED[sharding], *more)
         for name, (sharding, precision, passes, more) in SOME.items()
     }
     return train(runs, cases, 2)
@@ -108,22 +64,7 @@ def test_a_run_under_deepspeed_is_the_run_of_one_process(some: dict[str, Trained
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDED)
 def test_the_whole_table(runs: Runs, sharding: str) -> None:
-    singles = trained_singles(runs, 20)
-    cases = {
-        (precision, passes, kept): Case(
-            (
-                *SHARDED[sharding],
-                *PRECISIONS[precision],
-                *PASSES[passes],
-                *RECOMPUTE[kept],
-                *PROMPTS,
-                *steps(20),
-            )
-        )
-        for precision, passes, kept in itertools.product(PRECISIONS, PASSES, RECOMPUTE)
-    }
-    for (precision, passes, _), trained in train(runs, cases, 2).items():
-        assert_same(trained, singles[precision, passes], TOLERANCE[precision])
+    assert_table(runs, 2, SHARDED[sharding])
 
 
 def test_a_resumed_run_is_bit_identical(runs: Runs, tmp_path: Path) -> None:
@@ -177,44 +118,47 @@ def test_what_is_exported_is_what_one_process_exports(runs: Runs, stage: str) ->
     assert (run / "logs" / "rank-0.log").read_text() == ""
 
 
+OFFLOADED = {"offload_optimizer": True}
+OFFLOADED_3 = {"offload_optimizer": True, "offload_parameters": True}
+
+
 def test_anything_can_be_sharded(runs: Runs) -> None:
-    cases = [
-        # strategy, offloaded, recomputed, after gradients that were discarded
-        ("zero1", False, False, True),
-        ("zero1", True, False, False),
-        ("zero2", False, True, False),
-        ("zero2", True, False, True),
-        ("zero3", False, False, True),
-        ("zero3", False, True, False),
-        ("zero3", True, True, True),
+    cases: list[tuple[str, dict[str, bool], dict[str, bool]]] = [
+        ("zero1", {}, {"discarded": True}),
+        ("zero1", OFFLOADED, {}),
+        ("zero2", {}, {"recomputed": True}),
+        ("zero2", OFFLOADED, {"discarded": True}),
+        ("zero3", {}, {"discarded": True}),
+        ("zero3", {}, {"recomputed": True}),
+        ("zero3", OFFLOADED_3, {"recomputed": True, "discarded": True}),
     ]
-    runs.function("tests.parallel.zero_models:train_as_plain_torch", cases, processes=2)
+    runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=2)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_number_of_processes_that_divides_nothing(runs: Runs, processes: int) -> None:
-    cases = [("zero2", False, False, False), ("zero3", False, False, False)]
-    runs.function("tests.parallel.zero_models:train_as_plain_torch", cases, processes=processes)
+    cases: list[tuple[str, dict[str, bool], dict[str, bool]]] = [("zero2", {}, {}), ("zero3", {}, {})]
+    runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=processes)
 
 
 def test_parameters_smaller_than_the_number_of_ranks_survive_a_checkpoint(runs: Runs, tmp_path: Path) -> None:
-    where = "tests.parallel.zero_models:continue_from_checkpoints"
+    where = "tests.parallel.odd_models:continue_from_checkpoints"
     runs.function(where, ["zero1", "zero3"], str(tmp_path), False, processes=4)
     runs.function(where, ["zero1", "zero3"], str(tmp_path), True, processes=2)
 
 
 def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
-    where = "tests.parallel.zero_models:give_the_whole_model_to_each_rank_alone"
+    where = "tests.parallel.odd_models:give_the_whole_model_to_each_rank_alone"
     runs.function(where, ["zero2", "zero3"], processes=2)
 
 
 def test_parameters_that_deepspeed_cannot_take_are_refused_by_name(runs: Runs) -> None:
-    runs.function("tests.parallel.zero_models:refuses_scalars")
+    runs.function("tests.parallel.odd_models:refuse", "zero2", {}, {"has_number": True}, ["layers.0.scale"])
 
 
 def test_ranks_hold_their_share_and_no_more(runs: Runs, tmp_path: Path) -> None:
-    runs.function("tests.parallel.zero_models:weigh", ["single"], str(tmp_path))
-    runs.function("tests.parallel.zero_models:weigh", ["zero1", "zero3"], str(tmp_path), processes=2)
+    runs.function("tests.parallel.odd_models:weigh", ["single"], str(tmp_path))
+    runs.function("tests.parallel.odd_models:weigh", ["zero1", "zero3"], str(tmp_path), processes=2)
     whole = int((tmp_path / "single-0").read_text())
     for rank in range(2):
         assert int((tmp_path / f"zero3-{rank}").read_text()) / whole == pytest.approx(0.5, abs=0.03)

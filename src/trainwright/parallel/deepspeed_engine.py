@@ -65,8 +65,9 @@ def start_engine(world: World, module: nn.Module, optimizer: Optimizer, config: 
     """
     _refuse_scalars(module)
     deepspeed = importlib.import_module("deepspeed")
-    # It takes its device from the one variable alone, and compares it with Open MPI's.
-    with _variables({"LOCAL_RANK": str(world.local_rank), "OMPI_COMM_WORLD_LOCAL_RANK": None}):
+    # It takes its device from the one variable alone, and compares it with Open MPI's. That is not the local rank where
+    # every process sees a GPU of its own only.
+    with _variables({"LOCAL_RANK": str(world.device.index or 0), "OMPI_COMM_WORLD_LOCAL_RANK": None}):
         if cut:
             dtype = next(module.parameters()).dtype
             deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
