@@ -106,6 +106,10 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None
         ((), None, "rows.jsonl"),
         ((), "", "rows.jsonl"),
         ((), GOOD_ROW + '{"question": \n', "2"),
+        ((), '{"colour": "red", "size": 3}\n' * 8, "colour, size"),
+        ((), GOOD_ROW + '{"question": 1, "answer": "a"}\n', "rows.jsonl:2: the field question should be text"),
+        (("data.format=text",), GOOD_ROW, "data.format text"),
+        (("model.chat_template={{ messages }}",), '{"text": "t"}\n', "model.chat_template"),
         (("train.glbal_batch_size=3",), GOOD_ROW, "global_batch_size"),
         (("logging.run_directory=taken",), GOOD_ROW, "--resume taken"),
     ],
@@ -115,19 +119,19 @@ def test_bad_request_ends_with_2_before_anything_is_written(
 ) -> None:
     (written(tmp_path, rows) / "taken").mkdir()
     before = set(tmp_path.iterdir())
-    result = trainwright("train", "tiny.yaml", *overrides, cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
+    result = trainwright("train", "tiny.yaml", *overrides, "--dry-run", cwd=tmp_path)
+    assert result.returncode == 2, result.stdout
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert "Traceback" not in result.stderr
     assert set(tmp_path.iterdir()) == before and list((tmp_path / "taken").iterdir()) == []
 
 
 def test_request_that_only_preparation_can_refuse_leaves_nothing_behind(tmp_path: Path) -> None:
-    written(tmp_path, '{"colour": "red", "size": 3}\n' * 8)
+    written(tmp_path, GOOD_ROW * 8 + '{"question": "", "answer": "a"}\n')
     cache = str(tmp_path / "cache")
     result = trainwright("train", "tiny.yaml", cwd=tmp_path, TRAINWRIGHT_CACHE=cache)
     assert result.returncode == 2, result.stderr
-    assert "colour" in result.stderr and "Traceback" not in result.stderr
+    assert "rows.jsonl:9: the field question is empty" in result.stderr and "Traceback" not in result.stderr
     assert list((tmp_path / "runs").glob("*")) == []
 
 

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from trainwright.data.formats import check_format, detect_format, to_example, unused_columns
+from trainwright.data.formats import (
+    NoTarget,
+    check_format,
+    detect_format,
+    layout_of,
+    to_example,
+    unused_columns,
+    with_text_content,
+)
 from trainwright.errors import RequestError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -73,6 +82,14 @@ def test_a_layout_asked_for_needs_its_fields() -> None:
         check_format(["instruction", "answer"], "instruction")
 
 
+def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
+    row = {"question": "Q", "answer": "A", "text": "T"}
+    assert layout_of(list(row), [row], "auto") == "question_answer"
+    assert layout_of(list(row), [row], "text") == "text"
+    with pytest.raises(RequestError, match=r"data\.format messages needs the field messages"):
+        layout_of(list(row), [row], "messages")
+
+
 def test_columns_that_are_not_used() -> None:
     assert unused_columns(["question", "answer", "system", "id"], "question_answer") == ["id"]
     assert unused_columns(["text", "system"], "text") == ["system"]
@@ -86,14 +103,13 @@ def test_columns_that_are_not_used() -> None:
             {"question": "Q", "answer": None, "id": 1},
             "field answer is missing; it has question, id",
         ),
-        ("question_answer", {"question": "Q", "answer": " \n"}, "field answer is empty"),
+        ("question_answer", {"question": " \n", "answer": "A"}, "field question is empty"),
         ("question_answer", {"question": "Q", "answer": 4}, "field answer should be text and is a number"),
         (
             "instruction",
             {"instruction": "I", "input": 3, "output": "O"},
             "field input should be text and is a number",
         ),
-        ("text", {"text": ""}, "field text is empty"),
         ("messages", {"messages": []}, "messages should be a list of turns and is an empty list"),
         ("messages", {"messages": "Hi"}, "messages should be a list of turns and is text"),
         ("messages", {"messages": ["Hi"]}, r"messages\[0\] should be an object"),
@@ -103,18 +119,13 @@ def test_columns_that_are_not_used() -> None:
             r"\[1\] has no content .*it has role, text",
         ),
         ("messages", {"messages": [{"content": "x"}]}, r"\[0\] has no role"),
-        (
-            "messages",
-            {"messages": [USER, {**BOT, "content": ""}]},
-            r"\[1\], a turn of the assistant, is empty",
-        ),
+        ("messages", {"messages": [{**USER, "content": ""}, BOT]}, r"\[0\], a turn of the user, is empty"),
         (
             "messages",
             {"messages": [{**USER, "role": "narrator"}]},
             "the role 'narrator'; known are system, user",
         ),
         ("messages", {"messages": [USER, USER, BOT]}, "turn 1 is user after user"),
-        ("messages", {"messages": [BOT, USER]}, "turn 0 is assistant at the beginning"),
         (
             "messages",
             {"messages": [USER, BOT, {"role": "system", "content": "S"}]},
@@ -133,3 +144,63 @@ def test_columns_that_are_not_used() -> None:
 def test_rows_that_are_wrong(layout: str, row: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         to_example(row, layout)
+
+
+EMPTY, UNASKED = "the answer is empty", "no assistant turn answers a user"
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "why"),
+    [
+        ("question_answer", {"question": "Q", "answer": " \n"}, EMPTY),
+        ("instruction", {"instruction": "I", "output": ""}, EMPTY),
+        ("prompt_completion", {"prompt": "P", "completion": ""}, EMPTY),
+        ("prompt_completion", {"prompt": [*PAIR, USER], "completion": [{**BOT, "content": " "}]}, EMPTY),
+        ("messages", {"messages": [USER, {**BOT, "content": ""}]}, EMPTY),
+        ("conversations", {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": ""}]}, EMPTY),
+        ("text", {"text": "\n"}, "the text is empty"),
+        ("messages", {"messages": [USER]}, UNASKED),
+        ("messages", {"messages": [BOT]}, UNASKED),
+        ("messages", {"messages": [BOT, USER]}, UNASKED),
+        ("messages", {"messages": [{"role": "system", "content": "S"}]}, UNASKED),
+        ("prompt_completion", {"prompt": [USER, BOT], "completion": [USER]}, UNASKED),
+    ],
+)
+def test_rows_with_nothing_to_train_on(layout: str, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(NoTarget) as reason:
+        to_example(row, layout)
+    assert str(reason.value) == why
+
+
+def test_an_empty_turn_among_others_is_not_trained_on() -> None:
+    remarks = Counter[str]()
+    silent = {**BOT, "content": ""}
+    assert to_example({"messages": [USER, silent, USER, BOT]}, "messages", remarks) == [
+        USER,
+        {**silent, "target": False},
+        USER,
+        BOT,
+    ]
+    assert to_example({"messages": PAIR}, "messages", remarks) == PAIR
+    assert remarks == {"have an empty assistant turn among others; it is not trained on": 1}
+
+
+@pytest.mark.parametrize("system", [[], [{"from": "system", "value": "S"}]])
+def test_a_conversation_that_begins_with_the_assistant_begins_with_the_user(system: list[Any]) -> None:
+    remarks = Counter[str]()
+    gpt, human = {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Hi"}
+    row = {"conversations": [*system, gpt, gpt, human, gpt]}
+    found = to_example(row, "conversations", remarks)
+    assert found == [*({"role": "system", "content": "S"} for _ in system), *PAIR]
+    assert remarks == {"begin with the assistant, whose turns before the first user's are left out": 1}
+
+
+def test_lists_of_text_parts_become_text_where_turns_are() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    image = [{"type": "image"}]
+    row = {"messages": [USER, {**BOT, "content": parts}], "tags": [{"content": parts}], "n": 1}
+    assert with_text_content(row) == {**row, "messages": PAIR}
+    assert with_text_content({"messages": [{"role": "user", "content": image}]})["messages"][0]["content"] == image
+    assert with_text_content({"conversations": [{"from": "gpt", "value": parts}, "odd"]}) == {
+        "conversations": [{"from": "gpt", "value": "Hello"}, "odd"]
+    }

@@ -78,6 +78,9 @@ def test_a_validation_source_of_its_own(tmp_path: Path) -> None:
     found = run(tmp_path, train=name, validation=held, limit=30)
     assert found.validation is not None
     assert (len(found.train), len(found.validation)) == (30, 12)
+    few = run(tmp_path, train=name, validation=held, limit=5)
+    assert few.validation is not None
+    assert (len(few.train), len(few.validation)) == (5, 12)  # the limit is of what is trained on
     assert "validation: 2 of its examples are also trained on" in found.summary
 
 
@@ -96,6 +99,43 @@ def test_what_is_cut_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
     assert any("1 rows left out" in line for line in found.summary)
     whole = run(tmp_path, train=str(tmp_path / "a.jsonl"), validation=None, max_length=1000).train.token_count
     assert report["tokens"] + report["cut_tokens"] + 100 == whole  # 100 are in the row left out
+
+
+def test_rows_with_an_empty_answer_are_left_out_and_counted(tmp_path: Path) -> None:
+    empty = {"question": "Q", "answer": " "}
+    found = run(tmp_path, train=source(tmp_path / "a.jsonl", [empty, *ROWS, empty, *ROWS[:2]]), validation=None)
+    assert len(found.train) == 42
+    assert texts(found.train) == texts(
+        run(tmp_path, train=source(tmp_path / "b.jsonl", [*ROWS, *ROWS[:2]]), validation=None).train
+    )
+    assert (found.train.report["rows"], found.train.report["left_out"]) == (44, {"the answer is empty": 2})
+    assert "train: 2 rows left out: the answer is empty" in found.summary
+
+
+def test_turns_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    user, bot = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+    rows = [
+        {"conversations": turns} for turns in ([user, bot], [bot, user, bot], [user, {**bot, "value": ""}, user, bot])
+    ]
+    found = run(tmp_path, train=source(tmp_path / "a.jsonl", rows), validation=None)
+    first, second, third = texts(found.train)
+    assert first == second == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    ids, targets = found.train.example(2)
+    assert third.count("<|im_start|>") == 4 and bytes_tokenizer().decode(ids[targets]) == "Hello<|im_end|>"
+    assert found.summary[2:4] == [
+        "train: 1 rows begin with the assistant, whose turns before the first user's are left out",
+        "train: 1 rows have an empty assistant turn among others; it is not trained on",
+    ]
+
+
+def test_a_source_with_nothing_to_train_on_is_refused_with_every_reason(tmp_path: Path) -> None:
+    rows = [{"question": "Q", "answer": ""}] * 3
+    with pytest.raises(RequestError, match=r"none of 3 rows has anything to train on \(3: the answer is empty\)"):
+        run(tmp_path, train=source(tmp_path / "a.jsonl", rows))
+    rows.append({"question": "Q" * 50, "answer": "A"})
+    cut = r"1: no target within data\.max_length 20 tokens; the longest has 72"
+    with pytest.raises(RequestError, match=rf"none of 4 rows .* \(3: the answer is empty; {cut}\)"):
+        run(tmp_path, train=source(tmp_path / "a.jsonl", rows), max_length=20)
 
 
 def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
@@ -205,10 +245,33 @@ def test_settings_that_cannot_be(tmp_path: Path, data: dict[str, Any], message: 
         run(tmp_path, **{"train": name, **data})
 
 
-def test_rows_are_named_by_their_number(tmp_path: Path) -> None:
+def test_a_wrong_row_is_named_by_its_file_and_line(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", [*ROWS * 10, {"question": "Q"}])
-    with pytest.raises(RequestError, match=r"a\.jsonl: row 401: the field answer is missing; it has question"):
+    with pytest.raises(
+        RequestError, match=r"^data\.train: .*/a\.jsonl:401: the field answer is missing; it has question"
+    ):
         run(tmp_path, train=name)
+    (tmp_path / "rows").mkdir()
+    source(tmp_path / "rows" / "1.jsonl", ROWS)
+    source(tmp_path / "rows" / "2.jsonl", [*ROWS[:2], {"question": "", "answer": "A"}])
+    with pytest.raises(RequestError, match=r"^data\.train: .*/rows/2\.jsonl:3: the field question is empty"):
+        run(tmp_path, train=str(tmp_path / "rows"))
+    name = source(tmp_path / "c.jsonl", [{"question": "Q", "answer": " "}, *ROWS[:1], {"question": 1, "answer": "A"}])
+    with pytest.raises(RequestError, match=r"question is a number here and text at .*c\.jsonl:1"):
+        run(tmp_path, train=name)
+
+
+def test_a_conversation_that_the_template_refuses_is_named_by_its_file_and_line(tmp_path: Path) -> None:
+    name = source(tmp_path / "a.jsonl", [{"question": "Q", "answer": ""}, *ROWS[:3], {"question": "no", "answer": "A"}])
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}" + tokenizer.chat_template
+    )
+    with pytest.raises(RequestError, match=r"^data\.train: .*a\.jsonl:5: the chat template .*not this"):
+        prepare(DataSection(train=name), tokenizer, seed=0, cache=tmp_path / "cache")
+
+
+def test_no_known_layout(tmp_path: Path) -> None:
     name = source(tmp_path / "b.jsonl", [{"title": "x", "body": "y"}])
     with pytest.raises(RequestError, match=r"data\.train: .*b\.jsonl: the rows have the fields title, body"):
         run(tmp_path, train=name)

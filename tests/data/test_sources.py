@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainwright.data import arrow_rows
-from trainwright.data.sources import check_source, read_rows
+from trainwright.data.sources import check_source, place_of, read_rows
 from trainwright.errors import RequestError
 
 ROWS = [{"question": f"Q{i}", "answer": f"Grüße {i}"} for i in range(5)]
@@ -44,6 +44,7 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
         ("a.jsonl", "\ufeff\n" + lines(ROWS).replace("\n", "\r\n\r\n")),
         ("a.ndjson", lines(ROWS).rstrip()),
         ("a.csv", "question,answer\n" + "".join(f'{r["question"]},"{r["answer"]}"\n' for r in ROWS)),
+        ("a.csv", "\n , \n\nquestion,answer\n" + "".join(f"{r['question']},{r['answer']}\n\n" for r in ROWS)),
         ("a.tsv", "question\tanswer\n" + "".join(f"{r['question']}\t{r['answer']}\n" for r in ROWS)),
     ],
 )
@@ -123,6 +124,12 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
         ("a.csv", 'q,a\n1,"2\n', r"a\.csv:2: not CSV: unexpected end of data"),
         ("a.csv", "q,q\n1,2\n", r"a\.csv:1: the header names 'q' more than once"),
         ("a.csv", b"q,a\n1,\xff\n", r"a\.csv:2: not UTF-8"),
+        ("a.csv", "\n\nq,q\n1,2\n", r"a\.csv:3: the header names 'q' more than once"),
+        ("a.csv", "\nq,a\n1,2\n1\n", r"a\.csv:4: 1 fields where the header has 2"),
+        ("a.jsonl", lines(ROWS[:1]) + '{"a": ' + "[" * 50000 + "\n", r"a\.jsonl:2: nested more than 32 deep"),
+        ("a.jsonl", lines(ROWS[:1]) + '{"a": ' + "[" * 32 + "]" * 32 + "}\n", r"a\.jsonl:2: nested more than 32 deep"),
+        ("a.json", '[\n{"a": 1},\n{"a": ' + "[" * 50000, r"a\.json:3: nested more than 32 deep"),
+        ("a.json", '\n{"rows": [{"a": ' + '{"b": ' * 50000, r"a\.json:2: nested more than 32 deep"),
         ("a.parquet", "no", r"a\.parquet: not a Parquet file"),
         ("a.jsonl", "", r"data\.train: .*a\.jsonl is empty"),
         ("a.jsonl", "\n\n", r"a\.jsonl.* no rows"),
@@ -157,6 +164,28 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: s
 def test_values_of_different_types(tmp_path: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         read_rows(write(tmp_path / "a.jsonl", lines(rows)))
+
+
+def test_content_may_be_text_here_and_a_list_of_parts_there(tmp_path: Path) -> None:
+    user, bot = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}
+    rows = [{"messages": [user, bot]}, {"messages": [user, parts]}, {"messages": [user, bot, user, parts]}]
+    source = write(tmp_path / "a.jsonl", lines(rows))
+    assert read_rows(source).to_list() == [{"messages": [user, bot] * n} for n in (1, 1, 2)]
+    assert check_source(source) == read_rows(source).to_list()
+
+
+def test_the_place_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    first = write(tmp_path / "rows" / "a.jsonl", "\n" + lines(ROWS[:2]) + "\n" + lines(ROWS[2:3]))
+    second = write(tmp_path / "rows" / "b.jsonl", lines(ROWS))
+    places = [place_of(str(tmp_path / "rows"), index) for index in range(5)]
+    assert places == [f"{first}:2", f"{first}:3", f"{first}:5", f"{second}:1", f"{second}:2"]
+    (tmp_path / "parquet").mkdir()
+    files = [parquet(tmp_path / "parquet" / f"{name}.parquet", ROWS[:3]) for name in "ab"]
+    assert place_of(str(tmp_path / "parquet"), 2) == f"{files[0]}: row 3"
+    assert place_of(str(tmp_path / "parquet"), 4) == f"{files[1]}: row 2"
+    assert place_of("some-org/some-data", 4) == "some-org/some-data: row 5"
 
 
 def test_a_missing_file_and_what_is_near(tmp_path: Path) -> None:

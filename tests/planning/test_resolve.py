@@ -110,6 +110,11 @@ def test_where_no_number_fits_the_contradiction_is_told_in_its_own_words() -> No
     ]
 
 
+@pytest.mark.parametrize(("validation", "kept"), [(0.1, True), ("rows.jsonl", True), (None, False)])
+def test_the_best_checkpoint_is_kept_where_one_is_known(validation: object, kept: bool) -> None:
+    assert resolve(recipe(validation=validation), machine()).recipe.checkpoint.keep_best is kept
+
+
 def test_nodes_share_out_a_number_that_fits() -> None:
     wanted = recipe({"micro_batch_size": 1, "gradient_accumulation_steps": 2})
     request = for_nodes(Request(wanted, "some", None), machine(4), nodes=2)

@@ -47,6 +47,18 @@ def test_check_refuses_what_is_wrong(write: Write) -> None:
         run("check", str(path), "train.max_stepps=3")
 
 
+def test_check_looks_at_the_first_rows(write: Write) -> None:
+    path = write(SMALLEST.replace("pydoc", "rows.jsonl"))
+    rows = write('{"question": "Q", "answer": "A"}\n', "rows.jsonl")
+    assert "sft of some/model on rows.jsonl" in run("check", str(path))
+    rows.write_text('{"colour": "red"}\n')
+    with pytest.raises(RequestError, match=r"^data\.train: rows\.jsonl: the rows have the fields colour"):
+        run("check", str(path))
+    rows.unlink()
+    with pytest.raises(RequestError, match=r"^data\.train: no file rows\.jsonl"):
+        run("check", str(path))
+
+
 def test_schema_describes_every_key() -> None:
     schema = json.loads(run("schema"))
     sections = {key for key, _ in _properties(schema)}

@@ -18,6 +18,7 @@ READY = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
 AWKWARD = ["no", "null", "1e5", "2e-4", "12", "1:30", "2026-11-21", " spaced ", "a: b", "# c", "é ✓", "!tag"]
 AWKWARD += ["'", '"', "&a", "*a", "-", "two\nlines", "line\n", "\nline", "  two\n lines ", "tab\there"]
+AWKWARD += ["\n", "a\n\n", "a\n  b\n\n\n", " \n\n"]
 AWKWARD += ["x " * 200, "\u2028", "\x07"]
 
 Write = Callable[..., Path]
@@ -149,6 +150,13 @@ def test_one_file_may_be_included_along_two_ways(write: Write) -> None:
     write("include: base.yaml\n", "left.yaml")
     write("include: base.yaml\n", "right.yaml")
     assert load_recipe(write("include: [left.yaml, right.yaml]\n")).data.train == "pydoc"
+
+
+def test_a_value_that_is_the_default_may_be_written_where_it_has_no_effect(write: Write) -> None:
+    path = write(SMALLEST + "evaluate: {max_new_tokens: 64, prompts: []}\ncheckpoint: {keep_best: false}\n")
+    recipe = load_recipe(path, ["data.validation=null"])
+    assert (recipe.evaluate.max_new_tokens, recipe.checkpoint.keep_best) == (64, False)
+    assert load_recipe(write(SMALLEST), ["data.validation=null"]).checkpoint.keep_best == "auto"
 
 
 def test_yaml_aliases_stand_for_their_values(write: Write) -> None:

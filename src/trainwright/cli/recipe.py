@@ -27,10 +27,15 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Check a recipe and say in one line what it runs; ends with 2 and the reasons where it is wrong."""
+    """Check a recipe and the first rows of its data, and say in one line what it runs.
+
+    Ends with 2 and the reasons where something is wrong.
+    """
+    from trainwright.data.preflight import check_data
     from trainwright.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    check_data(loaded)
     model = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}"
     train = loaded.train
     length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs:g} epochs in batches"

@@ -8,11 +8,15 @@
     text                {"text"}
 
 Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant
-turns are what is trained on, except those inside the ``prompt`` of a prompt and completion.
+turns are what is trained on, except those inside the ``prompt`` of a prompt and completion, and empty ones.
+
+A conversation that begins with the assistant answers nobody there: those first turns are left out, as FastChat
+and what came of it do with ShareGPT's (https://github.com/lm-sys/FastChat, fastchat/train/train.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -39,6 +43,29 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
+
+
+# Where turns may stand, and what of a turn is its content.
+_TURN_FIELDS = ("messages", "conversations", "prompt", "completion")
+_CONTENTS = ("content", "value")
+_EMPTY = "the answer is empty"
+_UNASKED = "no assistant turn answers a user"
+
+
+class NoTarget(RequestError):
+    """A row with nothing to train on; the message is why, in the same words for all such rows."""
+
+
+def layout_of(columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> str:
+    """The layout of a source's rows: ``wanted``, or if that is ``auto`` the one they have.
+
+    Raises:
+        RequestError: the columns do not have it, or none is recognised.
+    """
+    if wanted == "auto":
+        return detect_format(columns, first_rows)
+    check_format(columns, wanted)
+    return wanted
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = ()) -> str:
@@ -70,25 +97,64 @@ def unused_columns(columns: Sequence[str], layout: str) -> list[str]:
     return [column for column in columns if column not in used]
 
 
-def to_example(row: Row, layout: str) -> Example:
-    """One row as a list of messages (with a last or earlier assistant turn), or as a text.
+def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Example:
+    """One row as a list of messages, at least one of them a target, or as a text.
+
+    Args:
+        remarks: counts the rows that are not taken as they are, by what they do, in words.
 
     Raises:
-        RequestError: a field is missing or of the wrong type, a turn is empty, or the roles are out of order.
+        NoTarget: the answer is empty, or no assistant turn answers a user.
+        RequestError: a field is missing or of the wrong type, a user's turn is empty, or the roles are out of
+        order.
     """
     if layout == "text":
-        return _text(row, "text")
+        return _answer(row, "text")
     messages = _BUILDERS[layout](row)
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+    found: set[str] = set()
+    messages = _from_the_user_on(messages, found)
     _check_order(messages)
+    _skip_empty(messages, found)
+    if remarks is not None:
+        remarks.update(found)
     return messages
+
+
+def with_text_content(row: Row) -> Row:
+    """The row with every turn's list of text parts joined to one text, as a column is of one type throughout."""
+    turns = [field for field in _TURN_FIELDS if isinstance(row.get(field), list)]
+    return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
+
+
+def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Message]:
+    start = int(messages[0]["role"] == "system")
+    end = start
+    while end < len(messages) and messages[end]["role"] == "assistant":
+        end += 1
+    if end == len(messages):
+        raise NoTarget(_UNASKED)
+    if end > start:
+        remarks.add("begin with the assistant, whose turns before the first user's are left out")
+    return messages[:start] + messages[end:]
+
+
+def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
+    """An empty answer is no target; NoTarget where there is no other."""
+    answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
+    empty = [message for message in answers if not message["content"].strip()]
+    if len(empty) == len(answers):
+        raise NoTarget(_EMPTY if answers else _UNASKED)
+    for message in empty:
+        message["target"] = False
+        remarks.add("have an empty assistant turn among others; it is not trained on")
 
 
 def _prompt_completion(row: Row) -> list[Message]:
     if isinstance(row.get("prompt"), str) or isinstance(row.get("completion"), str):
-        return _pair(_text(row, "prompt"), _text(row, "completion"))
+        return _pair(_text(row, "prompt"), _answer(row, "completion"))
     prompt, completion = _turns(row, "prompt"), _turns(row, "completion")
     for message in prompt:
         if message["role"] == "assistant":
@@ -101,7 +167,7 @@ def _instruction(row: Row) -> list[Message]:
     given = row.get("input")
     if given is not None and not isinstance(given, str):
         raise RequestError(f"the field input should be text and is {kind_of(given)}")
-    return _pair(f"{question}\n\n{given}" if given and given.strip() else question, _text(row, "output"))
+    return _pair(f"{question}\n\n{given}" if given and given.strip() else question, _answer(row, "output"))
 
 
 _BUILDERS = {
@@ -109,12 +175,19 @@ _BUILDERS = {
     "conversations": lambda row: _turns(row, "conversations"),
     "prompt_completion": _prompt_completion,
     "instruction": _instruction,
-    "question_answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
+    "question_answer": lambda row: _pair(_text(row, "question"), _answer(row, "answer")),
 }
 
 
 def _pair(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _answer(row: Row, field: str) -> str:
+    value = row.get(field)
+    if isinstance(value, str) and not value.strip():
+        raise NoTarget("the text is empty" if field == "text" else _EMPTY)
+    return _text(row, field)
 
 
 def _text(row: Row, field: str) -> str:
@@ -153,19 +226,32 @@ def _turn(item: Any, place: str) -> Message:
         if item.get(extra):
             raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
     text = _content(content, place)
-    if not text.strip() and role != "system":  # an empty system turn switches some models' default off
+    # An empty system turn switches some models' default off; an empty answer is no mistake of the asker's.
+    if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
     return {"role": role, "content": text}
+
+
+def _joined(turn: Any) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    lists = {key: _text_of(turn[key]) for key in _CONTENTS if isinstance(turn.get(key), list)}
+    return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
+
+
+def _text_of(parts: list[Any]) -> str | None:
+    """A list of text parts as one text; None if any is no text."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if len(known) == len(texts) else None
 
 
 def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) == len(parts):
-            return "".join(texts)
+        if (text := _text_of(content)) is not None:
+            return text
         raise RequestError(f"{place} has content that is no text (an image?); only text can be trained on")
     raise RequestError(f"{place} has content that should be text and is {kind_of(content)}")
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHATML = (
+# As in https://huggingface.co/docs/transformers/chat_templating
+CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
@@ -40,7 +41,7 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if tokenizer.chat_template is not None:
         return None
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
-        tokenizer.chat_template = _CHATML
+        tokenizer.chat_template = CHATML
         return "the tokenizer has no chat template: ChatML is used, as it has its tokens"
     opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     end = "eos_token" if tokenizer.eos_token is not None else "''"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.schema import DataSection
 
-VERSION = 1  # of everything that decides tokens and targets; raised when any of it changes
+VERSION = 2  # of everything that decides tokens and targets; raised when any of it changes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def prepare(
 
     root = cache / "datasets"
     identity = _tokenizer_identity(tokenizer)
-    key = root / "keys" / f"{_digest(_cheap_key(data, seed, identity))}.json"
+    key = root / "keys" / f"{_digest(source_key(data, seed, identity))}.json"
     with _writable(root):
         key.parent.mkdir(parents=True, exist_ok=True)
         found = _find(root, key)
@@ -205,7 +205,8 @@ def _settings(data: DataSection, seed: int) -> dict[str, Any]:
     }
 
 
-def _cheap_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
+def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
+    """What tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
     sources = [data.train] + ([data.validation] if isinstance(data.validation, str) else [])
     keys = ("data.train", "data.validation")
     looks = [_look(source, key) for source, key in zip(sources, keys, strict=False)]

@@ -18,6 +18,9 @@ from trainwright.errors import RequestError
 Row: TypeAlias = dict[str, Any]
 LocatedRow: TypeAlias = tuple[int, Row]  # (line, row)
 
+_DEEPEST = 32  # levels of objects and lists; Arrow's files end at 64
+_TOO_DEEP = f"nested more than {_DEEPEST} deep"
+
 
 def iterate_rows(path: Path) -> Iterator[LocatedRow]:
     """``(line, row)`` for every row of a file, read as its suffix says.
@@ -94,6 +97,8 @@ def _jsonl(path: Path) -> Iterator[LocatedRow]:
                 raise RequestError(f"{path}:{line}: not JSON: {error.msg} (column {error.colno}){hint}") from None
             except UnicodeDecodeError:
                 raise RequestError(f"{path}:{line}: not UTF-8 text") from None
+            except RecursionError:
+                raise RequestError(f"{path}:{line}: {_TOO_DEEP}") from None
             yield line, _row(path, line, value)
 
 
@@ -104,9 +109,9 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
-            header = next(reader, [])
-            _check_header(path, header)
+            header = next((fields for fields in reader if any(map(str.strip, fields))), [])
             before = reader.line_num
+            _check_header(path, before, header)
             for fields in reader:
                 line, before = before + 1, reader.line_num
                 if not fields:
@@ -123,10 +128,10 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
             raise _undecodable(path) from None
 
 
-def _check_header(path: Path, header: list[str]) -> None:
+def _check_header(path: Path, line: int, header: list[str]) -> None:
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
-        raise RequestError(f"{path}:1: the header names {', '.join(map(repr, twice))} more than once")
+        raise RequestError(f"{path}:{line}: the header names {', '.join(map(repr, twice))} more than once")
 
 
 def _plain(path: Path) -> Iterator[LocatedRow]:
@@ -181,19 +186,27 @@ def _value(path: Path, text: str, position: int) -> tuple[Any, int]:
         return json.JSONDecoder().raw_decode(text, position)
     except json.JSONDecodeError as error:
         raise RequestError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise RequestError(f"{path}:{text.count(chr(10), 0, position) + 1}: {_TOO_DEEP}") from None
 
 
 def _is_object(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return False
 
 
 def _row(path: Path, line: int, value: Any) -> Row:
     if not isinstance(value, dict):
         raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
-    return value
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        inside = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise RequestError(f"{path}:{line}: {_TOO_DEEP}")
 
 
 def kind_of(value: object) -> str:

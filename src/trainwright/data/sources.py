@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from trainwright.data.formats import with_text_content
 from trainwright.data.row_files import READERS, Row, iterate_rows
 from trainwright.errors import RequestError
 
@@ -82,11 +83,27 @@ def check_source(source: str, key: str = "data.train") -> list[Row]:
         if file.suffix.lower() == _PARQUET:
             rows = [row for table in _parquet_batches(file) for row in table.slice(0, 8).to_pylist()][:8]
         else:
-            rows = [row for _, row in islice(iterate_rows(file), _CHECKED_ROWS)]
+            rows = [row for _, _, row in islice(_placed_rows([file]), _CHECKED_ROWS)]
         if not rows:
             raise RequestError(f"{key}: {file} holds no rows")
         first = first or rows[:8]
     return first
+
+
+def place_of(source: str, index: int) -> str:
+    """Where row ``index`` of ``read_rows(source)`` stands: its file and line, or the number of the row, from 1."""
+    files = None if source == PYDOC else source_files(source)
+    if files is None:
+        return f"{source}: row {index + 1}"
+    if files[0].suffix.lower() == _PARQUET:
+        for file in files:
+            count = sum(table.num_rows for table in _parquet_batches(file))
+            if index < count:
+                return f"{file}: row {index + 1}"
+            index -= count
+    for file, line, _ in islice(_placed_rows(files), index, None):
+        return f"{file}:{line}"
+    return source  # it has become shorter since
 
 
 def source_files(source: str, key: str = "data.train") -> list[Path] | None:
@@ -149,12 +166,15 @@ def _row_table(files: list[Path], limit: int | None) -> pa.Table:
     from trainwright.data.arrow_rows import table_of_rows
 
     def read() -> Iterator[PlacedRow]:
-        located = chain.from_iterable(((file, *item) for item in iterate_rows(file)) for file in files)
-        return islice(located, limit)
+        return islice(_placed_rows(files), limit)
 
     if next(read(), None) is None:
         raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
     return table_of_rows(read)
+
+
+def _placed_rows(files: list[Path]) -> Iterator[PlacedRow]:
+    return ((file, line, with_text_content(row)) for file in files for line, row in iterate_rows(file))
 
 
 def _parquet_batches(file: Path) -> Iterator[pa.Table]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.formats import check_format, detect_format, to_example, unused_columns
+from trainwright.data.formats import NoTarget, layout_of, to_example, unused_columns
 from trainwright.data.row_files import Row
-from trainwright.data.sources import read_rows
-from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
+from trainwright.data.sources import place_of, read_rows
+from trainwright.data.templates import ChatEncoder, TurnsError, encode_texts
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class TokenRows:
     cut_tokens: int = 0
     longest: int = 0  # before truncation
     without_target: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)  # rows that are no examples, by the reason in words
+    remarks: Counter[str] = field(default_factory=Counter)  # rows that are not taken as they are, by what they do
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -61,6 +64,11 @@ class TokenRows:
         self.tokens.append(tokens)
         self.targets.append(targets)
         self.hashes.append(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest())
+
+    def leave_out(self, why: str) -> None:
+        """Count a row that has nothing to train on."""
+        self.rows += 1
+        self.left_out[why] += 1
 
     @property
     def duplicates(self) -> int:
@@ -90,6 +98,7 @@ class TokenRows:
             "truncated": self.truncated,
             "cut_tokens": self.cut_tokens,
             "without_target": self.without_target,
+            "left_out": dict(self.left_out),
             "duplicates": self.duplicates,
         }
 
@@ -109,6 +118,8 @@ class TokenRows:
             )
         if self.without_target:
             lines.append(f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept")
+        lines += [f"{name}: {count:,} rows left out: {why}" for why, count in self.left_out.items()]
+        lines += [f"{name}: {count:,} rows {what}" for what, count in self.remarks.items()]
         if self.duplicates:
             lines.append(f"{name}: {self.duplicates:,} rows repeat an earlier one token by token; they are kept")
         return lines + [f"{name}: {note}" for note in self.notes]
@@ -120,18 +131,13 @@ def tokenize_source(
     """Read ``source`` and encode each row.
 
     Raises:
-        RequestError: the source, its layout or a row is wrong (with the row's number, from 1), or no row has
-        a
-            target.
+        RequestError: the source, its layout or a row is wrong (with the row's file and line), or no row has a
+        target.
     """
     rows = read_rows(source, limit, key)
     columns = rows.column_names
     try:
-        if data.format == "auto":
-            layout = detect_format(columns, rows[:8] and _rows_of(rows[:8]))
-        else:
-            layout = data.format
-            check_format(columns, layout)
+        layout = layout_of(columns, rows[:8] and _rows_of(rows[:8]), data.format)
     except RequestError as error:
         raise RequestError(f"{key}: {source}: {error}") from None
     found = TokenRows(source, layout, data.max_length, detected=data.format == "auto")
@@ -140,36 +146,41 @@ def tokenize_source(
     rows = rows.remove_columns(unused)
     encoder = None if layout == "text" else ChatEncoder(tokenizer)
     for start in range(0, len(rows), _BATCH):
-        batch = _rows_of(rows[start : start + _BATCH])
-        for ids, flags in _encode(batch, start, layout, encoder, tokenizer, f"{key}: {source}"):
+        examples = _examples(_rows_of(rows[start : start + _BATCH]), start, found, key)
+        try:
+            texts = list(examples.values())
+            encoded = encode_texts(tokenizer, texts) if encoder is None else encoder.encode(texts)
+        except TurnsError as error:
+            raise RequestError(f"{key}: {place_of(source, list(examples)[error.index])}: {error}") from None
+        for ids, flags in encoded:
             found.add(ids, flags)
     if not len(found):
-        raise RequestError(
-            f"{key}: {source}: none of {found.rows:,} rows has a target within data.max_length "
-            f"{data.max_length:,} tokens; the longest has {found.longest:,}"
-        )
+        raise RequestError(f"{key}: {source}: {_nothing_left(found)}")
     found.notes += _encoder_notes(encoder) if encoder else _text_notes(tokenizer)
     return found
 
 
-def _encode(
-    batch: list[Row],
-    start: int,
-    layout: str,
-    encoder: ChatEncoder | None,
-    tokenizer: PreTrainedTokenizerBase,
-    place: str,
-) -> list[Encoded]:
-    examples: list[Any] = []
-    for number, row in enumerate(batch, start=start + 1):
+def _examples(rows: list[Row], start: int, found: TokenRows, key: str) -> dict[int, Any]:
+    """What is to be encoded, by the row's index in the source; ``found`` counts what has nothing to train on."""
+    examples = {}
+    for index, row in enumerate(rows, start):
         try:
-            examples.append(to_example(row, layout))
+            examples[index] = to_example(row, found.format, found.remarks)
+        except NoTarget as reason:
+            found.leave_out(str(reason))
         except RequestError as error:
-            raise RequestError(f"{place}: row {number}: {error}") from None
-    try:
-        return encode_texts(tokenizer, examples) if encoder is None else encoder.encode(examples)
-    except TurnsError as error:
-        raise RequestError(f"{place}: row {start + 1 + error.index}: {error}") from None
+            raise RequestError(f"{key}: {place_of(found.source, index)}: {error}") from None
+    return examples
+
+
+def _nothing_left(found: TokenRows) -> str:
+    reasons = [f"{count:,}: {why}" for why, count in found.left_out.items()]
+    if found.without_target:
+        cut = f"within data.max_length {found.max_length:,} tokens; the longest has {found.longest:,}"
+        if not reasons:
+            return f"none of {found.rows:,} rows has a target {cut}"
+        reasons.append(f"{found.without_target:,}: no target {cut}")
+    return f"none of {found.rows:,} rows has anything to train on ({'; '.join(reasons)})"
 
 
 def _encoder_notes(encoder: ChatEncoder) -> list[str]:

@@ -139,7 +139,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     """
     from importlib.util import find_spec
 
-    from trainwright.data.sources import check_source
+    from trainwright.data.preflight import check_data
     from trainwright.parallel import deepspeed_config
 
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
@@ -147,9 +147,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         run_directory.check_new(Path(recipe.logging.run_directory).expanduser())
     deepspeed_config.check(recipe)
-    check_source(recipe.data.train)
-    if isinstance(recipe.data.validation, str):
-        check_source(recipe.data.validation, "data.validation")
+    check_data(recipe)
 
 
 def parse_place(text: str) -> tuple[str, int]:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainwright.data.plain_templates import CHATML
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD_TOKEN = "<|pad|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
-
-# ChatML, as in https://huggingface.co/docs/transformers/chat_templating
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
@@ -40,7 +34,7 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD_TOKEN,
         eos_token=END_TOKEN,
         additional_special_tokens=[START_TOKEN],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHATML,
         clean_up_tokenization_spaces=False,
     )
 

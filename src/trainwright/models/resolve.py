@@ -83,6 +83,8 @@ def locate(
     """
     say = notify or logger.info
     path = Path(name).expanduser()
+    if path.is_file() and gguf_file is not None:
+        raise RequestError(f"model.gguf_file: has no effect, as {key} {name} is a file itself; remove it")
     if path.is_file() or name.endswith(".gguf"):
         return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
     if path.is_dir():

@@ -46,6 +46,8 @@ def resolve(recipe: Recipe, machine: Machine) -> Resolved:
     values = recipe.model_dump()
     values["parallel"].update(parallel)
     values["train"].update(train)
+    if recipe.checkpoint.keep_best == "auto":
+        values["checkpoint"]["keep_best"] = recipe.data.validation is not None
     return Resolved(_checked(recipe, values, processes), tuple(reasons))
 
 

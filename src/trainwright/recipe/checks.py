@@ -54,6 +54,11 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
             )
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(("model.gguf_file",), "is a file inside the model that model.name gives; set that too")
+    if model.gguf_file is not None and model.name is not None and model.name.lower().endswith(".gguf"):
+        yield Contradiction(
+            ("model.gguf_file", "model.name"),
+            f"has no effect, as model.name {model.name} is a GGUF file itself; remove it, or name the directory",
+        )
 
 
 def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
@@ -255,6 +260,16 @@ def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
+    if not evaluate.prompts and evaluate.max_new_tokens != type(evaluate).model_fields["max_new_tokens"].default:
+        yield Contradiction(
+            ("evaluate.max_new_tokens", "evaluate.prompts"),
+            "has no effect without evaluate.prompts; remove it, or give some",
+        )
+    if recipe.checkpoint.keep_best is True and recipe.data.validation is None:
+        yield Contradiction(
+            ("checkpoint.keep_best", "data.validation"),
+            "without data.validation no checkpoint is known to be better than another; set that, or this to auto",
+        )
     if evaluate.every is not None and recipe.data.validation is None and not evaluate.prompts:
         yield Contradiction(
             ("evaluate.every", "data.validation", "evaluate.prompts"),

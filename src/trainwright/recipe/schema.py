@@ -203,7 +203,11 @@ class DataSection(Section):
         description="Put several examples into one row of at most this many tokens, none seeing another. "
         "At least max_length. null: one example a row.",
     )
-    limit: Count | None = Field(None, description="Use only the first this many rows of the source.")
+    limit: Count | None = Field(
+        None,
+        description="Use only the first this many rows of train, those held back for validation among them. A "
+        "validation source of its own is read whole.",
+    )
 
 
 class OptimizerSection(Section):
@@ -317,7 +321,9 @@ class CheckpointSection(Section):
 
     every: Count | None = Field(None, description="Steps from one checkpoint to the next. null: only at the end.")
     keep_last: Count = Field(2, description="How many of the newest checkpoints are kept.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
+    keep_best: bool | Auto = Field(
+        "auto", description="Also keep the checkpoint with the lowest validation loss. auto: where there is validation."
+    )
 
 
 class EvaluateSection(Section):

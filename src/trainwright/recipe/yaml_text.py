@@ -200,6 +200,7 @@ _FLOAT = re.compile(
           | [-+]?\.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN) )$""",
     re.VERBOSE,
 )
+_BLANK_END = re.compile(r"(^|[\n\x85\u2028\u2029])\n\Z")
 _SCALARS = {
     "null": (re.compile(r"^(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     "bool": (re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -221,7 +222,9 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    # A block that keeps blank lines at its end is open: PyYAML closes the whole document after it.
+    style = ('"' if _BLANK_END.search(text) else "|") if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _represent_tuple(dumper: yaml.SafeDumper, values: tuple[Any, ...]) -> yaml.SequenceNode:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainwright.data.plain_templates import fixed_date
 from trainwright.data.templates import encode_messages
 
 if TYPE_CHECKING:
@@ -21,16 +22,20 @@ class Sampler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, plain: bool, max_new_tokens: int) -> None:
         self._tokenizer = tokenizer
-        self._plain = plain
         self._max_new_tokens = max_new_tokens
         self._stop = _stop_tokens(tokenizer, plain)
+        # What the model is trained on, to the day that is written in it.
+        self._template = None if plain else fixed_date(tokenizer.get_chat_template(), [])
 
     def __call__(self, model: PreTrainedModel, prompt: str) -> str:
-        if self._plain:
+        if self._template is None:
             ids = self._tokenizer(prompt)["input_ids"]
         else:
             ids = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+                [{"role": "user", "content": prompt}],
+                chat_template=self._template,
+                add_generation_prompt=True,
+                return_dict=False,
             )
         inputs = torch.tensor([ids], device=model.device)
         output = model.generate(  # type: ignore[operator]

@@ -11,6 +11,8 @@ from torch import nn
 
 from trainwright.data.batch import Batch, collate
 from trainwright.data.dataset import TokenDataset
+from trainwright.data.lengths import remember
+from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.prepare import Prepared, prepare
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.engine.task import LossSum
@@ -40,7 +42,11 @@ def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
 
 def _prepared(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
     positions = getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
-    return prepare(recipe.data, tokenizer, seed=recipe.train.seed, cache=cache, model_max_length=positions)
+    prepared = prepare(recipe.data, tokenizer, seed=recipe.train.seed, cache=cache, model_max_length=positions)
+    datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
+    refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
+    return prepared
 
 
 class SupervisedFineTuning:

@@ -1,0 +1,57 @@
+"""What of a recipe's data can be refused from its first rows, before anything is launched. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from trainwright.data.formats import NoTarget, layout_of, to_example
+from trainwright.data.sources import PYDOC, check_source, place_of
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import DataSection, Recipe
+
+_PYDOC_ROW = {"question": "What is it?", "answer": "It is this."}  # as all its rows are
+
+
+def check_data(recipe: Recipe) -> None:
+    """Look at the first rows of every source. A dataset of the Hub is looked at when it is prepared.
+
+    Raises:
+        RequestError: a source is missing or not parseable, its rows have another layout than data.format says or
+        none that is known, one of the first is wrong, or a chat template is given and the rows are plain text.
+    """
+    data = recipe.data
+    layouts = [_layout(data.train, "data.train", data, data.limit)]
+    if isinstance(data.validation, str):
+        layouts.append(_layout(data.validation, "data.validation", data, None))
+    refuse_unused_template(recipe.model.chat_template, layouts)
+
+
+def refuse_unused_template(chat_template: str | None, layouts: Collection[str | None]) -> None:
+    """Raise RequestError where ``chat_template`` is set and all ``layouts`` are text; None: not known yet."""
+    if chat_template is not None and set(layouts) == {"text"}:
+        raise RequestError(
+            "model.chat_template: has no effect, as the rows are plain text, which no template is put around; remove "
+            "it, or use conversations"
+        )
+
+
+def _layout(source: str, key: str, data: DataSection, limit: int | None) -> str | None:
+    rows = check_source(source, key) if source != PYDOC else [_PYDOC_ROW]
+    rows = rows[:limit]
+    if not rows:
+        return None
+    try:
+        layout = layout_of(list(dict.fromkeys(field for row in rows for field in row)), rows, data.format)
+    except RequestError as error:
+        raise RequestError(f"{key}: {source}: {error}") from None
+    for index, row in enumerate(rows):
+        try:
+            to_example(row, layout)
+        except NoTarget:
+            pass  # left out, and counted, when the data is prepared
+        except RequestError as error:
+            raise RequestError(f"{key}: {place_of(source, index)}: {error}") from None
+    return layout
