@@ -184,8 +184,9 @@ class DataSection(Section):
     """What the model is trained on. Relative paths start at the directory the command is run in."""
 
     train: Text = Field(
-        description="The rows to train on: a JSON, JSONL, CSV or Parquet file, a directory of such files, a "
-        "Hugging Face dataset, or pydoc for the built-in one made from Python's own documentation."
+        description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet or text file, a directory of such files, a "
+        "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or pydoc for the built-in one "
+        "made from Python's own documentation."
     )
     validation: ValidationRows = Field(
         0.05,
