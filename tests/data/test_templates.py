@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from trainwright.data.templates import ChatEncoder, TurnsError, encode_messages, encode_text
+from trainwright.data.templates import ChatEncoder, TurnsError, encode_messages, encode_texts
 from trainwright.errors import RequestError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -365,9 +365,10 @@ def test_a_missing_stop_is_told() -> None:
 
 def test_a_plain_text_ends_with_the_end_of_text() -> None:
     tokenizer = byte_level(["</s>"], None, eos_token="</s>")
-    ids, targets = encode_text(tokenizer, "Hello there")
-    assert tokenizer.decode(ids) == "Hello there</s>"
-    assert all(targets)
+    texts = ["Hello there", "And again</s>"]
+    for (ids, targets), said in zip(encode_texts(tokenizer, texts), ("Hello there", "And again"), strict=True):
+        assert tokenizer.decode(ids) == f"{said}</s>"
+        assert all(targets)
 
 
 def test_the_tokenizer_of_a_real_model() -> None:

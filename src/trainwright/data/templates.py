@@ -51,13 +51,11 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     return ChatEncoder(tokenizer).encode([messages])[0]
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """Tokens of a plain text with the end-of-text token after it; all of them are targets."""
-    return encode_texts(tokenizer, [text])[0]
-
-
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """As ``encode_text``. A tokenizer that opens every text with a token of its own does so here as well."""
+    """Tokens of plain texts, each with the end-of-text token after it; all of them are targets.
+
+    A tokenizer that opens every text with a token of its own does so here as well.
+    """
     eos = tokenizer.eos_token_id
     encoded = []
     for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]:
