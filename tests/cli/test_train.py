@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,53 @@ def test_a_run_leaves_what_it_says_and_the_recipe_reproduces_it(runs: Runs, here
     assert list((run / "tensorboard").iterdir())
     assert (run / "logs" / "rank-0.log").is_file()
 
-    os.rename(run / "recipe.yaml", here / "again.yaml")
-    again = runs.command("train", "again.yaml", "logging.run_directory=again", cwd=here).wait()
+    again = runs.command("train", f"runs/{run.name}/recipe.yaml", cwd=here).wait()
     assert again.code == 0, again.stdout + again.stderr
-    assert [e["loss"] for e in events(here / "again", "step")] == [e["loss"] for e in events(run, "step")]
+    (new,) = set((here / "runs").iterdir()) - {run}
+    assert re.fullmatch(r"recipe-\d{8}-\d{6}(-\d+)?", new.name)
+    assert [e["loss"] for e in events(new, "step")] == [e["loss"] for e in events(run, "step")]
+    assert (new / "recipe.yaml").read_text() == (run / "recipe.yaml").read_text()
+
+
+def test_a_run_in_a_directory_of_its_own_is_trained_again_beside_it_under_its_recipes_name(
+    runs: Runs, here: Path
+) -> None:
+    (here / "recipe.yaml").rename(here / "mine.yaml")
+    ended = attempt(runs, here, "mine.yaml", "logging.run_directory=kept/run", "logging.tensorboard=false")
+    assert ended.code == 0, ended.stdout + ended.stderr
+    before = files(here / "kept")
+    again = runs.command("train", "kept/run/recipe.yaml", cwd=here).wait()
+    assert again.code == 0, again.stdout + again.stderr
+    assert files(here / "kept") == before
+    (new,) = (here / "runs").iterdir()
+    assert re.fullmatch(r"mine-\d{8}-\d{6}", new.name)
+    assert [e["loss"] for e in events(new, "step")] == [e["loss"] for e in events(here / "kept" / "run", "step")]
+
+
+def test_a_resumed_run_takes_up_what_may_change_tells_it_and_keeps_its_reasons(runs: Runs, here: Path) -> None:
+    ended = attempt(runs, here, "recipe.yaml", "logging.tensorboard=false", "logging.run_directory=run")
+    assert ended.code == 0, ended.stdout + ended.stderr
+    run = here / "run"
+    reasons = json.loads((run / "plan.json").read_text())["reasons"]
+    assert reasons
+    before = files(run)
+    refused = runs.command("train", "recipe.yaml", "--resume=run", "optimizer.learning_rate=5e-3", cwd=here).wait()
+    assert refused.code == 2 and files(run) == before
+    assert "optimizer.learning_rate: 0.001 in the run, now 0.005" in refused.stderr
+    text = (here / "recipe.yaml").read_text().replace("max_steps: 2", "max_steps: 4")
+    (here / "recipe.yaml").write_text(text + "checkpoint: {every: 3}\n")
+    more = runs.command("train", "recipe.yaml", "--resume=run", cwd=here).wait()
+    assert more.code == 0, more.stdout + more.stderr
+    assert "train.max_steps 4: 2 until the run was resumed (recipe.yaml:" in more.stdout
+    assert [e["step"] for e in events(run, "checkpoint")] == [2, 3, 4]
+    after = json.loads((run / "plan.json").read_text())
+    assert after["recipe"] == "recipe"
+    assert after["reasons"][: len(reasons)] == reasons
+    assert [line.partition(" ")[0] for line in after["reasons"][len(reasons) :]] == [
+        "train.max_steps",
+        "checkpoint.every",
+        "logging.tensorboard",
+    ]
 
 
 def test_resume_without_a_name_takes_the_newest_run(runs: Runs, here: Path) -> None:
