@@ -46,14 +46,20 @@ def find_model(name: str) -> KnownModel:
     """As ``known_model``; raises RequestError with the nearest ids for a model that is not in the catalogue."""
     if (model := known_model(name)) is not None:
         return model
+    near = nearest_models(name)
+    hint = f"did you mean {near}?" if near else "nothing in it is similar."
+    raise RequestError(
+        f"{name}: no such model in the catalogue; {hint} Any other model is planned from the directory that has its "
+        "config.json"
+    )
+
+
+def nearest_models(name: str) -> str:
+    """Up to three ids of the catalogue like ``name``, in words; empty where nothing is."""
     wanted = name.strip().lower().rpartition("/")[2]
     near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
     ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]
-    hint = f"did you mean {' or '.join([', '.join(ids[:-1]), ids[-1]] if ids[1:] else ids)}?" if ids else ""
-    raise RequestError(
-        f"{name}: no such model in the catalogue; {hint or 'nothing in it is similar.'} Any other model is "
-        "planned from the directory that has its config.json"
-    )
+    return " or ".join([", ".join(ids[:-1]), ids[-1]] if ids[1:] else ids)
 
 
 @cache

@@ -1,0 +1,115 @@
+"""``trainwright plan``: what fits, how fast and why, before anything is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.planning.candidates import Wishes
+    from trainwright.planning.facts import Facts
+    from trainwright.planning.plan import Plan
+
+
+def plan(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+            help="The recipe to plan, and values that replace its own; or --model instead.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan without a recipe: a known model, a directory or a config.json."),
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=2, help="With --model: tokens of a row.")] = 2048,
+    global_batch_size: Annotated[int, typer.Option(min=1, help="With --model: rows of an optimizer step.")] = 64,
+    steps: Annotated[int | None, typer.Option(min=1, help="With --model: optimizer steps of the run.")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MACHINE", help="Plan for this machine, such as 8xH100 or 4x8xA100-40GB, not the one at hand."
+        ),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Show every candidate.")] = False,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory by part.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what fits, how fast it is and why, and what `auto` would become.
+
+    Ends with 0: something fits, 2: wrong request, 3: nothing fits.
+    """
+    facts, wishes = _asked(arguments or [], model, sequence_length, global_batch_size, steps)
+    made = _made(facts, wishes, on)
+    if chart is not None:
+        from trainwright.planning.chart import draw
+
+        draw(made, chart)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(made.as_json(), indent=2))
+    else:
+        _show(made, compare)
+    if not made.fits:
+        raise typer.Exit(3)
+
+
+def _asked(
+    arguments: list[str], model: str | None, sequence_length: int, global_batch_size: int, steps: int | None
+) -> tuple[Facts, Wishes]:
+    """What is planned, and what is fixed in it."""
+    from trainwright.planning.facts import facts_of, full_rows
+    from trainwright.planning.plan import wishes_of
+    from trainwright.recipe.loading import load_recipe, recipe_of
+
+    files = [a for a in arguments if "=" not in a]
+    overrides = [a for a in arguments if "=" in a]
+    if len(files) != (model is None):
+        raise RequestError("plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
+    if model is None:
+        recipe = load_recipe(Path(files[0]), overrides)
+        return facts_of(recipe), wishes_of(recipe)
+    asked = [
+        "task=sft",
+        f"model.name={model}",
+        "data={train: pydoc, validation: null}",
+        f"data.max_length={sequence_length}",
+        f"data.pack_length={sequence_length}",
+        f"train.global_batch_size={global_batch_size}",
+        *([f"train.max_steps={steps}"] if steps is not None else []),
+    ]
+    recipe = recipe_of([*asked, *overrides], "--model")
+    return full_rows(recipe), wishes_of(recipe)
+
+
+def _made(facts: Facts, wishes: Wishes, on: str | None) -> Plan:
+    from trainwright.machine.describe import cluster_of, parse_machine
+    from trainwright.planning.plan import installed, make_plan
+
+    if on is not None:
+        return make_plan(wishes, facts.workload, parse_machine(on), facts.assumptions)
+    from trainwright.machine.calibration import current_calibration
+    from trainwright.machine.detect import detect
+
+    machine = detect()
+    calibration = current_calibration(machine)
+    return make_plan(wishes, facts.workload, cluster_of(machine), facts.assumptions, calibration, installed)
+
+
+def _show(made: Plan, compare: bool) -> None:
+    from trainwright.planning.table import table, words
+
+    typer.echo(f"{'machine':<14} {made.cluster.name}")
+    typer.echo()
+    for line in table(made, compare):
+        typer.echo(line)
+    typer.echo()
+    for line in words(made):
+        typer.echo(line)

@@ -1,0 +1,202 @@
+"""Every way of running a workload that is worth judging on a machine. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trainwright.machine.describe import Cluster
+from trainwright.planning.workload import Choice, MixedPrecision, Recompute, StrategyName, Workload
+
+# Into how many micro-batches a device's share is divided; the finest are single rows.
+_DIVISIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", 2, "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the model's numbers are: a strategy with all that it can be told."""
+
+    strategy: StrategyName
+    replicate_size: int = 1
+    reshard_after_forward: bool = True
+    offload_parameters: bool = False
+    offload_optimizer: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        return self.offload_parameters or self.offload_optimizer
+
+    def describe(self, processes: int) -> str:
+        """In a table: `fsdp 4x8` is four replicas, each over eight devices."""
+        name: str = self.strategy
+        if self.replicate_size > 1:
+            name += f" {self.replicate_size}x{processes // self.replicate_size}"
+        if self.strategy == "fsdp" and not self.reshard_after_forward:
+            name += " kept"
+        return name + " offload" * self.offloads
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user fixed, by names of Choice; whatever is not in it is free.
+
+    ``allows_world``: whether the rest of what the user wrote goes with a number of processes.
+    """
+
+    fixed: Mapping[str, Any]
+    allows_world: Callable[[int], bool] = lambda processes: True
+
+    def allows(self, name: str, value: object) -> bool:
+        return name not in self.fixed or self.fixed[name] == value
+
+    def options(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``values``, or the one that was asked for."""
+        return (self.fixed[name],) if name in self.fixed else values
+
+
+_LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "strategy")
+
+
+def worlds(workload: Workload, cluster: Cluster, wishes: Wishes) -> tuple[int, ...]:
+    """Numbers of processes worth trying, the largest first; none where the user's number cannot be had.
+
+    On GPUs one for each, as long as each has a row; fewer are worth it only where communication eats the gain. On a
+    CPU any number up to its cores.
+    """
+    if "num_processes" in wishes.fixed:
+        return (wishes.fixed["num_processes"],)
+    if wishes.fixed.get("strategy") == "single":
+        return (1,)
+    rows = max(1, math.ceil(workload.global_batch_rows))
+    usual = _usual_worlds(rows, cluster)
+    allowed = tuple(n for n in usual if wishes.allows_world(n))
+    if allowed:
+        return allowed
+    most = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
+    other = next((n for n in range(min(most, usual[0]), 0, -1) if wishes.allows_world(n)), None)
+    return () if other is None else (other,)
+
+
+def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
+    if cluster.device == "cpu":
+        most = min(cluster.cpu_cores, rows)
+        return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64, most) if n <= most}, reverse=True))
+    node = cluster.devices_per_node
+    most = node * min(cluster.nodes, rows // node) if rows >= node else rows
+    fewer = (node * (most // node // 2), node, 1)
+    return tuple(sorted({most, *(n for n in fewer if 0 < n <= most)}, reverse=True))
+
+
+def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout]:
+    """The simpler ones first: where two are as fast, the first is taken."""
+    for layout in _all_layouts(processes, cluster, wishes.fixed.get("strategy")):
+        if wishes.allows("strategy", layout.strategy) and all(
+            wishes.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS
+        ):
+            yield layout
+    if "replicate_size" in wishes.fixed and wishes.fixed["replicate_size"] > 1:
+        yield from _with_replicas(processes, wishes)
+
+
+def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterator[Layout]:
+    on_gpu = cluster.device == "cuda"
+    if processes == 1:
+        yield Layout("single")
+    if processes > 1 or asked is not None:  # on one process they are worth it only to who asks for them
+        yield Layout("ddp")
+        yield Layout("fsdp", reshard_after_forward=False)
+        yield Layout("fsdp")
+        for replicas in _replica_counts(processes, cluster):
+            yield Layout("fsdp", replicas, reshard_after_forward=False)
+            yield Layout("fsdp", replicas)
+        for stage in ("zero1", "zero2", "zero3"):
+            yield Layout(stage)  # type: ignore[arg-type]
+    if on_gpu:
+        yield Layout("fsdp", offload_parameters=True)
+        for stage in ("zero1", "zero2"):
+            yield Layout(stage, offload_optimizer=True)  # type: ignore[arg-type]
+        yield Layout("zero3", offload_optimizer=True)
+        yield Layout("zero3", offload_parameters=True, offload_optimizer=True)
+
+
+def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
+    """Replicas that keep their collectives inside a node, or inside a few nodes."""
+    node = cluster.devices_per_node
+    if cluster.device == "cpu" or processes <= node or processes % node:
+        return []
+    nodes = processes // node
+    counts = [n for n in range(2, nodes + 1) if nodes % n == 0]
+    return counts if len(counts) <= 4 else [counts[0], counts[len(counts) // 2], counts[-2], counts[-1]]
+
+
+def _with_replicas(processes: int, wishes: Wishes) -> Iterator[Layout]:
+    replicas = wishes.fixed["replicate_size"]
+    if processes % replicas or processes == replicas or not wishes.allows("strategy", "fsdp"):
+        return
+    for reshard in wishes.options("reshard_after_forward", (False, True)):
+        yield Layout("fsdp", replicas, reshard, wishes.fixed.get("offload_parameters", False))
+
+
+def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tuple[int, int]]:
+    """(micro-batch in rows, accumulation) that make the global batch, the largest micro-batch first."""
+    total = max(1, math.ceil(workload.global_batch_rows))
+    share = math.ceil(total / processes)
+    steps = wishes.fixed.get("gradient_accumulation_steps")
+    if "micro_batch_size" in wishes.fixed:
+        rows = wishes.fixed["micro_batch_size"]
+        made = _passes(total, rows, processes)
+        return [(rows, made)] if steps is None or steps == made else []
+    if steps is not None:
+        rows = max(1, math.ceil(share / steps))
+        # A pack more or less makes no batch wrong: what has that many passes then is the batch that is there.
+        return [(rows, steps)] if workload.packed or _passes(total, rows, processes) == steps else []
+    sizes = sorted({math.ceil(share / n) for n in _DIVISIONS if n <= share} | {1}, reverse=True)
+    return [(rows, math.ceil(share / rows)) for rows in sizes]
+
+
+def _passes(rows: int, micro_batch: int, processes: int) -> int:
+    """Micro-batches of the busiest process."""
+    return math.ceil(math.ceil(rows / micro_batch) / processes)
+
+
+def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
+    options = wishes.options("activation_checkpointing", _RECOMPUTE)
+    return tuple(o for o in options if not isinstance(o, int) or o <= workload.architecture.layers)
+
+
+def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
+    """What to compute in where the user left it open, and why."""
+    rates = cluster.card.rates
+    if "bf16" in rates or cluster.card.capability >= (8, 0):
+        return "bf16", "the hardware multiplies in it"
+    if cluster.device == "cuda" and rates.get("fp16", 0.0) > 2 * rates.get("fp32", 1.0):
+        return "fp16", "no bf16 units here; fp16 with loss scaling is several times as fast as fp32"
+    return "no", "no bf16 units here, so fp32"
+
+
+def choice_of(
+    layout: Layout, processes: int, micro: tuple[int, int], recompute: Recompute, wishes: Wishes, cluster: Cluster
+) -> Choice:
+    threads = max(1, cluster.cpu_cores // processes) if cluster.device == "cpu" else None
+    return Choice(
+        strategy=layout.strategy,
+        num_processes=processes,
+        micro_batch_size=micro[0],
+        gradient_accumulation_steps=micro[1],
+        mixed_precision=wishes.fixed.get("mixed_precision") or precision_of(cluster)[0],
+        activation_checkpointing=recompute,
+        replicate_size=layout.replicate_size,
+        reshard_after_forward=layout.reshard_after_forward,
+        offload_parameters=layout.offload_parameters,
+        offload_optimizer=layout.offload_optimizer,
+        activation_offload=wishes.fixed.get("activation_offload", False),
+        compile=wishes.fixed.get("compile", False),
+        threads=threads,
+    )
+
+
+def layout_of(choice: Choice) -> Layout:
+    return Layout(choice.strategy, **{key: getattr(choice, key) for key in _LAYOUT_KEYS})

@@ -1,0 +1,62 @@
+"""A plan as a picture: memory by part for the candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.planning.plan import Plan
+from trainwright.planning.search import Judged
+from trainwright.planning.table import grouped
+
+_MOST_BARS = 14
+_COLOURS = {
+    "weights": "#2f5d8a",
+    "optimizer": "#6fa3d0",
+    "gradients": "#c78f3f",
+    "activations": "#7a9e4e",
+    "rest": "#b8b8b8",
+}
+
+
+def draw(plan: Plan, file: Path) -> None:
+    """Write a stacked bar for each candidate, with the memory there is as a line.
+
+    Raises:
+        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+        MachineError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MachineError("--chart needs matplotlib: pip install 'trainwright[charts]'") from None
+    candidates = list(plan.found.judged)[:_MOST_BARS]
+    figure = Figure(figsize=(9, 1.4 + 0.45 * len(candidates)), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names = [_name(one) for one in candidates]
+    left = [0.0] * len(candidates)
+    for group, colour in _COLOURS.items():
+        widths = []
+        for one in candidates:
+            parts = grouped(one)
+            widths.append(parts[group] / max(1, sum(parts.values())) * one.needed_bytes / 2**30)
+        axes.barh(names, widths, left=left, color=colour, label=group)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(plan.chosen.available_bytes / 2**30, color="#a33", linestyle="--", label="to be had")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB, all processes" if plan.cluster.device == "cpu" else "GiB a device")
+    axes.set_title(f"{plan.workload.architecture.family}, {plan.cluster.name}")
+    axes.legend(loc="lower right", fontsize="small")
+    try:
+        canvas.print_figure(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--chart: {file}: {error}") from error
+
+
+def _name(one: Judged) -> str:
+    choice = one.choice
+    name = f"{one.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    batch = f"{choice.micro_batch_size}x{choice.gradient_accumulation_steps}, {choice.activation_checkpointing}"
+    return f"{name}, {batch}" + ("" if one.fits else " (does not fit)") + (f" ({one.missing})" if one.missing else "")

@@ -1,0 +1,241 @@
+"""From a recipe to the workload that is planned: the model's numbers and how long its examples are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainwright.data.lengths import Lengths, estimate, recall
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root
+from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
+from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import ModelSection, Recipe
+
+_BYTES_VOCABULARY = 259
+_SAMPLED_ROWS = 200
+_RANK = 16  # of an adapter where the recipe leaves it open
+# What modules are called in the families, by what they do.
+_TARGETS: dict[str, tuple[Target, ...]] = {
+    "q_proj": ("query",),
+    "k_proj": ("key",),
+    "v_proj": ("value",),
+    "o_proj": ("output",),
+    "out_proj": ("output",),
+    "dense": ("output",),
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "down_proj": ("down",),
+    "qkv_proj": ("query", "key", "value"),
+    "query_key_value": ("query", "key", "value"),
+    "gate_up_proj": ("gate", "up"),
+    "c_attn": ("query", "key", "value"),
+    "c_fc": ("up",),
+    "fc1": ("up",),
+    "fc2": ("down",),
+    "dense_h_to_4h": ("up",),
+    "dense_4h_to_h": ("down",),
+}
+
+
+class Facts(NamedTuple):
+    """``assumptions``: what is not known yet and was taken for granted, in words."""
+
+    workload: Workload
+    assumptions: tuple[str, ...]
+
+
+def facts_of(recipe: Recipe) -> Facts:
+    """What ``recipe`` asks for, as plans see it.
+
+    Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known.
+    """
+    assumptions: list[str] = []
+    lengths = _lengths(recipe, assumptions)
+    data, train = recipe.data, recipe.train
+    rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
+    return Facts(
+        Workload(
+            architecture=architecture_of(recipe.model),
+            row_tokens=fullest,
+            global_batch_rows=rows,
+            packed=data.pack_length is not None,
+            document_tokens=lengths.mean,
+            longest_document=lengths.longest,
+            target_fraction=lengths.target_fraction,
+            adapter=_adapter(recipe.model),
+            quantisation=recipe.model.adapter.quantisation,
+            steps=_steps(recipe, lengths),
+            evaluates=data.validation is not None,
+            generates=bool(recipe.evaluate.prompts),
+        ),
+        tuple(assumptions),
+    )
+
+
+def architecture_of(model: ModelSection) -> Architecture:
+    """The numbers of the model that a recipe names, from its configuration; no weights are read.
+
+    Raises RequestError for a configuration that lacks some, and for a name that is nowhere to be found.
+    """
+    if model.config is not None:
+        return _architecture(_fresh(model), "model.config")
+    assert model.name is not None, "a recipe has a name or a config"
+    path = Path(model.name).expanduser()
+    if path.is_dir() and (path / "config.json").is_file():
+        return architecture_of_file(path / "config.json")
+    if (known := known_model(model.name)) is not None and not path.exists():
+        return known.architecture()
+    if (file := _cached_config(model.name)) is not None:
+        return architecture_of_file(file)
+    return architecture_of_file(_located(model) / "config.json")
+
+
+def architecture_named(name: str) -> Architecture:
+    """Of a known model, a directory with a config.json, or such a file. Raises RequestError naming what is near."""
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        return architecture_of_file(path)
+    if path.is_dir():
+        return architecture_of_file(path / "config.json")
+    known = known_model(name)
+    if known is None and (file := _cached_config(name)) is not None:
+        return architecture_of_file(file)
+    return (known or find_model(name)).architecture()
+
+
+def full_rows(recipe: Recipe) -> Facts:
+    """As ``facts_of`` for a recipe whose data does not matter: every row is one document of the greatest length."""
+    data, train = recipe.data, recipe.train
+    assert recipe.model.name is not None
+    workload = Workload(
+        architecture=architecture_named(recipe.model.name),
+        row_tokens=data.pack_length or data.max_length,
+        global_batch_rows=train.global_batch_size,
+        packed=data.pack_length is not None,
+        adapter=_adapter(recipe.model),
+        quantisation=recipe.model.adapter.quantisation,
+        steps=train.max_steps,
+    )
+    return Facts(workload, ("every row is full, one document each",))
+
+
+def architecture_of_file(file: Path) -> Architecture:
+    """The numbers in a config.json. Raises RequestError naming the file and what is wrong in it."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
+    return _architecture(content, str(file))
+
+
+def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
+    found = from_config(config, origin)
+    if found is None:
+        from trainwright.planning.tracing import traced_architecture
+
+        found = traced_architecture(config, origin)
+    return found
+
+
+def _fresh(model: ModelSection) -> dict[str, Any]:
+    """A recipe's configuration with the vocabulary that its tokenizer gives it."""
+    config = dict(model.config or {})
+    if "vocab_size" not in config:
+        if model.tokenizer == "bytes":
+            config["vocab_size"] = _BYTES_VOCABULARY
+        else:
+            from trainwright.models.load import load_tokenizer
+
+            config["vocab_size"] = len(load_tokenizer(model))
+    return config
+
+
+def _cached_config(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _located(model: ModelSection) -> Path:
+    """Where the model is after all, downloading its configuration; with the nearest known names where it is not."""
+    from trainwright.models.resolve import locate
+
+    assert model.name is not None
+    try:
+        return locate(model.name, "model.name", model.gguf_file, weights=False)[0]
+    except RequestError as error:
+        near = nearest_models(model.name)
+        raise RequestError(f"{error}{f' Did you mean {near}?' if near else ''}") from error
+
+
+def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
+    data, seed = recipe.data, recipe.train.seed
+    found = recall(recipe.model, data, seed, cache_root())
+    if found is not None:
+        return found
+    from trainwright.data.pydoc_rows import pydoc_rows
+    from trainwright.data.sources import PYDOC, check_source
+
+    rows = list(islice(pydoc_rows(), _SAMPLED_ROWS)) if data.train == PYDOC else check_source(data.train)
+    guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
+    if guess is None:
+        assumptions.append(f"every example has data.max_length, {data.max_length} tokens: {data.train} is not here yet")
+        return Lengths((data.max_length,), None, 1.0, exact=False)
+    assumptions.append(
+        f"examples of {guess.mean:.0f} tokens in the mean, by the characters of the first {len(rows)}; "
+        "they are counted when the data has been prepared once"
+    )
+    return guess
+
+
+def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
+    train = recipe.train
+    if train.max_steps is not None:
+        return train.max_steps
+    if lengths.examples is None or train.epochs is None:
+        return None
+    return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))
+
+
+def _adapter(model: ModelSection) -> Adapter | None:
+    section = model.adapter
+    if section.type == "none":
+        return None
+    started = _started(section.start_from)
+    targets = section.targets or started.get("target_modules") or "all-linear"
+    return Adapter(
+        kind="dora" if section.type == "dora" else "lora",
+        rank=section.rank or started.get("r") or _RANK,
+        targets=ALL_LINEAR if isinstance(targets, str) else _by_purpose(targets),
+        dropout=section.dropout,
+    )
+
+
+def _started(directory: str | None) -> dict[str, Any]:
+    """The configuration of the adapter that training goes on from."""
+    if directory is None:
+        return {}
+    try:
+        found: dict[str, Any] = json.loads((Path(directory).expanduser() / "adapter_config.json").read_text())
+        return found
+    except (OSError, ValueError):
+        return {}  # what is wrong with it is said where it is loaded
+
+
+def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:
+    found = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
+    return tuple(found)

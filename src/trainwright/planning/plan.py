@@ -1,0 +1,219 @@
+"""The plan of a run: what is chosen for a recipe on a machine, why, and what it is expected to need.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.machine.calibration import Calibration
+from trainwright.machine.describe import Cluster
+from trainwright.planning.candidates import Wishes, precision_of
+from trainwright.planning.processes import with_processes
+from trainwright.planning.rates import rates_of
+from trainwright.planning.reasons import reasons_of, shortage
+from trainwright.planning.search import Found, Judge, Judged, search
+from trainwright.planning.ways_out import WayOut, ways_out
+from trainwright.planning.workload import Workload
+from trainwright.recipe.checks import contradictions
+from trainwright.recipe.schema import ParallelSection, Recipe
+
+# Compiling a block takes about this long on the machines it was measured on, and pays where it saves a few times that.
+_COMPILE_SECONDS = 60.0
+_WORTH_COMPILING = 3.0
+_LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``chosen``: what runs; with ``fits`` false the nearest to it, and then ``ways_out`` say what would fit."""
+
+    workload: Workload
+    cluster: Cluster
+    wishes: Wishes
+    chosen: Judged
+    found: Found
+    ways_out: tuple[WayOut, ...]
+    reasons: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    calibrated: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen.runs
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """What the plan puts in the place of ``auto``, by section and key of a recipe."""
+        choice = self.chosen.choice
+        train = {
+            "mixed_precision": choice.mixed_precision,
+            "activation_checkpointing": choice.activation_checkpointing,
+            "compile": choice.compile,
+        }
+        if not (self.workload.packed and "gradient_accumulation_steps" in self.wishes.fixed):
+            train["micro_batch_size"] = choice.micro_batch_size
+        parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *_LAYOUT_KEYS)}
+        return {"train": train, "parallel": parallel}
+
+    def predicted(self) -> dict[str, float]:
+        """What is compared with the run afterwards: bytes of a process, seconds of a step."""
+        predicted: dict[str, float] = {
+            "memory_bytes": self.chosen.memory.total,
+            "tensors_bytes": self.chosen.memory.tensors,
+        }
+        if self.chosen.time is not None:
+            predicted["step_time"] = self.chosen.time.seconds
+            predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
+        return predicted
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for plan.json and for other programs."""
+        return {
+            "machine": self.cluster.name,
+            "fits": self.fits,
+            "calibrated": self.calibrated,
+            "chosen": _judged_json(self.chosen),
+            "predicted": self.predicted(),
+            "reasons": list(self.reasons),
+            "assumptions": list(self.assumptions),
+            "workload": asdict(self.workload),
+            "candidates": [_judged_json(one) for one in self.found.judged],
+            "ways_out": [{"change": way.change, "chosen": _judged_json(way.judged)} for way in self.ways_out],
+        }
+
+    def refuse_shortage(self) -> None:
+        """Raise MachineError with the nearest miss and the ways out, where nothing fits."""
+        if not self.fits:
+            raise MachineError(shortage(self.chosen, self.cluster, self.ways_out))
+
+
+def make_plan(
+    wishes: Wishes,
+    workload: Workload,
+    cluster: Cluster,
+    assumptions: tuple[str, ...] = (),
+    calibration: Calibration | None = None,
+    available: Callable[[str], str | None] = lambda strategy: None,
+) -> Plan:
+    """The fastest way of doing ``workload`` on ``cluster`` that fits and keeps to ``wishes``.
+
+    ``available``: asked for a strategy; gives None, or the reason why it does not run there.
+
+    Raises:
+        RequestError: wishes that no number of processes agrees with.
+    """
+    judge = Judge(workload, cluster, rates_of(cluster, calibration), available)
+    found = search(judge, wishes)
+    if not found.judged:
+        raise RequestError(_impossible(wishes, workload))
+    chosen = found.best or found.nearest
+    if found.best is not None:
+        chosen = _perhaps_compiled(judge, wishes, chosen)
+    out = () if chosen.runs else tuple(ways_out(judge, wishes))
+    precision = None if "mixed_precision" in wishes.fixed else precision_of(cluster)
+    return Plan(
+        workload=workload,
+        cluster=cluster,
+        wishes=wishes,
+        chosen=chosen,
+        found=found,
+        ways_out=out,
+        reasons=tuple(reasons_of(chosen, found, wishes, workload, cluster, precision)),
+        assumptions=(*cluster.assumptions, *assumptions),
+        calibrated=calibration is not None,
+    )
+
+
+def wishes_of(recipe: Recipe) -> Wishes:
+    """What a recipe fixes: every key that is not ``auto``, and what it says of a strategy that it names."""
+    train, parallel = recipe.train, recipe.parallel
+    named = {
+        "strategy": parallel.strategy,
+        "num_processes": parallel.num_processes,
+        "micro_batch_size": train.micro_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "mixed_precision": train.mixed_precision,
+        "activation_checkpointing": train.activation_checkpointing,
+        "compile": train.compile,
+    }
+    fixed: dict[str, Any] = {key: value for key, value in named.items() if value != "auto"}
+    if train.activation_offload:
+        fixed["activation_offload"] = True
+    return Wishes(
+        {**fixed, **_layout_wishes(parallel)},
+        lambda processes: not contradictions(with_processes(recipe, processes)),
+    )
+
+
+def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
+    """A default that was written counts where the strategy was written too; of a resolved recipe all is."""
+    if parallel.deepspeed_config is not None:  # the file says where its numbers are
+        return {key: getattr(parallel, key) for key in _LAYOUT_KEYS}
+    fixed = {}
+    for key in _LAYOUT_KEYS:
+        value = getattr(parallel, key)
+        meant = value != type(parallel).model_fields[key].default
+        if meant or (key in parallel.model_fields_set and parallel.strategy != "auto"):
+            fixed[key] = value
+    return fixed
+
+
+def _perhaps_compiled(judge: Judge, wishes: Wishes, chosen: Judged) -> Judged:
+    """Compiled, where the run is long enough for it to pay and the choice is free."""
+    steps = judge.workload.steps
+    if "compile" in wishes.fixed or steps is None or not _can_compile(judge.cluster):
+        return chosen
+    compiled = judge.fit(replace(chosen.choice, compile=True))
+    if not compiled.runs:
+        return chosen
+    compiled = judge.timed(compiled)
+    saved = (judge.seconds(chosen) - judge.seconds(compiled)) * steps
+    return compiled if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
+
+
+def _can_compile(cluster: Cluster) -> bool:
+    from shutil import which
+
+    if cluster.device == "cuda":
+        return True  # torch for CUDA comes with Triton
+    return any(which(name) for name in ("g++", "clang++"))
+
+
+def installed(strategy: str) -> str | None:
+    """Why a strategy does not run with what is installed here; None where it does."""
+    if strategy.startswith("zero") and find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed"
+    return None
+
+
+def _impossible(wishes: Wishes, workload: Workload) -> str:
+    given = ", ".join(f"{key} {value}" for key, value in wishes.fixed.items())
+    rows = "packs" if workload.packed else "rows"
+    return (
+        f"no number of processes and no strategy agrees with all of {given} for a global batch of "
+        f"{workload.global_batch_rows:.0f} {rows}; set one of them to auto"
+    )
+
+
+def _judged_json(judged: Judged) -> dict[str, Any]:
+    return {
+        **asdict(judged.choice),
+        "fits": judged.fits,
+        "missing": judged.missing,
+        "needed_bytes": judged.needed_bytes,
+        "available_bytes": judged.available_bytes,
+        "host_needed_bytes": judged.host_needed_bytes,
+        "host_available_bytes": judged.host_available_bytes,
+        "memory": {
+            "parts": dict(judged.memory.parts),
+            "phases": dict(judged.memory.phases),
+            "overhead": dict(judged.memory.overhead),
+            "host": dict(judged.memory.host),
+        },
+        "time": None if judged.time is None else judged.time.as_json(),
+    }

@@ -1,0 +1,165 @@
+"""Why a plan is what it is, in words. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainwright.machine.describe import Cluster
+from trainwright.planning.candidates import Wishes
+from trainwright.planning.search import SAFETY_MARGIN, Found, Judged
+from trainwright.planning.ways_out import WayOut
+from trainwright.planning.workload import Choice, Workload
+
+
+def reasons_of(
+    chosen: Judged,
+    found: Found,
+    wishes: Wishes,
+    workload: Workload,
+    cluster: Cluster,
+    precision: tuple[str, str] | None,
+) -> Iterator[str]:
+    """A line for every choice that the user left open: ``key value: why``."""
+    choice = chosen.choice
+    if "num_processes" not in wishes.fixed:
+        yield f"parallel.num_processes {choice.num_processes}: {_why_processes(chosen, found, workload, cluster)}"
+    if "strategy" not in wishes.fixed:
+        yield f"parallel.strategy {chosen.layout.describe(choice.num_processes)}: {_why_strategy(chosen, found)}"
+    if precision is not None:
+        yield f"train.mixed_precision {precision[0]}: {precision[1]}"
+    if "activation_checkpointing" not in wishes.fixed:
+        yield f"train.activation_checkpointing {choice.activation_checkpointing}: {_why_recompute(chosen)}"
+    if "micro_batch_size" not in wishes.fixed:
+        yield f"train.micro_batch_size {choice.micro_batch_size}: {_why_micro_batch(chosen, wishes, workload)}"
+    if "compile" not in wishes.fixed:
+        yield f"train.compile {str(choice.compile).lower()}: {_why_compile(choice, workload)}"
+
+
+def verdict(judged: Judged, best: Judged | None) -> str:
+    """One candidate beside the best: why it was taken, or why it lost."""
+    if judged.missing is not None:
+        return judged.missing
+    if not judged.fits:
+        return _too_large(judged)
+    assert judged.time is not None
+    if best is None or best.time is None:
+        return "fits"
+    if same_place(judged.choice, best.choice):
+        return "chosen"
+    ratio = judged.time.seconds / best.time.seconds
+    if ratio < 1.02:
+        return "as fast, and not as simple"
+    part = _slower_part(judged, best)
+    return f"{ratio:.2f} times the step time{f': {part}' if part else ''}"
+
+
+def same_place(one: Choice, other: Choice) -> bool:
+    """Whether two choices are the same but for being compiled."""
+    keys = ("strategy", "num_processes", "micro_batch_size", "activation_checkpointing", "replicate_size")
+    more = ("reshard_after_forward", "offload_parameters", "offload_optimizer")
+    return all(getattr(one, key) == getattr(other, key) for key in (*keys, *more))
+
+
+def shortage(nearest: Judged, cluster: Cluster, out: Sequence[WayOut]) -> str:
+    """Why nothing fits, by how much, and what would."""
+    choice = nearest.choice
+    name = nearest.layout.describe(choice.num_processes)
+    if nearest.missing is not None and nearest.fits:
+        text = f"parallel.strategy: {choice.strategy} fits {cluster.name}, but {nearest.missing}"
+    else:
+        text = (
+            f"the run does not fit {cluster.name}: the nearest is {name} on {choice.num_processes} with micro-batches "
+            f"of {choice.micro_batch_size} and activation checkpointing {choice.activation_checkpointing}, "
+            f"which {_too_large(nearest)}"
+        )
+    if not out:
+        return f"{text}. Nothing that is known here would make it fit"
+    ways = "".join(f"\n  {way.change}: {_size(way.judged)}{_speed(way.judged)}" for way in out)
+    return f"{text}. What would fit:{ways}\n--force starts it all the same"
+
+
+def size(count: float) -> str:
+    """Bytes in GiB, with as many digits as say something."""
+    value = count / 2**30
+    return f"{value:.0f} GiB" if value >= 100 else f"{value:.1f} GiB" if value >= 1 else f"{value * 1024:.0f} MiB"
+
+
+def _too_large(judged: Judged) -> str:
+    parts = []
+    if judged.needed_bytes > judged.available_bytes:
+        parts.append(f"needs {size(judged.needed_bytes)} of {size(judged.available_bytes)}")
+    if judged.host_needed_bytes > judged.host_available_bytes:
+        host = f"{size(judged.host_needed_bytes)} of {size(judged.host_available_bytes)}"
+        parts.append(f"needs {host} of the host's memory")
+    return " and ".join(parts)
+
+
+def _size(judged: Judged) -> str:
+    return f"{size(judged.needed_bytes)} of {size(judged.available_bytes)}"
+
+
+def _speed(judged: Judged) -> str:
+    return "" if judged.time is None else f", {judged.time.tokens_per_second:,.0f} tokens/s"
+
+
+def _slower_part(judged: Judged, best: Judged) -> str:
+    """What the time goes into that the best does not spend."""
+    assert judged.time is not None and best.time is not None
+    differences = {
+        name: seconds - best.time.parts.get(name, 0.0) for name, seconds in judged.time.parts.items() if seconds
+    }
+    name, most = max(differences.items(), key=lambda item: item[1], default=("", 0.0))
+    return name if most > 0.3 * (judged.time.seconds - best.time.seconds) else ""
+
+
+def _why_processes(chosen: Judged, found: Found, workload: Workload, cluster: Cluster) -> str:
+    count = chosen.choice.num_processes
+    others = [one for one in found.judged if one.runs and one.choice.num_processes != count]
+    if not others or chosen.time is None:
+        if count == 1 and cluster.devices == 1 and cluster.device == "cuda":
+            return "there is one GPU"
+        if count >= workload.global_batch_rows:
+            return "a global batch has no more rows"
+        return "one for every GPU" if cluster.device == "cuda" else "as many as fit"
+    nearest = min(others, key=lambda one: one.time.seconds if one.time else float("inf"))
+    assert nearest.time is not None
+    ratio = nearest.time.seconds / chosen.time.seconds
+    return f"with {nearest.choice.num_processes} a step takes {ratio:.2f} times as long"
+
+
+def _why_strategy(chosen: Judged, found: Found) -> str:
+    count = chosen.choice.num_processes
+    others = [one for one in found.judged if one.choice.num_processes == count and one.layout != chosen.layout]
+    if not chosen.runs:
+        return "the nearest to fitting"
+    lost = [f"{one.layout.describe(count)} {verdict(one, chosen)}" for one in others]
+    if not lost:
+        return "one process"
+    return "the fastest that fits; " + "; ".join(lost[:3])
+
+
+def _why_recompute(chosen: Judged) -> str:
+    if not chosen.runs:
+        return "what needs least"
+    fits = (
+        f"{_size(chosen)} ({SAFETY_MARGIN['cuda']:.0%} kept free)" if chosen.choice.threads is None else _size(chosen)
+    )
+    if chosen.choice.activation_checkpointing == "none":
+        return f"everything fits, {fits}"
+    return f"faster than smaller micro-batches without it; {fits}"
+
+
+def _why_micro_batch(chosen: Judged, wishes: Wishes, workload: Workload) -> str:
+    choice = chosen.choice
+    if "gradient_accumulation_steps" in wishes.fixed:
+        return "from train.gradient_accumulation_steps"
+    rows = "packs" if workload.packed else "examples"
+    tokens = choice.micro_batch_size * workload.row_tokens
+    passes = choice.gradient_accumulation_steps
+    return f"{rows} of up to {workload.row_tokens} tokens, {tokens} at a time, {passes} time{'s' * (passes > 1)} a step"
+
+
+def _why_compile(choice: Choice, workload: Workload) -> str:
+    if choice.compile:
+        return "it saves several times the minute that it takes at the start"
+    return "it would not save what it takes at the start" if workload.steps else "compiling takes a minute at the start"

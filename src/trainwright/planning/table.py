@@ -1,0 +1,173 @@
+"""A plan for people to read: the candidates in a table, and the chosen one in words. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainwright.planning.plan import Plan
+from trainwright.planning.reasons import same_place, shortage, size, verdict
+from trainwright.planning.search import Judged
+
+# Parts of the memory, from what is there from the beginning to what comes and goes, and what they are drawn with.
+_GROUPS = {
+    "weights": "█",
+    "optimizer": "▓",
+    "gradients": "▒",
+    "activations": "░",
+    "rest": "·",
+}
+_GROUP_OF = (  # by words in a part's name
+    ("optimizer", "optimizer"),
+    ("gradient", "gradients"),
+    ("bucket", "gradients"),
+    ("activation", "activations"),
+    ("loss", "activations"),
+    ("logits", "activations"),
+    ("parameter", "weights"),
+    ("weight", "weights"),
+    ("gathered", "weights"),
+    ("adapter", "weights"),
+    ("base", "weights"),
+)
+_BAR = 24
+_LABEL = 14
+_SHOWN = 8
+
+
+def grouped(judged: Judged) -> dict[str, int]:
+    """Bytes at the fullest moment by ``_GROUPS``; what the process itself takes is in the rest."""
+    sums = dict.fromkeys(_GROUPS, 0)
+    for name, count in judged.memory.parts.items():
+        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += count
+    sums["rest"] += sum(judged.memory.overhead.values())
+    return sums
+
+
+def table(plan: Plan, everything: bool = False) -> Iterator[str]:
+    """A line for each candidate, the fastest first; without ``everything`` the best of each strategy only."""
+    best = plan.chosen if plan.fits else None
+    rows = _rows(plan, everything)
+    scale = max([one.needed_bytes for one in rows if one.runs] or [rows[0].needed_bytes]) if rows else 1
+    scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
+    yield (
+        f"{'strategy':<18}{'on':>5}  {'batch':>9}  {'recompute':<9}  {'memory':<{_BAR}} {'needed':>9}"
+        f"{'step':>9}{'tokens/s':>10}{'MFU':>5}  verdict"
+    )
+    for one in rows:
+        yield _row(one, scale, verdict(one, best), chosen=best is not None and same_place(one.choice, best.choice))
+    legend = "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items())
+    free = size(plan.chosen.available_bytes)
+    whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
+    yield f"{legend}; {free} to be had ({whole}, the safety margin taken off)"
+
+
+def words(plan: Plan) -> Iterator[str]:
+    """The chosen plan: what runs, why, what it needs and where its time goes."""
+    if not plan.fits:
+        yield shortage(plan.chosen, plan.cluster, plan.ways_out)
+        return
+    chosen, time = plan.chosen, plan.chosen.time
+    assert time is not None
+    yield from _labelled("chosen", plan.reasons or ["as the recipe says"])
+    yield from _labelled("memory", [_memory_line(chosen), *_phases(chosen)])
+    yield from _labelled("step", [_time_line(time.parts, time.seconds)])
+    speed = f"{time.tokens_per_second:,.0f} tokens/s"
+    if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
+        speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} a device"
+    yield from _labelled("speed", [f"{speed}, {time.mfu:.0%} of the peak rate"])
+    if plan.workload.steps is not None:
+        yield from _labelled("run", [_run_line(plan)])
+    measured = "measured on this machine" if plan.calibrated else "from nominal rates"
+    yield from _labelled("assumed", [f"times {measured}", *plan.assumptions])
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 0.3 s, 12 min, 3.4 h, 2.1 days."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _rows(plan: Plan, everything: bool) -> list[Judged]:
+    runs = sorted((one for one in plan.found.judged if one.runs), key=lambda one: one.time.seconds if one.time else 0)
+    others = sorted((one for one in plan.found.judged if not one.runs), key=lambda one: one.shortfall)
+    rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
+    if everything:
+        return rows
+    kept: dict[tuple[object, ...], Judged] = {}
+    for one in rows:
+        kept.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
+    return list(kept.values())[:_SHOWN]
+
+
+def _row(one: Judged, scale: int, why: str, *, chosen: bool) -> str:
+    choice, time = one.choice, one.time
+    batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
+    recompute = str(choice.activation_checkpointing)
+    recompute = f"1 in {recompute}" if recompute.isdigit() else recompute
+    shown = ("-", "-", "-") if time is None else (duration(time.seconds), f"{time.tokens_per_second:,.0f}", "")
+    mfu = "-" if time is None else f"{time.mfu:.0%}"
+    mark = "*" if chosen else " "
+    name = f"{mark}{one.layout.describe(choice.num_processes)}"
+    return (
+        f"{name:<18}{choice.num_processes:>5}  {batch:>9}  {recompute:<9}  {_bar(one, scale):<{_BAR}} "
+        f"{size(one.needed_bytes):>9}{shown[0]:>9}{shown[1]:>10}{mfu:>5}  {why}"
+    )
+
+
+def _bar(one: Judged, scale: int) -> str:
+    """As long as the memory needed, up to the end where it does not fit."""
+    groups = grouped(one)
+    total = max(1, sum(groups.values()))
+    length = min(1.0, one.needed_bytes / scale) * _BAR
+    bar, reached = "", 0.0
+    for name, mark in _GROUPS.items():
+        reached += groups[name] / total * length
+        bar += mark * (round(reached) - len(bar))
+    return bar if one.fits else bar[: _BAR - 1] + ">"
+
+
+def _memory_line(chosen: Judged) -> str:
+    parts = {**chosen.memory.parts, **chosen.memory.overhead}
+    largest = sorted(parts.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size(count)}" for name, count in largest if count > 0.005 * chosen.memory.total)
+    return f"{size(chosen.memory.total)} a process at the fullest: {shown}"
+
+
+def _phases(chosen: Judged) -> list[str]:
+    phases = ", ".join(f"{name} {size(count)}" for name, count in chosen.memory.phases.items())
+    lines = [f"tensors by phase: {phases}"]
+    if chosen.host_needed_bytes:
+        lines.append(f"{size(chosen.host_needed_bytes)} in the host's memory of each node")
+    return lines
+
+
+def _time_line(parts: Mapping[str, float], seconds: float) -> str:
+    shown = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
+    return f"{duration(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
+
+
+def _run_line(plan: Plan) -> str:
+    time, steps = plan.chosen.time, plan.workload.steps
+    assert time is not None and steps is not None
+    tokens = steps * time.tokens
+    line = f"{steps:,} steps, {_count(tokens)} tokens in {duration(steps * time.seconds)}"
+    if time.joules:
+        line += f", {steps * time.joules / 3.6e6:.3g} kWh"
+    return line
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.0f}"
+
+
+def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+    for i, line in enumerate(lines):
+        yield f"{label if not i else '':<{_LABEL}} {line}"

@@ -1,0 +1,93 @@
+"""What a plan is about: the work that a recipe asks for, and one way of spreading it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainwright.planning.architecture import Architecture
+
+StrategyName = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
+Recompute = Literal["none", "full", "selective"] | int
+# The linear modules of a block, by what they do; a family may have several of them in one matrix.
+Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
+ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Small matrices of ``rank`` that are trained beside frozen ones. ``dropout``: on what enters them."""
+
+    kind: Literal["lora", "dora"]
+    rank: int
+    targets: tuple[Target, ...] = ALL_LINEAR
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and on how much at a time; the same for every machine and strategy.
+
+    ``row_tokens``: longest row of a micro-batch, padding or the room at the end of a pack not counted in.
+    ``document_tokens``: mean length of the documents in it, each of which attends to itself alone;
+    ``longest_document``: the longest. Without packing a row is one document, padded to the longest in its
+    micro-batch. ``global_batch_rows``: rows of one optimizer step, over all devices; a mean where packed.
+    ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
+
+    ``quantisation``: of the frozen base that ``adapter`` stands on. ``optimizer_slots``: numbers that the optimizer
+    keeps for each parameter (AdamW: 2).
+    """
+
+    architecture: Architecture
+    row_tokens: int
+    global_batch_rows: float
+    packed: bool = True
+    document_tokens: float | None = None
+    longest_document: int | None = None
+    target_fraction: float = 1.0
+    adapter: Adapter | None = None
+    quantisation: Literal["none", "nf4", "int8"] = "none"
+    optimizer_slots: int = 2
+    steps: int | None = None
+    evaluates: bool = True
+    generates: bool = False
+
+    @property
+    def document(self) -> float:
+        """Mean length of a document in tokens; a whole row where nothing is known."""
+        return self.row_tokens if self.document_tokens is None else self.document_tokens
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest document in tokens."""
+        return self.row_tokens if self.longest_document is None else self.longest_document
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way of running a workload. Names are those of the recipe's keys.
+
+    ``threads``: of each process on a CPU; None on GPUs.
+    """
+
+    strategy: StrategyName
+    num_processes: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    mixed_precision: MixedPrecision
+    activation_checkpointing: Recompute = "none"
+    replicate_size: int = 1
+    reshard_after_forward: bool = True
+    offload_parameters: bool = False
+    offload_optimizer: bool = False
+    activation_offload: bool = False
+    compile: bool = False
+    threads: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the strategy cuts what it shards."""
+        if self.strategy in ("single", "ddp"):
+            return 1
+        return self.num_processes // self.replicate_size
