@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import TrainwrightError
+from trainwright.launch import run_directory
 from trainwright.launch.joined import run_joined
 from trainwright.launch.process import console, stop_requested
 from trainwright.launch.request import is_bare_resume
-from trainwright.launch.run_directory import PLAN, RECIPE
+from trainwright.launch.run_directory import RECIPE
 
 if TYPE_CHECKING:
     from trainwright.engine.events import Observer
@@ -42,8 +43,11 @@ def prepare(run: Path) -> None:
     prepare_task(load_recipe(run / RECIPE), cache_root())
 
 
-def work(run: Path, resume: bool, seat: Seat | None = None) -> int:
-    """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED."""
+def work(run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, Any] | None = None) -> int:
+    """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED.
+
+    `fault` is why the run was launched once more, where it was.
+    """
     from trainwright.launch.worker import run_worker
     from trainwright.machine.cache import cache_root
 
@@ -51,7 +55,9 @@ def work(run: Path, resume: bool, seat: Seat | None = None) -> int:
         run,
         cache=cache_root(),
         resume=resume,
-        reasons=_reasons(run),
+        reasons=run_directory.reasons(run),
+        predicted=run_directory.predicted(run),
+        fault=fault,
         observers=functools.partial(_observers, run),
         stop_requested=stop_requested,
         seat=seat,
@@ -104,11 +110,6 @@ def _observers(run: Path) -> list[Observer]:
         # First, so that the console's last word comes when the curves are written.
         observers.insert(0, TensorBoardObserver(run / "tensorboard"))
     return observers
-
-
-def _reasons(run: Path) -> list[str]:
-    plan = run / PLAN
-    return list(json.loads(plan.read_text(encoding="utf-8"))["reasons"]) if plan.is_file() else []
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ FIELDS = {
     "evaluate": "step metrics seconds",
     "generate": "step prompt text",
     "checkpoint": "step path seconds blocked_seconds",
-    "finish": "status step seconds path",
+    "finish": "status step seconds path measured",
 }
 
 

@@ -206,9 +206,13 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             nodes.all_ready()
         until_prepared.close()
         from trainwright.launch.local import launch
+        from trainwright.launch.relaunch import Relaunch
 
         entry = functools.partial(work, run, request.run is not None)
-        code = launch(entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes)
+        relaunch = Relaunch(run, lambda fault: functools.partial(work, run, True, fault=fault))
+        code = launch(
+            entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes, relaunch=relaunch
+        )
     if code == EXIT_STOPPED:
         killed = "killed; the newest whole checkpoint is kept" if stopping.killed else "stopped after a checkpoint"
         print(f"{killed}; continue with: trainwright train --resume {run}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """The global stream: which examples step k sees, and which rank computes which part of them.
 
-The content of global batch k and its division into micro-batches depend on (seed, dataset, k) alone. The number
-of ranks only decides who computes a micro-batch, so a run is the same on any of them and its position in the data
-is one integer.
+The content of global batch k depends on (seed, dataset, k) alone, and its division into micro-batches on the rows of
+one beside. The number of ranks only decides who computes a micro-batch, so a run is the same on any of them and its
+position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class GlobalBatch:
     @property
     def tokens(self) -> int:
         return sum(micro.tokens for micro in self.micro_batches)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest micro-batch."""
+        return max(len(micro.rows) for micro in self.micro_batches)
 
     def for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
         """This rank's share, balanced by tokens; the same number of passes on every rank.
@@ -103,6 +108,21 @@ class Stream:
         if self.total_examples is None:
             raise TypeError("this stream has no end")
         return math.ceil(self.total_examples / self.global_batch_size)
+
+    def limit_rows(self, rows: int) -> None:
+        """Divide global batches into micro-batches of at most so many rows from now on, with the same examples."""
+        self._rows = rows if self._rows is None else min(rows, self._rows)
+
+    def fullest(self, steps: int) -> int:
+        """Which of the first ``steps`` global batches has the micro-batch with most tokens, padding included."""
+        if self.total_examples is not None:
+            steps = min(steps, len(self))
+        return max(range(steps), key=lambda step: max(map(self._positions, self.global_batch(step).micro_batches)))
+
+    def _positions(self, micro: MicroBatch) -> int:
+        if self._pack_length is not None:
+            return micro.tokens
+        return len(micro.rows) * max(self.dataset.length(example) for example in micro.examples)
 
     def examples(self, step: int) -> list[int]:
         """Indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from trainwright.engine.memory import Shortage, attempt
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
 
 
-def evaluate(task: Task, strategy: Strategy) -> dict[str, float]:
-    """Metrics over the validation split, each example counted once."""
+def evaluate(task: Task, strategy: Strategy, again: Callable[[Shortage | None], bool]) -> dict[str, float]:
+    """Metrics over the validation split, each example counted once.
+
+    ``again`` is told on every rank how memory ran out there, if it did, and says whether all begin again.
+    """
+    while True:
+        sums = attempt(lambda: _statistics(task, strategy))
+        if not again(sums if isinstance(sums, Shortage) else None):
+            break
+    assert not isinstance(sums, Shortage)
+    return task.metrics(strategy.world.sum(sums))
+
+
+def _statistics(task: Task, strategy: Strategy) -> list[float]:
+    """This rank's part of the sums over the validation split."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
     sums: torch.Tensor | None = None
@@ -21,7 +37,7 @@ def evaluate(task: Task, strategy: Strategy) -> dict[str, float]:
                 sums = part if sums is None else sums + part
     module.train()
     assert sums is not None
-    return task.metrics(world.sum(sums.tolist()))
+    return sums.tolist()
 
 
 def generate(task: Task, strategy: Strategy) -> list[tuple[str, str]]:

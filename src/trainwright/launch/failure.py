@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
+from trainwright.engine.memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_TRAINING, TrainwrightError
 from trainwright.launch.stop import CLOSED_BY_LAUNCHER
 
@@ -52,15 +53,38 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "text": str(error),
         "known": isinstance(error, TrainwrightError),
         "exit_code": error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING,
+        "ran_out": _ran_out(error),
     }
+
+
+def _ran_out(error: BaseException) -> dict[str, Any] | None:
+    """What `RanOut` wants to know of the exception, where it is of that kind."""
+    if isinstance(error, OutOfMemory):
+        return {"detail": error.detail, "in_training": True, "step": error.step, "rows": error.rows}
+    return {"detail": str(error), "in_training": False} if is_out_of_memory(error) else None
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """Memory ran out on a rank. `step` and the `rows` of its largest micro-batch are None where they are not known.
+
+    `in_training`: it may have been in a step or an evaluation, so that smaller micro-batches may help.
+    """
+
+    rank: int
+    detail: str
+    in_training: bool
+    step: int | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a launch: what to print, and what to exit with."""
+    """The first failure of a launch: what to print, what to exit with, and whether it was for want of memory."""
 
     message: str
     exit_code: int
+    ran_out: RanOut | None = None
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -100,7 +124,10 @@ def first_failure(
         rank = silent[0]
         code = exit_codes[rank]
         assert code is not None
-        return Failure(f"rank {rank} {_ended(code, out_of_memory)}\nlog: {_log(logs, rank)}", EXIT_TRAINING)
+        killed = code == -signal.SIGKILL and out_of_memory
+        ran_out = RanOut(rank, "the kernel killed the process", in_training=True) if killed else None
+        message = f"rank {rank} {_ended(code, out_of_memory)}\nlog: {_log(logs, rank)}"
+        return Failure(message, EXIT_TRAINING, ran_out)
     if not causes and gone is not None:
         return Failure(
             f"{gone} is gone: it was killed, lost its network or lost its power; the logs of its ranks are in {logs}",
@@ -117,12 +144,13 @@ def first_failure(
 def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     """What to print of one worker's record, and what to exit with."""
     exit_code = int(record["exit_code"])
+    ran_out = RanOut(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
-        return Failure(f"rank {rank} failed\n{trace}\nlog: {_log(logs, rank)}", exit_code)
+        return Failure(f"rank {rank} failed\n{trace}\nlog: {_log(logs, rank)}", exit_code, ran_out)
     if exit_code != EXIT_TRAINING:  # the request or the machine: the rank that noticed does not matter
         return Failure(record["text"], exit_code)
-    return Failure(f"{record['text']}\nfirst seen on rank {rank}, log: {_log(logs, rank)}", exit_code)
+    return Failure(f"{record['text']}\nfirst seen on rank {rank}, log: {_log(logs, rank)}", exit_code, ran_out)
 
 
 def _ended(code: int, out_of_memory: bool) -> str:

@@ -10,6 +10,7 @@ libraries, one log a rank, a graceful stop, and the first failure told once.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import multiprocessing
 import os
@@ -30,10 +31,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
-from trainwright.launch import stop
-from trainwright.launch.failure import RankErrorHandler, error_file, error_records, first_failure
+from trainwright.launch import oom_killer, stop
+from trainwright.launch.failure import Failure, RankErrorHandler, error_file, error_records, first_failure
 from trainwright.launch.nodes import Nodes, NodesLost
 from trainwright.launch.process import enter_process, threads_allowed
+from trainwright.launch.relaunch import Relaunch
 from trainwright.launch.rendezvous import LOOPBACK, host_store
 from trainwright.launch.stop import START_METHOD, Stopping
 
@@ -44,26 +46,56 @@ _BARRIER_SECONDS = 0.1
 
 
 def launch(
-    entry: Callable[[], int], *, processes: int, logs: Path, stopping: Stopping, nodes: Nodes | None = None
+    entry: Callable[[], int],
+    *,
+    processes: int,
+    logs: Path,
+    stopping: Stopping,
+    nodes: Nodes | None = None,
+    relaunch: Relaunch | None = None,
 ) -> int:
     """Run `entry` in `processes` workers here and return the exit code of the whole, having told of a failure.
 
     `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked
     (not Linux) it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json
     for a worker that raised. `stopping` is entered by the caller. With `nodes`, as many workers run on each.
+    `relaunch` decides what follows when memory ran out; without it the launch ends.
     """
+    for number in itertools.count():
+        ended = launch_once(entry, processes=processes, logs=logs, stopping=stopping, nodes=nodes, number=number)
+        if isinstance(ended, int):
+            return ended
+        fault = _decide(ended, stopping, nodes, relaunch)
+        if fault is None or relaunch is None:
+            break
+        entry = relaunch.resumed(fault)
+    _show_cursor()
+    print(f"error: {ended.message}", file=sys.stderr, flush=True)
+    return ended.exit_code
+
+
+def launch_once(
+    entry: Callable[[], int],
+    *,
+    processes: int,
+    logs: Path,
+    stopping: Stopping,
+    nodes: Nodes | None = None,
+    number: int = 0,
+) -> int | Failure:
+    """As `launch`, but a failure is returned and not told, whatever it was. `number` counts the launches of a run."""
     logs.mkdir(parents=True, exist_ok=True)
     first = processes * nodes.index if nodes else 0
     ranks = range(first, first + processes)
     for rank in ranks:
         error_file(logs, rank).unlink(missing_ok=True)
-    rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes)
-    killed_for_memory = _memory_kills()
+    rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes, number)
+    killed_for_memory = oom_killer.kills()
     codes: dict[int, int | None] = {}
     try:
         with _quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
             stopping.kill = functools.partial(_kill_workers, nodes)
-            arguments = (entry, logs, os.getpid(), stopping.flag)
+            arguments = (entry, logs, os.getpid(), stopping.flag, number)
             result = _agent(rendezvous, processes, logs, arguments).run()
         codes = rendezvous.exit_codes(first) | {rank: f.exitcode for rank, f in result.failures.items()}
         if not result.is_failed():
@@ -74,15 +106,24 @@ def launch(
         codes = codes or rendezvous.exit_codes(first)
     except SignalException:
         return EXIT_STOPPED if stopping.killed else EXIT_TRAINING
-    out_of_memory = _memory_kills() > killed_for_memory
+    out_of_memory = oom_killer.kills() > killed_for_memory
     if nodes is None:
-        failure = first_failure(logs, processes, codes, out_of_memory)
-    else:
-        failure = nodes.fail(logs, codes, error_records(logs, ranks), out_of_memory)
-        if stopping.killed:
-            return EXIT_STOPPED
-    _tell(failure.message)
-    return failure.exit_code
+        return first_failure(logs, processes, codes, out_of_memory)
+    failure = nodes.fail(logs, codes, error_records(logs, ranks), out_of_memory)
+    return EXIT_STOPPED if stopping.killed else failure
+
+
+def _decide(
+    failure: Failure, stopping: Stopping, nodes: Nodes | None, relaunch: Relaunch | None
+) -> dict[str, Any] | None:
+    """The fault for another launch to tell of; None where there is to be none. The same on all nodes."""
+
+    def decide() -> dict[str, Any] | None:
+        if relaunch is None or failure.ran_out is None or stopping.flag.value:
+            return None
+        return relaunch.decide(failure.ran_out)
+
+    return decide() if nodes is None else nodes.once_more(decide)
 
 
 def _joint_code(codes: list[int]) -> int:
@@ -92,8 +133,10 @@ def _joint_code(codes: list[int]) -> int:
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED
 
 
-def _worker(entry: Callable[[], int], logs: Path, parent: int, flag: stop.Flag) -> int:
+def _worker(entry: Callable[[], int], logs: Path, parent: int, flag: stop.Flag, number: int) -> int:
     rank = int(os.environ["RANK"])
+    # Torch's process groups have their keys under it, in a store that several nodes keep for the next launch.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     enter_process(logs / f"rank-{rank}.log", parent=parent, keep_console=rank == 0)
     stop.follow_launcher(flag)
     torch.set_num_threads(threads_allowed())
@@ -157,15 +200,17 @@ class _OneNode(RendezvousHandler):
 class _SeveralNodes(_OneNode):
     """One agent of several, at the store where the nodes have met. Ranks follow the nodes' numbers."""
 
-    def __init__(self, processes: int, nodes: Nodes) -> None:
+    def __init__(self, processes: int, nodes: Nodes, number: int) -> None:
         super().__init__(processes)
         self._nodes = nodes
+        self._number = number
 
     def next_rendezvous(self) -> RendezvousInfo:
         nodes = self._nodes
         nodes.running = True
         info = RendezvousStoreInfo(nodes.meeting.address, nodes.meeting.port)
-        return RendezvousInfo(PrefixStore("agents", nodes.meeting.store), nodes.index, nodes.count, info)
+        store = PrefixStore(f"agents/{self._number}", nodes.meeting.store)
+        return RendezvousInfo(store, nodes.index, nodes.count, info)
 
     def num_nodes_waiting(self) -> int:
         # The agent asks again and again while its workers run: the moment to hear of the other nodes.
@@ -263,20 +308,10 @@ def _quiet_agent(log: Path) -> Any:
         handler.close()
 
 
-def _memory_kills() -> int:
-    """How many processes the kernel has killed for memory since it started; 0 where it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-def _tell(message: str) -> None:
-    # A worker that drew a progress bar has hidden the cursor and may have been killed since.
+def _show_cursor() -> None:
+    """A worker that drew a progress bar has hidden it, and may have been killed since."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")
-    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _started_as(worker: multiprocessing.process.BaseProcess) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +25,7 @@ class ConsoleObserver:
         self._first_metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
         self._last_step: Event = {}
+        self._predicted: dict[str, float] = {}
         self._told_write_error = False
         self._handlers = {
             "start": self._start,
@@ -53,6 +55,7 @@ class ConsoleObserver:
 
     def _start(self, event: Event) -> None:
         self._run = Path(event.get("run_directory", "."))
+        self._predicted = event.get("predicted", {})
         for label, value in _banner(event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
@@ -94,7 +97,11 @@ class ConsoleObserver:
             if (first := self._first_metrics.get(name)) is not None and first != last:
                 change = f"  ({(last - first) / first:+.1%})" if first else ""
                 self._row(f"{name.replace('_', ' ')}", f"{text.metric(first)} -> {text.metric(last)}{change}")
-        if memory := self._last_step.get("memory_bytes"):
+        compared = list(_compared(self._predicted, event.get("measured", {})))
+        for label, value in compared:
+            self._row(label, value)
+        memory = self._last_step.get("memory_bytes")
+        if memory and not any(label == "memory" for label, _ in compared):
             self._row("peak memory", f"{text.size(memory)} on the fullest process")
         for label, value in self._places(event):
             self._row(label, value)
@@ -111,6 +118,22 @@ class ConsoleObserver:
 
     def _row(self, label: str, value: str) -> None:
         self._write(f"  {label:<{_LABEL}} {value}")
+
+
+def _compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """What the plan expected beside what was measured, of all that both have."""
+    # A GPU's measured peak is of tensors, without what its libraries take.
+    memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
+    shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("memory", memory, text.size),
+        ("step time", "step_time", lambda seconds: f"{seconds:.3g} s"),
+        ("speed", "tokens_per_second", lambda rate: f"{text.count(rate)} tokens/s"),
+    )
+    for label, name, words in shown:
+        if name in measured and predicted.get(name):
+            expected, found = predicted[name], measured[name]
+            off = f"{(found - expected) / expected:+.0%}".replace("%", " %")
+            yield label, f"{words(expected)} predicted, {words(found)} measured ({off})"
 
 
 def _banner(event: Event) -> list[tuple[str, str]]:

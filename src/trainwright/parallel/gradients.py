@@ -27,6 +27,7 @@ class Gradients:
     def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool) -> None:
         self._parameters = list(parameters)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # of the micro-batches before this one
+        self._exchanged = False  # whether these are the sums over all ranks
         self._exchange = _Exchange(self._parameters, self._sums) if exchange else None
 
     @property
@@ -41,6 +42,7 @@ class Gradients:
         loss.backward()
         if last and self._exchange is not None:
             self._exchange.finish()
+            self._exchanged = True
         elif not last or self._sums:
             self._keep()
 
@@ -67,6 +69,14 @@ class Gradients:
     def clear(self) -> None:
         for parameter in self._parameters:
             self.drop(parameter)
+        self._exchanged = False
+
+    def abandon(self) -> None:
+        """Forget the gradients of a step that failed here; the other ranks get what their exchange waits for."""
+        exchange = None if self._exchanged else self._exchange
+        self.clear()  # first: memory is short
+        if exchange is not None:
+            exchange.abandon()
 
 
 class _Exchange:
@@ -98,7 +108,7 @@ class _Exchange:
 
     def _start(self) -> None:
         bucket = self._buckets[len(self._started)]
-        flat = torch.empty(sum(p.numel() for p in bucket), dtype=torch.float32, device=bucket[0].device)
+        flat = torch.empty(_elements(bucket), dtype=torch.float32, device=bucket[0].device)
         for parameter, view in zip(bucket, _views(flat, bucket), strict=True):
             grad, before = parameter.grad, self._sums.get(parameter)
             view.zero_() if grad is None else view.copy_(grad)
@@ -118,6 +128,17 @@ class _Exchange:
         self._started = []
         self._active = False
 
+    def abandon(self) -> None:
+        """Do the rest of the exchange with nothing to add, a bucket at a time."""
+        if not self._active:
+            self.begin()
+        for _, work in self._started:
+            work.wait()
+        for bucket in self._buckets[len(self._started) :]:
+            dist.all_reduce(torch.zeros(_elements(bucket), dtype=torch.float32, device=bucket[0].device))
+        self._started = []
+        self._active = False
+
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
@@ -130,6 +151,10 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         buckets[-1].append(parameter)
         room -= size
     return buckets
+
+
+def _elements(bucket: list[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in bucket)
 
 
 def _views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]:

@@ -98,6 +98,9 @@ class Replicated:
     def discard_gradients(self) -> None:
         self._gradients.clear()
 
+    def abandon_step(self) -> None:
+        self._gradients.abandon()
+
     def state(self) -> dict[str, Shard]:
         rank, size = self.world.rank, self.world.size
         return {name: Shard.whole(tensor, rank, size) for name, tensor in self._tensors()}

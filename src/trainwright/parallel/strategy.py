@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -64,3 +64,14 @@ class Strategy(Protocol):
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         """The module with all its parameters at hand on every rank, for generation."""
+
+
+@runtime_checkable
+class Independent(Strategy, Protocol):
+    """A strategy whose ranks run their passes alone and meet in an exchange at the end of a step.
+
+    So where a pass fails on one rank, the others need not wait for it for ever, and the step can be done again.
+    """
+
+    def abandon_step(self) -> None:
+        """On the rank whose passes failed: let the others finish the step, with gradients to be discarded."""

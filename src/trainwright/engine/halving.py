@@ -1,0 +1,180 @@
+"""Smaller micro-batches where memory runs out: the step is done again, and the run goes on as the same run.
+
+The content of a global batch does not depend on its division, so half the rows at once and twice the accumulation
+give the same loss and gradient. They stay halved; the run's recipe is changed to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from trainwright.data.stream import GlobalBatch
+from trainwright.engine.events import EventLog
+from trainwright.engine.memory import OutOfMemory, Shortage, attempt, release
+from trainwright.engine.task import Task
+from trainwright.parallel.strategy import Independent, Strategy
+from trainwright.recipe.schema import Recipe
+
+T = TypeVar("T")
+
+
+class Halving:
+    """What a run knows of the memory of its machines. All methods but ``passes`` and ``update`` ask every rank.
+
+    Args:
+        keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
+
+    Attributes:
+        enabled: whether a step may be done again; false where it is to be known whether it fits.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        recipe_text: str,
+        task: Task,
+        strategy: Strategy,
+        events: EventLog,
+        keep_recipe: Callable[[Recipe, str], str],
+    ) -> None:
+        self.recipe = recipe
+        self.recipe_text = recipe_text
+        self.enabled = True
+        self._task = task
+        self._strategy = strategy
+        self._world = strategy.world
+        self._events = events
+        self._keep_recipe = keep_recipe
+
+    def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | Shortage:
+        """What ``work``, this rank's passes of a step, returns; or how memory ran out in it.
+
+        Raises:
+            OutOfMemory: it did, and the other ranks wait for this one in passes of theirs.
+        """
+        done = attempt(work)
+        if not isinstance(done, Shortage):
+            return done
+        if not self.enabled or not isinstance(self._strategy, Independent):
+            raise self._error(step, batch, self._world.rank, done)
+        if isinstance(again := attempt(self._strategy.abandon_step), Shortage):
+            raise self._error(step, batch, self._world.rank, again)
+        return done
+
+    def update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
+        """Do ``work``, the optimizer's part of a step. Raises OutOfMemory: what is half updated is not to be used."""
+        if isinstance(done := attempt(work), Shortage):
+            raise self._error(step, batch, self._world.rank, done)
+
+    def again(self, step: int, batch: GlobalBatch, own: Shortage | None) -> GlobalBatch:
+        """The batch of a step in which memory ran out on some rank, in micro-batches of half the rows.
+
+        Raises:
+            OutOfMemory: they have one row each.
+        """
+        self._strategy.discard_gradients()
+        release()
+        rank, shortage = self._first(own)
+        if batch.rows == 1:
+            error = self._error(step, batch, rank, shortage)
+            detail = shortage.detail
+            self._events.emit("fault", kind="out_of_memory", rank=rank, detail=detail, action="stop", step=step)
+            raise error
+        rows = halved(batch.rows)
+        for stream in (self._task.stream, self._task.validation):
+            if stream is not None:
+                stream.limit_rows(rows)
+        divided = self._task.stream.global_batch(step - 1)
+        before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
+        self._events.emit(
+            "fault",
+            kind="out_of_memory",
+            rank=rank,
+            detail=shortage.detail,
+            action=f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}; step {step} is done again",
+            step=step,
+        )
+        self.recipe = with_rows(self.recipe, rows)
+        self.recipe_text = self._keep_recipe(self.recipe, reason(rows, batch.rows, step))
+        return divided
+
+    def evaluation(self, step: int, own: Shortage | None) -> bool:
+        """Whether the validation split is to be measured again, in halved batches, as memory ran out on some rank.
+
+        Raises:
+            OutOfMemory: the ranks cannot do it again, or have one row each already.
+        """
+        assert self._task.validation is not None
+        if not isinstance(self._strategy, Independent):
+            if own is not None:
+                raise self._error(step, self._task.validation.global_batch(0), self._world.rank, own)
+            return False
+        if not any(short for (short,) in self._world.gather_floats([float(own is not None)])):
+            return False
+        release()
+        rank, shortage = self._first(own)
+        rows = max(self._task.validation.global_batch(k).rows for k in range(len(self._task.validation)))
+        if rows == 1:
+            raise self._error(step, self._task.validation.global_batch(0), rank, shortage)
+        self._task.validation.limit_rows(halved(rows))
+        action = f"validation in micro-batches of {halved(rows)} and not {rows}; it is done again"
+        detail = shortage.detail
+        self._events.emit("fault", kind="out_of_memory", rank=rank, detail=detail, action=action, step=step)
+        return True
+
+    def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
+        """The lowest rank where memory ran out, and how."""
+        found: list[Shortage | None] = self._world.gather(own)
+        return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
+
+    def _error(self, step: int, batch: GlobalBatch, rank: int, shortage: Shortage) -> OutOfMemory:
+        rows = rows_of(self.recipe, batch.rows)
+        message = (
+            f"memory ran out on rank {rank} at step {step} with micro-batches of {rows} row{'s' * (rows > 1)}: "
+            f"{shortage.detail}; {remedy(self.recipe, rows)}"
+        )
+        return OutOfMemory(message, detail=shortage.detail, step=step, rows=rows)
+
+
+def rows_of(recipe: Recipe, found: int | None = None) -> int:
+    """Rows of the largest micro-batches: those ``found`` in a step, or as many as there can be by the recipe."""
+    train, processes = recipe.train, recipe.parallel.num_processes
+    most = train.global_batch_size
+    if train.micro_batch_size != "auto":
+        most = train.micro_batch_size
+    elif train.gradient_accumulation_steps != "auto" and processes != "auto":
+        most = -(-most // (train.gradient_accumulation_steps * processes))
+    return most if found is None else min(found, most)
+
+
+def halved(rows: int) -> int:
+    """Half of the rows of a micro-batch, rounded up."""
+    return -(-rows // 2)
+
+
+def with_rows(recipe: Recipe, rows: int) -> Recipe:
+    """The recipe with micro-batches of so many rows, accumulated as often as it takes."""
+    train = recipe.train.model_copy(update={"micro_batch_size": rows, "gradient_accumulation_steps": "auto"})
+    return recipe.model_copy(update={"train": train})
+
+
+def reason(rows: int, before: int, step: int | None) -> str:
+    """Why a run goes on with micro-batches of so many rows, as its plan says it."""
+    where = "" if step is None else f" at step {step}"
+    return f"train.micro_batch_size {rows}: {before} ran out of memory{where}"
+
+
+def remedy(recipe: Recipe, rows: int) -> str:
+    """What to do where so many rows are too many: what a resumed run can take, and what makes a new one."""
+    if rows > 1:
+        return f"resume with train.micro_batch_size={halved(rows)}"
+    keys = []
+    if recipe.train.activation_checkpointing != "full":
+        keys.append("train.activation_checkpointing=full")
+    if recipe.parallel.strategy in ("single", "ddp"):
+        keys.append("a strategy that shards (parallel.strategy=fsdp on several processes)")
+    else:
+        keys.append("more processes to shard over (parallel.num_processes)")
+    lengths = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
+    return f"resume with {' or '.join(keys)}, or start a new run with a smaller {lengths}"

@@ -1,0 +1,109 @@
+"""The end of memory: told apart from other errors, and freed after. What a run does about it is in halving.py."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+import torch
+
+from trainwright.errors import TrainingError
+
+T = TypeVar("T")
+
+# What CUDA, its libraries, torch's CPU allocator, C++ and the kernel say.
+_SAID = re.compile(r"out of memory|can('t|not) allocate memory|not enough memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
+_ASKED_CUDA = re.compile(
+    r"tried to allocate ([\d.]+ \w+).*?total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", re.I
+)
+_ASKED_CPU = re.compile(r"tried to allocate (\d+) bytes")
+_LIMITS = {"RLIMIT_AS": "ulimit -v", "RLIMIT_DATA": "ulimit -d"}
+
+
+class OutOfMemory(TrainingError):
+    """Memory ran out in training on a rank that the others wait for, or with nothing left to halve.
+
+    Attributes:
+        detail: what was asked for and what there was.
+        step: the one that was to be done, from 1.
+        rows: of the largest micro-batch in it.
+    """
+
+    def __init__(self, message: str, *, detail: str, step: int, rows: int) -> None:
+        super().__init__(message)
+        self.detail = detail
+        self.step = step
+        self.rows = rows
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory ran out: what was asked for and what there was."""
+
+    detail: str
+
+
+def attempt(work: Callable[[], T]) -> T | Shortage:
+    """What ``work`` returns, or how memory ran out in it, once all that it held is free again."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        shortage = Shortage(_detail(error))
+    # Here, as the exception's frames have held every activation until now.
+    release()
+    return shortage
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the exception says that memory could not be had, on a GPU or the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and _SAID.search(str(error)) is not None
+
+
+def release() -> None:
+    """Give back what nothing refers to any more, also what allocators keep for the next time."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak bytes of this process: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def _detail(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    if found := _ASKED_CUDA.search(said):
+        asked, capacity, free = found.groups()
+        return f"{asked} asked for, {free} of {capacity} free"
+    asked = f"{_size(int(found[1]))} asked for" if (found := _ASKED_CPU.search(said)) else said[:200] or "no memory"
+    return ", ".join([asked, f"{_size(psutil.virtual_memory().available)} free on the machine", *_limits()])
+
+
+def _limits() -> list[str]:
+    """What the user's or the system's limits leave to this process, where they are set."""
+    found = []
+    for name, command in _LIMITS.items():
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY:
+            found.append(f"a process is limited to {_size(limit)} ({command})")
+    return found
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"

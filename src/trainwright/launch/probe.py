@@ -1,0 +1,90 @@
+"""Whether a run fits: the fullest of its steps tried for real, in processes that are thrown away."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.errors import EXIT_FINISHED
+from trainwright.launch import run_directory
+from trainwright.launch.process import Stopped, stop_requested
+from trainwright.launch.stop import Stopping
+from trainwright.machine.cache import cache_root
+from trainwright.observe.reader import read_events
+from trainwright.recipe.loading import load_recipe
+
+_STEPS = 2  # the second one has the optimizer's state in memory too
+_FIRST_TO_BE_KILLED = "1000"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What was found. `memory_bytes` is the peak on the worst rank and `step_time` that of the last step, in seconds;
+    both None where no step was finished. `error` says in words why there was none, whether memory ran out or not.
+    """
+
+    fits: bool
+    memory_bytes: int | None = None
+    step_time: float | None = None
+    out_of_memory: bool = False
+    error: str | None = None
+
+
+def probe(recipe: str, stopping: Stopping) -> ProbeResult:
+    """Take the step with the largest micro-batch twice, as the resolved `recipe` (YAML) has it on this machine.
+
+    Data and weights are in the cache and the libraries imported, as before `launch`; nothing is kept.
+
+    Raises:
+        Stopped: a stop was requested meanwhile.
+    """
+    from trainwright.launch.local import launch_once
+
+    run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
+    try:
+        run_directory.record(run, recipe, run.name, [])
+        processes = load_recipe(run / run_directory.RECIPE).parallel.num_processes
+        assert isinstance(processes, int), "the recipe is resolved"
+        work = functools.partial(_work, run)
+        ended = launch_once(work, processes=processes, logs=run / "logs", stopping=stopping)
+        if stopping.requested:
+            raise Stopped("stopped before the first step; nothing was kept")
+        memory_bytes, step_time = _measured(run)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+    if not isinstance(ended, int):
+        ran_out = ended.ran_out is not None
+        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
+    assert ended == EXIT_FINISHED, "a rehearsal that nobody stops is finished"
+    return ProbeResult(True, memory_bytes, step_time)
+
+
+def _work(run: Path) -> int:
+    """In every worker."""
+    from trainwright.launch.worker import run_worker
+
+    with suppress(OSError):  # where memory is at its end, the kernel is to end this and nothing else (proc(5))
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_KILLED, encoding="ascii")
+    return run_worker(
+        run,
+        cache=cache_root(),
+        resume=False,
+        reasons=(),
+        observers=lambda: (),
+        stop_requested=stop_requested,
+        rehearse=_STEPS,
+        fullest=True,
+    )
+
+
+def _measured(run: Path) -> tuple[int | None, float | None]:
+    """Peak memory and time of the last step that was finished."""
+    try:
+        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
+    except OSError:
+        return None, None
+    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)

@@ -1,0 +1,59 @@
+"""A launch that met the end of memory is followed by another one of the same run, with half the micro-batch.
+
+For what a worker cannot answer itself: the ranks of a sharded model wait for each other in every pass, and a process
+that the kernel kills answers nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.halving import halved, reason, rows_of, with_rows
+from trainwright.launch import run_directory
+from trainwright.launch.failure import RanOut
+from trainwright.observe.reader import read_events
+from trainwright.recipe.loading import load_recipe
+
+
+class Relaunch:
+    """Decides on another launch of a run, and says what its workers execute.
+
+    Args:
+        resumed: what every worker executes then, given the fault that it tells of.
+    """
+
+    def __init__(self, run: Path, resumed: Callable[[dict[str, Any]], Callable[[], int]]) -> None:
+        self.resumed = resumed
+        self._run = run
+        self._begun = time.time()
+
+    def decide(self, ran_out: RanOut) -> dict[str, Any] | None:
+        """Halve the micro-batch in the run's recipe; the `fault` of it, or None where another launch is of no use."""
+        recipe = load_recipe(self._run / run_directory.RECIPE)
+        rows = rows_of(recipe, ran_out.rows)
+        if rows == 1 or not ran_out.in_training or not self._trained():
+            return None
+        text = run_directory.recipe_text(with_rows(recipe, halved(rows)))
+        try:
+            run_directory.change(self._run, text, reason(halved(rows), rows, ran_out.step))
+        except OSError:  # the workers would read the old one
+            return None
+        self._begun = time.time()
+        # No field `step`: what is told of a step does not count any more once that is done again.
+        return {
+            "kind": "out_of_memory",
+            "rank": ran_out.rank,
+            "detail": ran_out.detail + ("" if ran_out.step is None else f", at step {ran_out.step}"),
+            "action": f"micro-batch {rows} -> {halved(rows)}; started again from the newest checkpoint",
+        }
+
+    def _trained(self) -> bool:
+        """Whether the last launch came as far as training: a model that does not fit is no matter of micro-batches."""
+        try:
+            events = read_events(self._run / "events.jsonl")
+        except OSError:
+            return False
+        return any(event["event"] == "start" and event["time"] >= self._begun for event in events)

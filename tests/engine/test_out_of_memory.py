@@ -1,0 +1,277 @@
+"""A run that meets the end of memory goes on with smaller micro-batches, and is the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.runs import ON_ROWS, TINY, Finished, Runs, column, difference, events
+from tests.support.workers import by_hand
+from trainwright.engine.checkpoint import Checkpoints
+from trainwright.launch.run_directory import reasons, record
+from trainwright.machine.detect import detect
+from trainwright.planning.resolve import resolve
+from trainwright.recipe.loading import dump_recipe, load_recipe
+
+# Activations of 8 rows take some 500 MiB, of 4 half as much; all that does not depend on the rows takes 100.
+WIDE = (
+    ON_ROWS,
+    "data.pack_length=null",
+    "model.dropout=0",
+    "model.config.intermediate_size=6144",
+    "model.config.num_hidden_layers=4",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=8",
+    "train.max_steps=4",
+    "checkpoint.every=2",
+)
+ROOM = 500
+
+
+def spread(count: int, strategy: str) -> tuple[str, ...]:
+    return f"parallel.num_processes={count}", f"parallel.strategy={strategy}"
+
+
+def limited(runs: Runs, mebibytes: int, *overrides: str) -> tuple[Path, Finished]:
+    """A run whose every process has so much memory beside what it begins with."""
+    run = runs.new_directory("run")
+    arguments = ["train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *overrides]
+    request = {"function": "tests.support.memory:trainwright", "arguments": [mebibytes, *arguments], "cores": None}
+    return run, runs._start({**request, "environment": {}}, None).wait()
+
+
+def made(runs: Runs, *overrides: str) -> Path:
+    """A run's directory as the launcher makes it."""
+    run = runs.new_directory("made")
+    run.mkdir()
+    recipe = resolve(load_recipe(TINY, [*overrides, "logging.tensorboard=false"]), detect()).recipe
+    record(run, dump_recipe(recipe), "tiny", [])
+    return run
+
+
+def same_run(one: Path, other: Path) -> None:
+    assert column(one, "tokens") == column(other, "tokens")
+    assert difference(column(one, "loss"), column(other, "loss")) < 1e-5
+    measured = [[event["metrics"]["loss"] for event in events(run, "evaluate")] for run in (one, other)]
+    assert difference(*measured) < 1e-5 if measured[0] else not measured[1]
+
+
+def rows_kept(run: Path) -> Any:
+    return load_recipe(run / "recipe.yaml").train.micro_batch_size
+
+
+def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
+    unlimited = runs.trained(*WIDE, *spread(1, "single"))
+    run, ended = limited(runs, ROOM, *WIDE, *spread(1, "single"))
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "out_of_memory" and fault["rank"] == 0
+    assert "asked for" in fault["detail"] and "ulimit -d" in fault["detail"]
+    step = fault["step"]
+    assert fault["action"] == f"micro-batch 8 -> 4, accumulation 2 -> 4; step {step} is done again"
+    assert fault["action"] in ended.stdout
+    same_run(run, unlimited)
+    assert len(events(run, "start")) == 1
+
+    assert rows_kept(run) == 4
+    kept = Checkpoints(run / "checkpoints", keep_last=2, keep_best=True)
+    assert load_recipe(kept.path(4) / "recipe.yaml").train.micro_batch_size == 4
+    assert f"train.micro_batch_size 4: 8 ran out of memory at step {step}" in reasons(run)
+    again = runs.trained(recipe=run / "recipe.yaml")
+    assert events(again, "start")[0]["micro_batch_size"] == 4
+    same_run(again, unlimited)
+
+
+def test_ranks_that_did_not_run_out_do_the_step_again_with_the_one_that_did(runs: Runs) -> None:
+    settings = (*WIDE, "train.global_batch_size=32")
+    unlimited = runs.trained(*settings, *spread(2, "ddp"))
+    run = runs.new_directory("run")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    fixed = (1, ROOM, str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false")
+    request = {"function": "tests.support.memory:worker", "arguments": [*fixed, *settings], "cores": None}
+    workers = [runs._start({**request, "environment": each}, None) for each in by_hand(2, port)]
+    for worker in workers:
+        ended = worker.wait()
+        assert ended.code == 0, ended.stdout + ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "out_of_memory" and fault["rank"] == 1
+    assert fault["action"].startswith("micro-batch 8 -> 4, accumulation 2 -> 4; step ")
+    same_run(run, unlimited)
+    assert rows_kept(run) == 4
+
+
+@pytest.mark.parametrize("where", ["micro-batch 0, layer 1", "micro-batch 1, layer 0", "after the exchange"])
+def test_a_step_that_fails_anywhere_leaves_nothing_behind(runs: Runs, where: str) -> None:
+    runs.function("tests.support.memory:abandon", where, processes=2)
+
+
+def test_sharded_ranks_are_started_again_with_half_the_micro_batch(runs: Runs) -> None:
+    unlimited = runs.trained(*WIDE, *spread(2, "fsdp"))
+    run, ended = limited(runs, ROOM, *WIDE, *spread(2, "fsdp"))
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "out_of_memory" and fault["rank"] in (0, 1)
+    assert fault["action"] == "micro-batch 8 -> 4; started again from the newest checkpoint"
+    assert fault["action"] in ended.stdout and ended.stderr == ""
+    assert [start["micro_batch_size"] for start in events(run, "start")] == [8, 4]
+    same_run(run, unlimited)
+    assert rows_kept(run) == 4
+    assert reasons(run)[-1].startswith("train.micro_batch_size 4: 8 ran out of memory at step ")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short rows to train on, and among them one that is longer than all others together."""
+    path = tmp_path_factory.mktemp("rows") / "short.jsonl"
+    rows = [{"question": f"{n}?", "answer": "x" * (450 if n == 20 else 5)} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "long.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}?", "answer": "y" * 450}) + "\n" for n in range(16)))
+    return path
+
+
+def test_they_go_on_from_the_newest_checkpoint(runs: Runs, short: Path) -> None:
+    settings = (
+        *WIDE,
+        f"data.train={short}",
+        "data.validation=null",
+        "data.max_length=512",
+        "model.config.num_hidden_layers=3",
+        "train.global_batch_size=8",
+        "train.micro_batch_size=4",
+        "train.max_steps=5",
+        "checkpoint.every=1",
+        *spread(2, "fsdp"),
+    )
+    unlimited = runs.trained(*settings)
+    tokens = column(unlimited, "tokens")
+    largest = max(range(5), key=lambda step: tokens[step] - (tokens[step - 1] if step else 0)) + 1
+    assert largest > 2
+    run, ended = limited(runs, 650, *settings)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["detail"].endswith(f"at step {largest}")
+    assert [start["resumed_from"] for start in events(run, "start")] == [None, largest - 1]
+    same_run(run, unlimited)
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("ddp", 2)])
+def test_an_evaluation_is_done_again_in_halves_and_training_stays_as_it_is(
+    runs: Runs, short: Path, long: Path, strategy: str, count: int
+) -> None:
+    sources = (f"data.train={short}", f"data.validation={long}", "data.max_length=512", "data.limit=20")
+    settings = (*WIDE, *sources, "model.config.num_hidden_layers=1", *spread(count, strategy))
+    unlimited = runs.trained(*settings)
+    run, ended = limited(runs, 330, *settings)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "out_of_memory" and fault["step"] == 0
+    assert fault["action"] == "validation in micro-batches of 4 and not 8; it is done again"
+    same_run(run, unlimited)
+    assert rows_kept(run) == 8
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2)])
+def test_a_row_that_does_not_fit_ends_the_run_and_says_what_would(runs: Runs, strategy: str, count: int) -> None:
+    packs = ("data.pack_length=1024", "data.max_length=128", "train.micro_batch_size=1", "train.global_batch_size=32")
+    run, ended = limited(runs, 300, *WIDE, *packs, *spread(count, strategy))
+    assert ended.code == 4, ended.stdout + ended.stderr
+    assert "memory ran out on rank" in ended.stderr and "with micro-batches of 1 row:" in ended.stderr
+    for fix in ("train.activation_checkpointing=full", "data.pack_length and data.max_length"):
+        assert fix in ended.stderr
+    assert ("parallel.strategy=fsdp" if strategy == "single" else "parallel.num_processes") in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(events(run, "start")) == 1
+    if strategy == "single":
+        assert events(run, "fault")[0]["action"] == "stop"
+
+
+def test_a_kill_that_the_kernel_did_not_count_is_not_taken_for_the_end_of_memory(runs: Runs) -> None:
+    started = runs.train(ON_ROWS, *spread(2, "ddp"), "train.max_steps=1000")
+    started.wait_for_step(3)
+    victim = max(psutil.Process(started.pid).children(recursive=True), key=lambda worker: worker.memory_info().rss)
+    os.kill(victim.pid, signal.SIGKILL)
+    ended = started.wait()
+    assert ended.code == 4 and "was killed (SIGKILL) from outside" in ended.stderr
+    assert started.run is not None
+    assert len(events(started.run, "start")) == 1 and not events(started.run, "fault")
+    assert rows_kept(started.run) == 2
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of its own, without a limit yet; the test is skipped where that needs other rights."""
+    root = Path("/sys/fs/cgroup")
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    places = [root / "memory" / path.lstrip("/") for _, names, path in lines if "memory" in names.split(",")]
+    places += [root / path.lstrip("/") for _, names, path in lines if not names]
+    group = places[0] / f"trainwright-test-{uuid.uuid4().hex[:8]}"
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("cgroups cannot be made here")
+    try:
+        if _limit_file(group) is None:
+            pytest.skip("cgroups have no memory controller here")
+        yield group
+    finally:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+
+
+def _limit_file(group: Path) -> Path | None:
+    files = [group / name for name in ("memory.max", "memory.limit_in_bytes")]
+    return next((file for file in files if file.is_file()), None)
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2)])
+def test_a_worker_that_the_kernel_kills_for_memory_is_started_again(
+    runs: Runs, cgroup: Path, strategy: str, count: int
+) -> None:
+    settings = (*WIDE, *spread(count, strategy))
+    unlimited = runs.trained(*settings)
+    limit = _limit_file(cgroup)
+    assert limit is not None
+    limit.write_text(str(count * ROOM * 2**20))
+    run = runs.new_directory("run")
+    arguments = ["train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *settings]
+    function = "tests.support.memory:trainwright_in_cgroup"
+    request = {"function": function, "arguments": [str(cgroup), *arguments], "cores": None, "environment": {}}
+    ended = runs._start(request, None).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    faults = events(run, "fault")
+    assert faults and all(fault["kind"] == "out_of_memory" for fault in faults)
+    assert faults[0]["detail"] == "the kernel killed the process"
+    assert faults[0]["action"] == "micro-batch 8 -> 4; started again from the newest checkpoint"
+    same_run(run, unlimited)
+
+
+def test_what_a_run_took_is_beside_what_was_predicted(runs: Runs) -> None:
+    run = made(runs, ON_ROWS, *spread(1, "single"), "train.max_steps=5", "train.global_batch_size=2")
+    plan = json.loads((run / "plan.json").read_text())
+    predicted = {"memory_bytes": 2**30, "tensors_bytes": 2**20, "step_time": 1.0, "tokens_per_second": 1000.0}
+    (run / "plan.json").write_text(json.dumps({**plan, "predicted": predicted}))
+    runs.function("tests.support.memory:work", str(run))
+    assert events(run, "start")[0]["predicted"] == predicted
+    measured = events(run, "finish")[0]["measured"]
+    assert measured["memory_bytes"] == max(column(run, "memory_bytes"))
+    assert measured["step_time"] == sorted(column(run, "step_time")[2:])[1]
+    assert measured["tokens_per_second"] == sorted(column(run, "tokens_per_second")[2:])[1]
