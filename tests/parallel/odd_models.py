@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,9 @@ def train_as_plain_torch(cases: list[tuple[str, dict[str, Any], dict[str, bool]]
     discarded: after a step whose gradients were forgotten.
     """
     world = join("cpu")
+    os.environ.pop(
+        "LOCAL_RANK"
+    )  # which not every launcher gives, and which tells of no device where one is all there is
     for name, settings, so in cases:
         print(name, settings, so, file=sys.stderr)
         options = {key: value for key, value in so.items() if key not in ("recomputed", "discarded")}
@@ -193,8 +197,8 @@ def give_the_whole_model_to_each_rank_alone(names: list[str]) -> None:
 
 
 def _use_the_whole_model(strategy: Strategy) -> None:
-    with strategy.whole() as module, torch.no_grad():
-        assert isinstance(module, Odd)
+    with strategy.whole() as (module, in_step), torch.no_grad():
+        assert isinstance(module, Odd) and in_step is None
         full = {key: parameter.clone() for key, parameter in module.named_parameters()}
         outputs = [module.layers[index](torch.ones(1, WIDTH), 0) for index in range(1 + strategy.world.rank)]
         assert all(output.isfinite().all() for output in outputs)

@@ -123,6 +123,17 @@ def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
     runs.function("tests.parallel.odd_models:give_the_whole_model_to_each_rank_alone", ["fsdp"], processes=2)
 
 
+def test_texts_do_not_need_room_for_a_whole_copy(runs: Runs) -> None:
+    fsdp = "parallel.strategy=fsdp"
+    cases = [
+        [fsdp, "train.mixed_precision=no"],
+        [fsdp, "train.mixed_precision=bf16", "parallel.reshard_after_forward=false"],
+        [fsdp, "train.mixed_precision=no", "parallel.wrap=[LlamaMLP, LlamaDecoderLayer]"],
+        [fsdp, "train.mixed_precision=bf16", "parallel.offload_parameters=true"],
+    ]
+    runs.function("tests.parallel.generation:same_texts_without_room", cases, processes=2)
+
+
 @pytest.mark.parametrize(
     ("wrap", "words"),
     [

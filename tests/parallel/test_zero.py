@@ -152,6 +152,14 @@ def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
     runs.function(where, ["zero2", "zero3"], processes=2)
 
 
+def test_texts_do_not_need_room_for_a_whole_copy(runs: Runs) -> None:
+    cases = [
+        ["train.mixed_precision=no", *SHARDED["zero3"]],
+        ["train.mixed_precision=bf16", *SHARDED["zero3 offloaded"]],
+    ]
+    runs.function("tests.parallel.generation:same_texts_without_room", cases, processes=2)
+
+
 def test_parameters_that_deepspeed_cannot_take_are_refused_by_name(runs: Runs) -> None:
     runs.function("tests.parallel.odd_models:refuse", "zero2", {}, {"has_number": True}, ["layers.0.scale"])
 

@@ -40,13 +40,28 @@ def _statistics(task: Task, strategy: Strategy) -> list[float]:
     return sums.tolist()
 
 
-def generate(task: Task, strategy: Strategy) -> list[tuple[str, str]]:
-    """``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts."""
-    world = strategy.world
+def generate(
+    task: Task, strategy: Strategy, tell: Callable[[str], None], room: int | None = None
+) -> list[tuple[str, str]]:
+    """``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
+
+    Args:
+        tell: gets the reason where the ranks generate in step, which is slower.
+        room: see ``Strategy.whole``.
+    """
+    world, prompts = strategy.world, task.prompts
+    if not prompts:
+        return []
     texts: dict[int, str] = {}
-    with strategy.whole() as module:
-        for index in range(world.rank, len(task.prompts), world.size):
-            texts[index] = task.generate(module, task.prompts[index])
+    with strategy.whole(room) as (module, in_step):
+        if in_step is not None:
+            tell(in_step)
+        for first in range(0, len(prompts), world.size):
+            index = first + world.rank
+            if index < len(prompts):
+                texts[index] = task.generate(module, prompts[index])
+            elif in_step is not None:  # to keep the others company
+                task.generate(module, prompts[-1])
     for part in world.gather(texts):
         texts.update(part)
-    return [(prompt, texts[index]) for index, prompt in enumerate(task.prompts)]
+    return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

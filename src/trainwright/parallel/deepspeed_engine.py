@@ -1,4 +1,4 @@
-"""DeepSpeed as Zero needs it: on this device and process group, quiet, with nothing of it left in the environment."""
+"""DeepSpeed as Zero needs it: on this device and process group, and quiet."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def start_engine(world: World, module: nn.Module, optimizer: Optimizer, config: 
     """
     _refuse_scalars(module)
     deepspeed = importlib.import_module("deepspeed")
-    # It takes its device from the one variable alone, and compares it with Open MPI's. That is not the local rank where
-    # every process sees a GPU of its own only.
-    with _variables({"LOCAL_RANK": str(world.device.index or 0), "OMPI_COMM_WORLD_LOCAL_RANK": None}):
+    # It takes its device from this variable alone, while it trains too, and that is not the local rank where every
+    # process sees a GPU of its own only. Open MPI's is only looked at here.
+    os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
+    with _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
         if cut:
             dtype = next(module.parameters()).dtype
             deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
@@ -91,6 +92,24 @@ def set_hooks(module: nn.Module, tables: Hooks) -> None:
     for part, kept in zip(module.modules(), tables, strict=True):
         for name, table in kept.items():
             setattr(part, name, table)
+
+
+@contextmanager
+def in_step(engine: Any, module: nn.Module) -> Iterator[None]:
+    """For passes through parts of ``module`` that are not the module's own: a ZeRO-3 engine forgets the order it knows.
+
+    Ranks that generate text run equally many of them.
+    """
+    parts = list(module.modules())
+    for part in parts:
+        # By this name transformers knows that ranks have to generate in step; what it says of FSDP is true of ZeRO-3.
+        part._is_fsdp_managed_module = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._is_fsdp_managed_module
+        engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 
 
 def _refuse_scalars(module: nn.Module) -> None:

@@ -31,6 +31,7 @@ from trainwright.errors import RequestError
 from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
+from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.units import find_units
@@ -209,7 +210,7 @@ class FullySharded:
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.to_local().shape),
             placement=tensor_placement(parameter),
-            forward_dtype=dtype_name(_gathered_dtypes(self.module)),
+            forward_dtype=dtype_name(dtype for unit in _units(self.module) for dtype, _ in _gathered_weights(unit)),
             master_dtype=dtype_name(p.dtype for p in updated),
             parameter_device=parameter.to_local().device.type,
             optimizer_device=self._masters[name].device.type,
@@ -221,23 +222,38 @@ class FullySharded:
         )
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
-        units = [unit for unit in self.module.modules() if isinstance(unit, FSDPModule)]
+    def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+        wanted = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
+        reason = no_room(self.world, wanted, room)
+        if reason is not None:
+            # What belongs to no block is used all the time, and its hooks are the module's own, which generation
+            # does not call.
+            self._root.unshard()
+            self._reshard_blocks(True)
+            try:
+                yield self.module, reason
+            finally:
+                self._reshard_blocks(self._reshard)
+                self._root.reset_iter_state()
+            return
         marked = [m for m in self.module.modules() if getattr(m, "_is_fsdp_managed_module", False)]
-        self._root.set_reshard_after_forward(False)
-        for unit in units:
+        self._reshard_blocks(False)
+        for unit in _units(self.module):
             unit.unshard()
         for module in marked:
             # transformers would have all ranks generate in step, and they have different prompts.
             module._is_fsdp_managed_module = False  # type: ignore[assignment]
         try:
-            yield self.module
+            yield self.module, None
         finally:
             for module in marked:
                 module._is_fsdp_managed_module = True  # type: ignore[assignment]
-            self._root.set_reshard_after_forward(self._reshard)
-            self._root.set_reshard_after_forward(False, recurse=False)
+            self._reshard_blocks(self._reshard)
             self._root.reset_iter_state()
+
+    def _reshard_blocks(self, after_forward: bool) -> None:
+        self._root.set_reshard_after_forward(after_forward)
+        self._root.set_reshard_after_forward(False, recurse=False)
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:
@@ -287,12 +303,18 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
 
 
-def _gathered_dtypes(module: nn.Module) -> Iterator[torch.dtype]:
-    """What the units cast their weights to when they gather them. FSDP2 shows it in its own state only."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                yield from (p.param_dtype or p.orig_dtype for p in group.fsdp_params)
+def _units(module: nn.Module) -> list[FSDPModule]:
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def _gathered_weights(unit: FSDPModule) -> Iterator[tuple[torch.dtype, int]]:
+    """The dtype that a unit casts each of its weights to when it gathers it, and the number of elements.
+
+    FSDP2 shows it in its own state only.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            yield parameter.param_dtype or parameter.orig_dtype, math.prod(parameter._orig_size)
 
 
 def _persistent_buffers(module: nn.Module) -> set[str]:

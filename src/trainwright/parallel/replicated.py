@@ -152,5 +152,5 @@ class Replicated:
         )
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
-        yield self.module
+    def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+        yield self.module, None

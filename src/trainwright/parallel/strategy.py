@@ -62,8 +62,13 @@ class Strategy(Protocol):
     def layout(self) -> Layout:
         """How this rank holds the model, read from the live objects. No collective: ranks may disagree on what runs."""
 
-    def whole(self) -> AbstractContextManager[nn.Module]:
-        """The module with all its parameters at hand on every rank, for generation."""
+    def whole(self, room: int | None = None) -> AbstractContextManager[tuple[nn.Module, str | None]]:
+        """The module with all its parameters at hand on every rank, for generation; every rank enters.
+
+        Where they do not fit in ``room`` bytes (None: most of what is free) they are gathered in every forward pass
+        instead: then the ranks have to run the module equally often, which ``generate`` of transformers does here by
+        itself, and the second value says why.
+        """
 
 
 @runtime_checkable

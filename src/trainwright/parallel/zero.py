@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from trainwright.parallel.deepspeed_config import settings
-from trainwright.parallel.deepspeed_engine import hooks, import_deepspeed, set_hooks, start_engine
+from trainwright.parallel.deepspeed_engine import hooks, import_deepspeed, in_step, set_hooks, start_engine
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
+from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
@@ -227,17 +228,24 @@ class Zero:
         )
 
     @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
+    def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         if not self._sharded:
-            yield self._model
+            yield self._model, None
+            return
+        parameters: Any = list(self._model.parameters())
+        wanted = sum(p.ds_numel * p.element_size() for p in parameters)
+        reason = no_room(self.world, wanted, room)
+        if reason is not None:
+            with in_step(self._engine, self._model):
+                yield self._model, reason
             return
         # DeepSpeed's hooks would free each layer when it has run, and gather it again for the next token, with every
         # rank taking part; ranks write answers of different lengths.
         installed = hooks(self._model)
-        with self._gather(list(self._model.parameters())):
+        with self._gather(parameters):
             set_hooks(self._model, self._hooks)
             try:
-                yield self._model
+                yield self._model, None
             finally:
                 set_hooks(self._model, installed)
 

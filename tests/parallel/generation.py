@@ -1,0 +1,79 @@
+"""What each of several processes does to show that texts are the same however the weights come to every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.runs import ON_ROWS, TINY
+from tests.support.strategies import PROMPTS
+from tests.support.training import DTYPES
+from trainwright.engine.evaluate import generate
+from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.task import Task
+from trainwright.machine.cache import cache_root
+from trainwright.machine.detect import detect
+from trainwright.parallel.build import build_strategy
+from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World, join, leave
+from trainwright.planning.resolve import resolve
+from trainwright.recipe.loading import load_recipe
+from trainwright.tasks.registry import build_task
+
+
+def same_texts_without_room(cases: list[list[str]]) -> None:
+    """Every case's texts, with room for a whole copy and without, before a step and after; and the same steps."""
+    world = join("cpu")
+    for overrides in cases:
+        print(overrides, file=sys.stderr)
+        (task, strategy), (_, other) = (built(world, overrides) for _ in range(2))
+        for steps in (0, 20):
+            for _ in range(steps):  # until it has something to say
+                assert step(task, strategy) == step(task, other)
+            reasons: list[str] = []
+            whole = generate(task, strategy, reasons.append)
+            assert not reasons and len(whole) == 3 and (not steps or all(text for _, text in whole)), whole
+            assert generate(task, strategy, reasons.append, room=0) == whole
+            (reason,) = reasons
+            assert "all weights together take 0." in reason and "has room for 0.0 MiB" in reason, reason
+            generate(task, other, reasons.append)
+            assert step(task, strategy) == step(task, other), "what was gathered for texts has changed the training"
+        holds_little_between_passes(strategy)
+    leave()
+
+
+def built(world: World, overrides: Iterable[str]) -> tuple[Task, Strategy]:
+    recipe = resolve(
+        load_recipe(TINY, [ON_ROWS, f"parallel.num_processes={world.size}", *PROMPTS, *overrides]), detect()
+    )
+    task = build_task(recipe.recipe, cache_root())
+    parallel, train = recipe.recipe.parallel, recipe.recipe.train
+    factory = optimizer_factory(recipe.recipe.optimizer)
+    dtype = DTYPES[str(train.mixed_precision)]
+    return task, build_strategy(parallel, world, task.module, task.blocks(), factory, dtype)
+
+
+def step(task: Task, strategy: Strategy) -> float:
+    world = strategy.world
+    strategy.module.train()
+    share = task.stream.global_batch(0).for_rank(world.rank, world.size)
+    for position, micro in enumerate(share, 1):
+        torch.manual_seed(micro.index)
+        strategy.backward(task.loss(strategy.module, micro, world.device).total / 100, last=position == len(share))
+    norm = strategy.gradient_norm()
+    strategy.step(1e-2, 1.0)
+    return norm
+
+
+def holds_little_between_passes(strategy: Strategy) -> None:
+    """Where there is no room, a block is whole while it runs only."""
+    with strategy.whole(0) as (module, reason), module.for_generation() as model:
+        assert reason is not None
+        for _ in range(2):
+            model(torch.ones(1, 4, dtype=torch.long, device=strategy.world.device), use_cache=False)
+            for parameter in model.model.layers.parameters():
+                freed = isinstance(parameter, DTensor) or not parameter.numel() or parameter.ds_persist
+                assert freed, "a block is whole after its pass"
