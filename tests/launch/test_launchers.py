@@ -179,12 +179,13 @@ def test_a_stop_signal_to_any_rank_stops_all_after_a_checkpoint(runs: Runs) -> N
     assert "--resume" in first.stderr and second.stderr == ""
     run = workers[0].run
     assert run is not None and list((run / "checkpoints").glob("step-*/manifest.json"))
-    resumed = start_workers(
-        runs, srun(2, next(_jobs)), f"train.max_steps={events(run, 'step')[-1]['step'] + 2}", "--resume", run=run
-    )
+    reached = events(run, "step")[-1]["step"]
+    resumed = start_workers(runs, srun(2, next(_jobs)), LONG, "--resume", run=run)
+    resumed[0].wait_for_step(reached + 2)
+    resumed[0].kill(signal.SIGTERM)
     first, second = ended(resumed, 60)
-    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
-    assert events(run, "start")[-1]["resumed_from"] is not None
+    assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
+    assert events(run, "start")[-1]["resumed_from"] == reached
 
 
 @pytest.mark.parametrize("command", ["train", "verify"])
