@@ -1,0 +1,85 @@
+"""What a model's passes are made of, from its architecture alone: one list that memory and time both follow from.
+
+``passes(setting, recompute)`` gives the parts of a model, each run once forwards and backwards: the kernels that it
+launches, with their matrix sizes and bytes, and the memory that it keeps and works in. See ``passes.Pass``,
+``tape.Kernel`` and ``shapes.MicroBatch``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.passes import (
+    Pass,
+    Setting,
+    block_pass,
+    embedding_pass,
+    head_pass,
+)
+from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
+from trainwright.planning.operations.tape import Kernel
+from trainwright.planning.operations.weights import Weights, block_weights, end_weights
+
+__all__ = [
+    "BlockKind",
+    "Device",
+    "Kernel",
+    "MicroBatch",
+    "Pass",
+    "Passes",
+    "Setting",
+    "Weights",
+    "block_kinds",
+    "block_pass",
+    "block_weights",
+    "embedding_pass",
+    "end_weights",
+    "head_pass",
+    "passes",
+]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The parts of a model. ``blocks``: one after the other, equal ones being the same object."""
+
+    embedding: Pass
+    blocks: tuple[Pass, ...]
+    head: Pass
+
+
+def passes(setting: Setting, recompute: str | int = "none") -> Passes:
+    """The parts of a model as it is trained, recomputed as the recipe's train.activation_checkpointing says."""
+    return _passes(setting, recompute)
+
+
+@lru_cache(maxsize=128)
+def _passes(setting: Setting, recompute: str | int) -> Passes:
+    every = recompute if isinstance(recompute, int) else 1
+    blocks = []
+    for number, kind in enumerate(block_kinds(setting.architecture), start=1):
+        again = "none"
+        if recompute != "none" and number % every == 0:
+            again = "selective" if recompute == "selective" else "full"
+        blocks.append(block_pass(setting, kind, again, input_wants=setting.trainable or number > 1))
+    return Passes(embedding_pass(setting), tuple(blocks), head_pass(setting))
+
+
+@lru_cache(maxsize=128)
+def block_kinds(a: Architecture) -> tuple[BlockKind, ...]:
+    """The kinds of ``a``'s blocks in order; where only their number is known they are spread evenly."""
+    kinds = []
+    for block in range(a.layers):
+        rotated = _spread(block, a.rotary_layers, a.layers)
+        among = a.layers - a.rotary_layers if 0 < a.rotary_layers < a.layers else a.layers
+        windowed = (among == a.layers or not rotated) and _spread(block, a.windowed_layers, among)
+        kinds.append(BlockKind(windowed, rotated, _spread(block, a.sparse_layers, a.layers)))
+    return tuple(kinds)
+
+
+def _spread(block: int, some: int, among: int) -> bool:
+    """Whether ``block`` is one of ``some``, where every ``among / (among - some)``-th is not."""
+    others = among - some
+    return not others or (block + 1) * others // among == block * others // among

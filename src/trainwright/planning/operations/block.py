@@ -1,0 +1,169 @@
+"""A decoder block of each family as its modelling code runs it (transformers 5, models/*/modeling_*.py).
+
+Local names and the order of calls are those of the modelling code wherever it decides what is alive when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.attention import document_attention, eager_attention, sdpa_attention
+from trainwright.planning.operations.elementary import add, cat, dropout, scale, slices, split, to, view
+from trainwright.planning.operations.experts import sparse_mlp
+from trainwright.planning.operations.layers import linear, mlp, norm, rotate
+from trainwright.planning.operations.shapes import BlockKind, Device, Heads, MicroBatch
+from trainwright.planning.operations.tape import Tape, Tensor
+from trainwright.planning.operations.weights import Weights
+
+_FP32 = 4
+
+
+@dataclass
+class Block:
+    """A block on its tape. ``cos``, ``sin``: the rotary tables of the pass, in the dtype that the family uses."""
+
+    tape: Tape
+    architecture: Architecture
+    kind: BlockKind
+    batch: MicroBatch
+    device: Device
+    weights: Weights
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.architecture.family == "olmo2":
+            return self._norms_after(hidden)
+        if self.architecture.block_norms == 4:
+            return self._norms_around(hidden)
+        if self.architecture.parallel:
+            return self._side_by_side(hidden)
+        return self._norms_before(hidden)
+
+    def _norms_before(self, hidden: Tensor) -> Tensor:
+        residual = hidden
+        hidden = self._norm(hidden, "input_norm")
+        hidden = self._attention(hidden)
+        hidden = self._dropout(hidden)
+        hidden = self._add(residual, hidden)
+        residual = hidden
+        hidden = self._norm(hidden, "post_attention_norm")
+        hidden = self._mlp(hidden)
+        hidden = self._dropout(hidden)
+        return self._add(residual, hidden)
+
+    def _norms_after(self, hidden: Tensor) -> Tensor:
+        residual = hidden
+        hidden = self._attention(hidden)
+        hidden = self._norm(hidden, "post_attention_norm")
+        hidden = self._add(residual, hidden)
+        residual = hidden
+        hidden = self._mlp(hidden)
+        hidden = self._norm(hidden, "post_mlp_norm")
+        return self._add(residual, hidden)
+
+    def _norms_around(self, hidden: Tensor) -> Tensor:
+        residual = hidden
+        hidden = self._norm(hidden, "input_norm")
+        hidden = self._attention(hidden)
+        hidden = self._norm(hidden, "post_attention_norm")
+        hidden = self._add(residual, hidden)
+        residual = hidden
+        hidden = self._norm(hidden, "pre_mlp_norm")
+        hidden = self._mlp(hidden)
+        hidden = self._norm(hidden, "post_mlp_norm")
+        return self._add(residual, hidden)
+
+    def _side_by_side(self, hidden: Tensor) -> Tensor:
+        residual = hidden
+        if self.architecture.block_norms == 1:
+            hidden = self._norm(hidden, "input_norm")
+            attended = self._dropout(self._attention(hidden))
+            made = self._dropout(self._mlp(hidden))
+        else:
+            attended = self._dropout(self._attention(self._norm(hidden, "input_norm")))
+            made = self._dropout(self._mlp(self._norm(hidden, "post_attention_norm")))
+        self.tape.operation = "residual"
+        return add(self.tape, add(self.tape, attended, made), residual)
+
+    def _add(self, residual: Tensor, hidden: Tensor) -> Tensor:
+        self.tape.operation = "residual"
+        if self.architecture.family == "granite":  # by 1 too
+            hidden = scale(self.tape, hidden)
+        return add(self.tape, residual, hidden)
+
+    def _dropout(self, hidden: Tensor) -> Tensor:
+        return dropout(self.tape, hidden, self.architecture.residual_dropout, self.device.is_gpu)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        self.tape.operation = name
+        return norm(self.tape, self.architecture, x, self.weights, name, self.batch.tokens)
+
+    def _attention(self, hidden: Tensor) -> Tensor:
+        tape, a, batch = self.tape, self.architecture, self.batch
+        q, k, v = self._projections(hidden)
+        if self.kind.rotated:
+            tape.operation = "rotary"
+            q, k = self._rotated(q, k)
+        window = a.window if self.kind.windowed else None
+        heads = Heads(
+            a.heads, a.key_value_heads, a.head_dim, window, a.attention_softcap is not None, a.attention_dropout
+        )
+        tape.operation = "attention"
+        masked = batch.masked or (window is not None and window < batch.length)
+        if batch.packed:
+            out = document_attention(tape, q, k, v, heads, batch, self.device)
+        elif a.attention_softcap is not None:
+            out = eager_attention(tape, q, k, v, heads, batch, self.device)
+        else:
+            out = sdpa_attention(tape, q, k, v, heads, batch, self.device, masked)
+        tape.operation = "output"
+        return linear(tape, out, self.weights["output"], self.weights.bias("output"))
+
+    def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]."""
+        tape, a, weights, tokens = self.tape, self.architecture, self.weights, self.batch.tokens
+        widths = (a.query_width, a.key_value_width, a.key_value_width)
+        if a.fused_qkv:
+            tape.operation = "query_key_value"
+            fused = linear(tape, hidden, weights["query_key_value"], weights.bias("query_key_value"))
+            cut = slices if a.family == "phi3" else split
+            q, k, v = cut(tape, fused, [tokens * width for width in widths])
+            return view(tape, q), view(tape, k), view(tape, v)
+        made = []
+        for name in ("query", "key", "value"):
+            tape.operation = name
+            x = view(tape, linear(tape, hidden, weights[name], weights.bias(name)))
+            if a.qk_norm != "none" and name != "value":
+                x = self._norm_of_heads(x, name)
+            made.append(view(tape, x))
+        del x
+        return made[0], made[1], made[2]
+
+    def _norm_of_heads(self, x: Tensor, name: str) -> Tensor:
+        a, tokens = self.architecture, self.batch.tokens
+        heads = a.heads if name == "query" else a.key_value_heads
+        per_head = a.qk_norm == "head" or a.family == "cohere"
+        return norm(self.tape, a, x, self.weights, f"{name}_norm", tokens * (heads if per_head else 1))
+
+    def _rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        tape, a = self.tape, self.architecture
+        width = q.width
+        if a.family == "cohere":
+            q, k = to(tape, q, _FP32), to(tape, k, _FP32)
+        if a.family in ("phi", "phi3", "gpt_neox"):
+            return self._partly_rotated(q), self._partly_rotated(k)
+        rotated = rotate(tape, q, self.cos, self.sin), rotate(tape, k, self.cos, self.sin)
+        return to(tape, rotated[0], width), to(tape, rotated[1], width)
+
+    def _partly_rotated(self, x: Tensor) -> Tensor:
+        part = int(x.numel * self.architecture.rotary)
+        turned, passed = slices(self.tape, x, [part, x.numel - part])
+        return cat(self.tape, [rotate(self.tape, turned, self.cos, self.sin), passed], heads_first=True)
+
+    def _mlp(self, hidden: Tensor) -> Tensor:
+        tape, a = self.tape, self.architecture
+        if self.kind.sparse:
+            return sparse_mlp(tape, a, hidden, self.weights, self.batch.tokens, self.device)
+        return mlp(tape, a, hidden, self.weights)

@@ -1,0 +1,165 @@
+"""What stands before and after the blocks: embeddings, masks and rotary tables; the final norm, the head, the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.elementary import add, dropout, gather, scale, to
+from trainwright.planning.operations.layers import embedding, norm
+from trainwright.planning.operations.shapes import Device, MicroBatch
+from trainwright.planning.operations.tape import Parameter, Tape, Tensor
+from trainwright.planning.operations.weights import Weights
+
+_FP32 = 4
+# models/linear_cross_entropy.py: bytes of the logits of one chunk, and of the fp32 logits a CPU works on at a time.
+_CHUNK_BYTES = 128 * 2**20
+_BLOCK_BYTES = 2 * 2**20
+# Passes over fp32 logits: largest, difference, exponential, sum; difference, exponential, and one that is cut.
+_SOFTMAX_PASSES = 6
+
+
+@dataclass
+class Beginning:
+    """What the blocks are given. ``held``: what the model's forward pass holds beside it until its end."""
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+    held: list[Tensor]
+
+
+def begin(tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, device: Device) -> Beginning:
+    """Embeddings of the tokens, and the tables and masks that all blocks share."""
+    tape.operation = "embedding"
+    tokens = batch.tokens
+    hidden = embedding(tape, weights["embedding"], tokens)
+    held = []
+    if a.scaled_embedding or a.family == "granite":
+        hidden = scale(tape, hidden)
+    if a.learned_positions:
+        positions = embedding(tape, weights["positions"], tokens)
+        held = [hidden, positions]
+        hidden = add(tape, hidden, positions)
+    held.append(hidden)
+    hidden = dropout(tape, hidden, a.embedding_dropout, device.is_gpu)
+    if a.family == "phi":
+        held = [hidden]
+    tape.operation = "mask"
+    held += [tape.new(size, 1) for size in _masks(a, batch)]
+    tape.operation = "rotary"
+    numel = int(a.head_dim * a.rotary) * tokens if a.rotary_layers else 0
+    width = _FP32 if a.family == "olmo2" else hidden.width
+    cos, sin = tape.new(numel, width), tape.new(numel, width)
+    if a.family == "gemma3_text" and 0 < a.windowed_layers < a.layers:
+        held += [tape.new(numel, width), tape.new(numel, width)]  # the other kind of layers has a base of its own
+    return Beginning(hidden, cos, sin, held)
+
+
+def _masks(a: Architecture, batch: MicroBatch) -> list[int]:
+    """Sizes of the masks that transformers makes once for all layers."""
+    if batch.packed:
+        return []
+    size = batch.rows * batch.length**2
+    if a.attention_softcap is not None:  # eager attention adds numbers, and cannot do without
+        size *= _FP32
+        return [size, size]
+    windowed = a.window is not None and a.windowed_layers > 0 and a.window < batch.length
+    plain = batch.masked and a.windowed_layers < a.layers
+    return [size] * (plain + (windowed or (batch.masked and a.windowed_layers > 0)))
+
+
+def head_weight(weights: Weights) -> Parameter:
+    """That of the head, which may be the embedding."""
+    return weights.parameters.get("head", weights["embedding"])
+
+
+def finish(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch) -> Tensor:
+    """Final norm and summed loss (models/causal_lm.py)."""
+    tape.operation = "final_norm"
+    hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
+    tape.operation = "targets"
+    hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
+    tape.operation = "head"
+    return _loss(tape, a, hidden, head_weight(weights), weights.bias("head"), batch.targets)
+
+
+def chunk_rows(vocabulary: int, width: int, targets: int) -> tuple[int, int]:
+    """Rows of a chunk of logits, and how many chunks there are."""
+    size = max(1, _CHUNK_BYTES // (width * vocabulary))
+    count = -(-targets // size)
+    return -(-targets // count) if count else 0, count
+
+
+def _loss(
+    tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, targets: int
+) -> Tensor:
+    """models/linear_cross_entropy.py: the gradients are computed with the loss."""
+    width, wants_hidden = hidden.width, tape.wants(hidden)
+    of_weight: Tensor | None = None
+    of_bias = tape.new(bias.n, _FP32) if tape.grad and bias is not None and bias.trainable else None
+    of_hidden = tape.new(hidden.numel, width) if wants_hidden else None
+    rows, chunks = chunk_rows(weight.n, width, targets)
+    logits: Tensor | None = None
+    for _ in range(chunks):
+        logits = _logits(tape, weight, rows, width)
+        _work_on(tape, a, weight.n, rows, width)
+        if wants_hidden:
+            tape.product(rows, weight.k, weight.n, width)
+        if tape.grad and weight.trainable:
+            of_weight = _added(tape, of_weight, weight, rows, width)
+    del logits
+    if of_weight is not None and of_weight.width != width:
+        of_weight = to(tape, of_weight, width)
+    total = tape.new(1 if tape.grad else targets, _FP32)
+    inputs: list[tuple[Tensor | Parameter | None, Tensor | None]]
+    inputs = [(hidden, of_hidden), (weight, of_weight), (bias, of_bias)]
+    given = [(value, tape.save(grad)) for value, grad in inputs if grad is not None]
+    if given:
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            made: list[Tensor | None] = []
+            for _, kept in given:
+                grad = kept.get().alias()
+                tape.launch("elementwise", grad.bytes, grad.bytes)
+                made.append(grad)
+            return made
+
+        tape.record([total], [value for value, _ in given], apply)
+    return total
+
+
+def _logits(tape: Tape, weight: Parameter, rows: int, width: int) -> Tensor:
+    """Of one chunk, made while those of the chunk before are still there."""
+    made = tape.new(rows * weight.n, width)
+    tape.product(rows, weight.n, weight.k, width)
+    return made
+
+
+def _work_on(tape: Tape, a: Architecture, columns: int, rows: int, width: int) -> None:
+    """Softmax and its gradient of a chunk of logits: in fp32, on a CPU as many rows at a time as its cache holds."""
+    at_once = rows
+    if not tape.device.is_gpu and rows:
+        pieces = -(-rows // max(1, _BLOCK_BYTES // (_FP32 * columns)))
+        at_once = -(-rows // pieces)
+    copies = 2 if a.logit_softcap is None else 3
+    tape.new(copies * at_once * columns, _FP32)
+    numbers = rows * columns
+    tape.launch("elementwise", numbers * width, numbers * _FP32)
+    for _ in range(_SOFTMAX_PASSES + (6 if a.logit_softcap is not None else 0) + a.scaled_logits):
+        tape.launch("elementwise", numbers * _FP32, numbers * _FP32)
+    tape.launch("elementwise", numbers * _FP32, numbers * width)
+
+
+def _added(tape: Tape, before: Tensor | None, weight: Parameter, rows: int, width: int) -> Tensor:
+    """The gradient of the head with that of one more chunk; in fp32 as soon as there is more than one."""
+    if before is not None and width == _FP32:
+        tape.product(weight.n, weight.k, rows, width, transposed=True)
+        return before
+    total = None if before is None else to(tape, before, _FP32)
+    part = tape.new(weight.numel, width)
+    tape.product(weight.n, weight.k, rows, width, transposed=True)
+    if total is None:
+        return part
+    tape.launch("elementwise", total.bytes + part.bytes, total.bytes)
+    return total

@@ -1,0 +1,109 @@
+"""An MLP of experts as transformers runs it on sorted tokens (integrations/moe.py, grouped_mm)."""
+
+from __future__ import annotations
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.elementary import add, from_result, gather, mul, split, to, view
+from trainwright.planning.operations.layers import activation, linear, mlp, softmax
+from trainwright.planning.operations.shapes import Device
+from trainwright.planning.operations.tape import Parameter, Tape, Tensor
+from trainwright.planning.operations.weights import Weights
+
+_FP32, _INT64 = 4, 8
+
+
+def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int, device: Device) -> Tensor:
+    """The experts that each token goes to, weighed, and what all tokens go through beside them."""
+    shared = mlp(tape, a, hidden, weights, "shared.") if a.shared_intermediate else None
+    scores, indices = _route(tape, a, hidden, weights, tokens)
+    tape.operation = "experts"
+    out = _experts(tape, a, hidden, scores, indices, weights, tokens)
+    if shared is not None:
+        tape.operation = "shared_gate"
+        if a.shared_gate:
+            gate = from_result(tape, linear(tape, hidden, weights["shared_gate"]))
+            shared = mul(tape, shared, gate)
+        out = add(tape, out, shared)
+    return view(tape, out)
+
+
+def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts of each token."""
+    tape.operation = "router"
+    logits = linear(tape, hidden, weights["router"])
+    probabilities = softmax(tape, to(tape, logits, _FP32))
+    chosen = tokens * a.experts_per_token
+    indices = tape.new(chosen, _INT64)
+    scores = gather(tape, probabilities, chosen, indices)
+    return to(tape, scores, hidden.width), indices
+
+
+def _experts(
+    tape: Tape, a: Architecture, hidden: Tensor, scores: Tensor, indices: Tensor, weights: Weights, tokens: int
+) -> Tensor:
+    selected = tokens * a.experts_per_token
+    sorted_ids, order = tape.new(selected, _INT64), tape.new(selected, _INT64)
+    of_token = tape.new(selected, _INT64)
+    states = gather(tape, hidden, selected * a.hidden, of_token)
+    sample_weights = gather(tape, scores, selected, order)
+    histogram = tape.new(selected, _FP32)
+    out = grouped_linear(tape, states, weights["experts.gate_up"], a.experts)
+    gate, up = split(tape, out, [selected * a.expert_intermediate] * 2)
+    out = mul(tape, activation(tape, gate, a.activation), up)
+    del gate, up
+    out = grouped_linear(tape, out, weights["experts.down"], a.experts)
+    weighted = mul(tape, out, sample_weights)
+    back = tape.new(selected, _INT64)
+    weighted = gather(tape, weighted, weighted.numel, back)
+    del sorted_ids, histogram, indices
+    return _sum_of_each(tape, weighted, tokens * a.hidden)
+
+
+def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    out = tape.new(numel, x.width)
+    tape.launch("reduction", x.bytes, out.bytes)
+    if tape.wants(x):
+        whole = x.numel
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            seen = Tensor(tape, grad.storage, whole, grad.width)  # expanded, without memory of its own
+            seen.base = grad
+            return [seen]
+
+        tape.record([out], [x], apply)
+    return out
+
+
+def grouped_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Tensor:
+    """Each expert's rows of ``x`` times its own matrix; the gradient of the weights is that of all experts."""
+    n, k, width = weight.n // experts, weight.k, x.width
+    rows = x.numel // k
+    each = -(-rows // experts)
+    wants_x = tape.wants(x)
+    kept = tape.save(x) if tape.grad and weight.trainable else None
+    if wants_x:
+        tape.save(None)
+
+    def multiply() -> list[Tensor]:
+        made = tape.new(rows * n, width)
+        tape.product(each, n, k, width, experts)
+        return [made]
+
+    out = tape.result("grouped", multiply)[0]
+    if tape.wants(x, weight):
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            of_x = of_weight = None
+            if wants_x:
+                of_x = tape.new(rows * k, width)
+                tape.product(each, k, n, width, experts)
+            if kept is not None:
+                kept.get()
+                of_weight = tape.new(weight.numel, width)
+                tape.product(n, k, each, width, experts, transposed=True)
+            return [of_x, of_weight]
+
+        tape.record([out], [x, weight], apply)
+    return out

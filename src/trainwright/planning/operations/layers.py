@@ -1,0 +1,217 @@
+"""The modules of decoders, as transformers writes them: products, norms, rotary positions, embeddings."""
+
+from __future__ import annotations
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.elementary import (
+    add,
+    as_tensor,
+    cat,
+    from_input,
+    from_result,
+    mean,
+    mul,
+    neg,
+    scale,
+    shift,
+    slices,
+    split,
+    square,
+    to,
+    view,
+)
+from trainwright.planning.operations.tape import Parameter, Tape, Tensor
+from trainwright.planning.operations.weights import Weights
+
+_FP32 = 4
+
+
+def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
+    """``x`` [rows, k] times ``weight`` [n, k]; flattened to two dimensions, as torch does with three."""
+    flat = view(tape, x)
+    rows = x.numel // weight.k
+    n, k, width = weight.n, weight.k, x.width
+    saves_x, saves_weight = tape.grad and weight.trainable, tape.wants(x)
+    kept = tape.save(flat) if saves_x else None
+    if saves_weight:
+        tape.save(None)
+
+    def multiply() -> list[Tensor]:
+        made = tape.new(rows * n, width)
+        tape.product(rows, n, k, width)
+        return [made]
+
+    out = tape.result("product", multiply)[0]
+    if tape.wants(x, weight, *(() if bias is None else (bias,))):
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            of_x = of_weight = of_bias = None
+            if kept is not None:
+                of_weight = tape.new(n * k, width)
+                tape.product(n, k, rows, width, transposed=True)
+                kept.get()
+            if saves_weight:
+                of_x = tape.new(rows * k, width)
+                tape.product(rows, k, n, width)
+            if bias is not None and bias.trainable:
+                of_bias = tape.new(n, width)
+                tape.launch("reduction", grad.bytes, of_bias.bytes)
+            return [of_x, of_weight, of_bias]
+
+        tape.record([out], [flat, weight, bias], apply)
+    del flat
+    return view(tape, out)
+
+
+def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
+    """LlamaRMSNorm: normalised in fp32, then in the dtype of ``x`` times the weight."""
+    width = x.width
+    x = to(tape, x, _FP32)
+    variance = mean(tape, square(tape, x), rows)
+    x = mul(tape, x, from_result(tape, shift(tape, variance), temporaries=2))
+    return mul(tape, to(tape, x, width), weight)
+
+
+def rms_norm_in_fp32(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
+    """Olmo2RMSNorm: times the weight before it goes back to the dtype of ``x``."""
+    width = x.width
+    x = to(tape, x, _FP32)
+    variance = mean(tape, square(tape, x), rows)
+    x = mul(tape, x, from_result(tape, shift(tape, variance), temporaries=2))
+    return to(tape, mul(tape, x, weight), width)
+
+
+def rms_norm_of_gemma(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
+    """GemmaRMSNorm: times one plus the weight, in fp32."""
+
+    def normalised(x: Tensor) -> Tensor:
+        return mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
+
+    output = normalised(to(tape, x, _FP32))
+    output = mul(tape, output, shift(tape, as_tensor(tape, weight, _FP32)))
+    return to(tape, output, x.width)
+
+
+def layer_norm_of_cohere(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
+    """CohereLayerNorm: in fp32, in single operations, without a bias."""
+    width = x.width
+    x = to(tape, x, _FP32)
+    middle = mean(tape, x, rows)
+    variance = mean(tape, square(tape, add(tape, x, middle)), rows)
+    x = mul(tape, add(tape, x, middle), from_result(tape, shift(tape, variance), temporaries=2))
+    x = mul(tape, x, as_tensor(tape, weight, _FP32))
+    return to(tape, x, width)
+
+
+def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None, rows: int) -> Tensor:
+    """torch.nn.LayerNorm."""
+    recorded = tape.wants(x, weight)
+    kept = tape.save(x) if recorded else None
+    if recorded:
+        tape.save(None)
+    out = tape.new(x.numel, x.width)
+    middle, deviation = tape.new(rows, x.width), tape.new(rows, x.width)
+    tape.launch("reduction", x.bytes, x.bytes)
+    if kept is not None:
+        statistics = tape.save(middle), tape.save(deviation)
+        numel, width, wants_x = x.numel, x.width, x.node is not None
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            kept.get()
+            for one in statistics:
+                one.get()
+            of_x = tape.new(numel, width) if wants_x else None
+            of_weight = tape.new(weight.n, width) if weight.trainable else None
+            of_bias = tape.new(weight.n, width) if bias is not None and bias.trainable else None
+            tape.launch("reduction", 2 * grad.bytes, grad.bytes)
+            return [of_x, of_weight, of_bias]
+
+        tape.record([out], [x, weight, bias], apply)
+    return out
+
+
+def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
+    """The norm of ``a``'s family, of ``rows`` rows."""
+    weight = weights[name]
+    if a.family == "cohere":
+        return layer_norm_of_cohere(tape, x, weight, rows)
+    if a.norm == "layer":
+        return layer_norm(tape, x, weight, weights.bias(name), rows)
+    if a.family.startswith("gemma"):
+        return rms_norm_of_gemma(tape, x, weight, rows)
+    return rms_norm_in_fp32(tape, x, weight, rows) if a.family == "olmo2" else rms_norm(tape, x, weight, rows)
+
+
+def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:
+    """The plain MLP, or one of that form whose weights begin with ``prefix``."""
+
+    def project(x: Tensor, name: str) -> Tensor:
+        tape.operation = name = f"{prefix}{name}"
+        return linear(tape, x, weights[name], weights.bias(name))
+
+    def act(x: Tensor) -> Tensor:
+        tape.operation = f"{prefix}activation"
+        return activation(tape, x, a.activation)
+
+    def times(x: Tensor, y: Tensor) -> Tensor:
+        tape.operation = f"{prefix}activation"
+        return mul(tape, x, y)
+
+    if a.fused_gate_up:
+        up = project(x, "gate_up")
+        gate, up = split(tape, up, [up.numel // 2] * 2)
+        up = times(up, act(gate))
+        return project(up, "down")
+    if a.gated:
+        return project(times(act(project(x, "gate")), project(x, "up")), "down")
+    x = project(x, "up")
+    x = act(x)
+    return project(x, "down")
+
+
+def activation(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """transformers.activations.ACT2FN."""
+    if name == "gelu_new":
+        half = scale(tape, x)
+        return mul(
+            tape,
+            half,
+            shift(tape, from_result(tape, scale(tape, add(tape, x, scale(tape, square(tape, x)))))),
+        )
+    return from_result(tape, x) if name == "relu" else from_input(tape, x)
+
+
+def softmax(tape: Tape, x: Tensor) -> Tensor:
+    return from_result(tape, x)
+
+
+def rotate_half(tape: Tape, x: Tensor) -> Tensor:
+    first, second = slices(tape, x, [x.numel // 2, x.numel // 2])
+    return cat(tape, [neg(tape, second), first], heads_first=True)
+
+
+def rotate(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """apply_rotary_pos_emb of one of queries and keys."""
+    return add(tape, mul(tape, x, cos), mul(tape, rotate_half(tape, x), sin))
+
+
+def embedding(tape: Tape, weight: Parameter, tokens: int) -> Tensor:
+    """Rows of ``weight`` [V, H]; the gradient is as large as all of it."""
+    out = tape.new(tokens * weight.k, weight.width)
+    tape.launch("copy", out.bytes, out.bytes)
+    if tape.grad and weight.trainable:
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            whole = tape.new(weight.numel, weight.width)
+            tape.launch("copy", 0, whole.bytes)
+            tape.launch("copy", 2 * grad.bytes, grad.bytes)
+            return [whole]
+
+        tape.record([out], [weight], apply)
+    return out

@@ -1,0 +1,191 @@
+"""Passes over a part of a model: what they keep, how much memory they take beside it, which kernels they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.block import Block
+from trainwright.planning.operations.ends import begin, finish
+from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
+from trainwright.planning.operations.tape import Kernel, Parameter, Tape, Tensor
+from trainwright.planning.operations.weights import block_weights, end_weights
+
+Recompute = Literal["none", "full", "selective"]
+_KEPT: dict[Recompute, frozenset[str]] = {
+    "full": frozenset(),
+    "selective": frozenset({"product", "attention", "grouped"}),
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A gradient that is ready. ``peak``: most bytes since the moment before; ``live``: bytes at it. Both without the
+    gradients of parameters, and beyond what there was before the part ran forwards."""
+
+    name: str
+    numel: int
+    peak: int
+    live: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A part of a model run forwards and backwards. Bytes are those of activations: no parameters, none of their gradients.
+
+    ``forward_peak``: most bytes during the forward pass, the part's input counted in. ``kept``: bytes that wait for
+    the backward pass, without the output. ``keeps_input``: whether the input is among them. ``output``: its bytes.
+    ``moments``: of the gradients, in the order in which they come. ``backward_peak``: most bytes in the backward
+    pass, what was kept and the incoming gradient counted in. ``evaluation_peak``: most bytes without gradients.
+    ``held``: bytes that stay until the end of the model's forward pass, and no longer; ``holds_output``: the output
+    is among what does, if nothing keeps it longer.
+    ``forward``, ``backward``: the kernels, recomputation counted in the latter.
+    """
+
+    forward_peak: int
+    kept: int
+    keeps_input: bool
+    output: int
+    moments: tuple[Moment, ...]
+    backward_peak: int
+    evaluation_peak: int
+    held: int
+    holds_output: bool
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What passes are run with. ``width``: bytes of a number of activations and weights that compute. ``trainable``:
+    whether the model's own weights are trained."""
+
+    architecture: Architecture
+    batch: MicroBatch
+    device: Device
+    width: int
+    trainable: bool = True
+
+
+@lru_cache(maxsize=512)
+def block_pass(setting: Setting, kind: BlockKind, recompute: Recompute, input_wants: bool = True) -> Pass:
+    """One block. ``input_wants``: whether a gradient goes on to what is before it."""
+    a, batch = setting.architecture, setting.batch
+
+    def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
+        weights = block_weights(a, kind, setting.width, setting.trainable)
+        tables = [tape.new(0, setting.width) for _ in range(2)]
+        for table in tables:
+            table.numel = int(a.head_dim * a.rotary) * batch.tokens
+            table.width = 4 if a.family == "olmo2" else setting.width
+        block = Block(tape, a, kind, batch, setting.device, weights, *tables)
+        if recompute == "none" or not tape.grad:
+            return block
+        return lambda hidden: tape.checkpoint(partial(block, hidden), _KEPT[recompute])
+
+    return _run(setting, prepare, input_wants)
+
+
+@lru_cache(maxsize=512)
+def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
+    """The final norm, the head and the loss."""
+
+    def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
+        weights = end_weights(setting.architecture, setting.width, setting.trainable)
+        return lambda hidden: finish(tape, setting.architecture, hidden, weights, setting.batch)
+
+    return _run(setting, prepare, input_wants)
+
+
+@lru_cache(maxsize=512)
+def embedding_pass(setting: Setting) -> Pass:
+    """What is before the blocks; the rotary tables are in what is kept."""
+    a, batch = setting.architecture, setting.batch
+    tape = Tape(setting.device)
+    weights = end_weights(a, setting.width, setting.trainable)
+    beginning = begin(tape, a, weights, batch, setting.device)
+    forward, peak = tuple(tape.kernels), tape.peak
+    hidden, whole = beginning.hidden, tape.live
+    holds_output = any(one.storage is hidden.storage for one in beginning.held)
+    beginning.held.clear()
+    held = whole - tape.live
+    tables = [beginning.cos, beginning.sin]
+    del beginning
+    output = hidden.bytes
+    kept = tape.live - output
+    moments: tuple[Moment, ...] = ()
+    outputs = [hidden]
+    del hidden
+    if outputs[0].node is not None:
+        moments = _backward(tape, outputs)
+    del tables
+    return Pass(
+        forward_peak=peak,
+        kept=kept,
+        keeps_input=False,
+        output=output,
+        moments=moments,
+        backward_peak=tape.peak,
+        evaluation_peak=peak,
+        held=held,
+        holds_output=holds_output,
+        forward=forward,
+        backward=tuple(tape.kernels[len(forward) :]),
+    )
+
+
+def _run(setting: Setting, prepare: Callable[[Tape], Callable[[Tensor], Tensor]], input_wants: bool) -> Pass:
+    numel = setting.batch.tokens * setting.architecture.hidden
+    evaluation = Tape(setting.device)
+    with evaluation.no_grad():
+        prepare(evaluation)(evaluation.new(numel, setting.width))
+    tape = Tape(setting.device)
+    part = prepare(tape)
+    hidden = tape.new(numel, setting.width)
+    storage = hidden.storage
+    if input_wants:
+        tape.leaf(hidden)
+    inputs = [hidden]
+    del hidden
+    output = [part(inputs.pop())]
+    del part
+    forward, forward_peak = tuple(tape.kernels), tape.peak
+    size, keeps_input = output[0].bytes, storage.handles > 0
+    kept = tape.live - size
+    tape.peak = tape.live
+    moments: tuple[Moment, ...] = ()
+    if output[0].node is not None:
+        moments = _backward(tape, output)
+    return Pass(
+        forward_peak=forward_peak,
+        kept=kept,
+        keeps_input=keeps_input,
+        output=size,
+        moments=moments,
+        backward_peak=tape.peak,
+        evaluation_peak=evaluation.peak,
+        held=0,
+        holds_output=False,
+        forward=forward,
+        backward=tuple(tape.kernels[len(forward) :]),
+    )
+
+
+def _backward(tape: Tape, output: list[Tensor]) -> tuple[Moment, ...]:
+    """Run the backward pass of the only tensor in ``output``, which is given up; ``tape.peak`` is then that since the
+    last gradient."""
+    moments: list[Moment] = []
+
+    def receive(parameter: Parameter, grad: Tensor) -> None:
+        live = tape.live - grad.bytes
+        moments.append(Moment(parameter.name, parameter.numel, tape.peak, live))
+        tape.peak = live
+
+    tape.receive = receive
+    tape.peak = tape.live
+    incoming = [tape.new(output[0].numel, output[0].width)]
+    tape.backward(output.pop(), incoming.pop())
+    return tuple(moments)

@@ -1,0 +1,90 @@
+"""The shapes that a pass over a model has, and what it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The shape of one pass over the model, on one device.
+
+    ``rows`` of ``length`` tokens each, padding counted in; packed: one row, which is all the documents end to end.
+    ``documents``: lengths with how many there are of each; of padded rows, one document a row.
+    ``targets``: tokens whose prediction is in the loss. ``masked``: padded rows of unequal lengths, which need a mask.
+    """
+
+    rows: int
+    length: int
+    documents: tuple[tuple[int, int], ...]
+    targets: int
+    packed: bool
+    masked: bool
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are computed."""
+        return self.rows * self.length
+
+    @property
+    def longest(self) -> int:
+        return max(length for length, _ in self.documents)
+
+    @property
+    def second_longest(self) -> int:
+        """Length of the longest document beside the longest one; 0 where that is the only one."""
+        lengths = sorted((length for length, count in self.documents for _ in range(min(2, count))), reverse=True)
+        return lengths[1] if len(lengths) > 1 else 0
+
+    def each_document(self, most: int) -> Iterator[tuple[int, int]]:
+        """The documents as (length, count): one by one, but equal ones together where there are more than ``most``."""
+        total = sum(count for _, count in self.documents)
+        together = max(1, -(-total // most))
+        for length, count in self.documents:
+            for begin in range(0, count, together):
+                yield length, min(together, count - begin)
+
+    @property
+    def pairs(self) -> int:
+        """A query with each key that it may see, in whole documents."""
+        return sum(count * length * (length + 1) // 2 for length, count in self.documents)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of one layer's attention. ``window``: tokens that a query sees, itself among them."""
+
+    queries: int
+    keys: int
+    size: int
+    window: int | None = None
+    softcap: bool = False
+    dropout: float = 0.0
+
+    @property
+    def group(self) -> int:
+        return self.queries // self.keys
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the kernels run on. ``threads``: of a process on a CPU."""
+
+    kind: Literal["cpu", "cuda"]
+    threads: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind == "cuda"
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """In what blocks of one model differ. ``windowed``: attention looks back a window only. ``rotated``: queries and
+    keys are. ``sparse``: its MLP has experts."""
+
+    windowed: bool
+    rotated: bool
+    sparse: bool

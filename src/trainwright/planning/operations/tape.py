@@ -1,0 +1,353 @@
+"""Eager tensors without numbers: the memory that PyTorch would hold, and the kernels that it would launch.
+
+A block is written in this package as its modelling code is written, on tensors that know their size and nothing
+else. What is alive is then what reference counting keeps alive, as it is in torch: a tensor's bytes are freed when
+the last handle on its storage goes. Every operation leaves the node that autograd would record, with what it would
+save, and ``Tape.backward`` runs the nodes in autograd's order, adding gradients up in place where autograd does
+(torch/csrc/autograd: engine.cpp, input_buffer.cpp, functions/accumulate_grad.h). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+from trainwright.planning.operations.shapes import Device
+
+KernelKind = Literal["product", "attention", "elementwise", "reduction", "copy"]
+Edge = tuple["Node", int]
+Apply = Callable[[list["Tensor | None"]], list["Tensor | None"]]
+
+
+class Kernel(NamedTuple):
+    """One launch on the device.
+
+    ``operation``: what it is part of. ``read``, ``written``: bytes of the tensors it reads and writes. ``flops``: of
+    products and attention. A product is ``times`` products of [m, k] with [k, n].
+    """
+
+    operation: str
+    kind: KernelKind
+    read: int
+    written: int
+    flops: int = 0
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    times: int = 0
+
+
+class Storage:
+    """Memory that handles share."""
+
+    __slots__ = ("bytes", "handles")
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+        self.handles = 0
+
+
+class Tensor:
+    """A handle on a storage, or on a part of it.
+
+    ``width``: bytes of a number. ``heads_first``: of a tensor [B, H, L, D], whether its memory is in that order;
+    else it is in the order [B, L, H, D] that projections give. ``base``: what this is a view of, kept as torch
+    keeps it.
+    """
+
+    __slots__ = ("base", "heads_first", "node", "numel", "slot", "storage", "tape", "width")
+
+    def __init__(self, tape: Tape, storage: Storage, numel: int, width: int, heads_first: bool = False) -> None:
+        self.tape = tape
+        self.storage = storage
+        self.numel = numel
+        self.width = width
+        self.heads_first = heads_first
+        self.node: Node | None = None
+        self.slot = 0
+        self.base: Tensor | None = None
+        storage.handles += 1
+
+    def __del__(self) -> None:
+        self.storage.handles -= 1
+        if not self.storage.handles:
+            self.tape.live -= self.storage.bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.width
+
+    def alias(self) -> Tensor:
+        """Another handle, without a history."""
+        return Tensor(self.tape, self.storage, self.numel, self.width, self.heads_first)
+
+
+class Parameter:
+    """A weight [n, k] (k = 1: a vector), whose memory is accounted for elsewhere."""
+
+    __slots__ = ("k", "n", "name", "node", "trainable", "width")
+
+    def __init__(self, name: str, n: int, k: int, width: int, trainable: bool) -> None:
+        self.name = name
+        self.n = n
+        self.k = k
+        self.width = width
+        self.trainable = trainable
+        self.node: Node | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.width
+
+
+class Node:
+    """What autograd records of an operation: where gradients go on to, and how they are computed."""
+
+    __slots__ = ("__weakref__", "apply", "edges", "operation", "outputs", "sequence")
+
+    def __init__(self, sequence: float, operation: str, edges: list[Edge | None], outputs: int, apply: Apply) -> None:
+        self.sequence = sequence
+        self.operation = operation
+        self.edges = edges
+        self.outputs = outputs
+        self.apply: Apply | None = apply
+
+
+class Saved:
+    """A tensor saved for the backward pass, or the promise to compute it again."""
+
+    __slots__ = ("__weakref__", "_frame", "tensor")
+
+    def __init__(self, tensor: Tensor | None, frame: Frame | None = None) -> None:
+        self.tensor = tensor
+        self._frame = frame
+
+    def get(self) -> Tensor:
+        if self.tensor is None:
+            assert self._frame is not None
+            self._frame.fill()
+        assert self.tensor is not None
+        return self.tensor
+
+
+class _Stop(Exception):
+    """Everything that was saved has been computed again."""
+
+
+class Frame:
+    """A call whose saved tensors are computed again when the first of them is wanted (torch.utils.checkpoint).
+
+    ``keep``: kinds of kernels whose results are kept all the same, in ``kept``.
+    """
+
+    def __init__(self, tape: Tape, call: Callable[[], object], keep: frozenset[str]) -> None:
+        self.tape = tape
+        self.keep = keep
+        self.kept: deque[list[Tensor]] = deque()
+        self.filling = False
+        self._call = call
+        self._promises: list[weakref.ref[Saved]] = []
+        self._position = 0
+
+    def save(self, tensor: Tensor | None) -> Saved:
+        if not self.filling:
+            promise = Saved(None, self)
+            self._promises.append(weakref.ref(promise))
+            return promise
+        promise_or_none = self._promises[self._position]()
+        self._position += 1
+        if promise_or_none is not None and tensor is not None:
+            promise_or_none.tensor = tensor.alias()
+        if self._position == len(self._promises):
+            raise _Stop
+        return Saved(tensor)
+
+    def fill(self) -> None:
+        self.filling, self._position = True, 0
+        outer, self.tape.frame = self.tape.frame, self
+        try:
+            self._call()
+        except _Stop:
+            pass
+        finally:
+            self.tape.frame = outer
+
+
+class Tape:
+    """Counts what is alive, and the kernels that were launched, as a program runs on it.
+
+    ``live``, ``peak``: bytes. ``operation``: the name that kernels are recorded under. ``receive``: is given
+    the gradients of parameters, and lets them go unless it keeps a handle.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.live = 0
+        self.peak = 0
+        self.kernels: list[Kernel] = []
+        self.operation = ""
+        self.grad = True
+        self.frame: Frame | None = None
+        self.receive: Callable[[Parameter, Tensor], None] = lambda parameter, grad: None
+        self._sequence = 0
+
+    def new(self, numel: int, width: int, heads_first: bool = False) -> Tensor:
+        size = numel * width
+        self.live += size
+        if self.live > self.peak:
+            self.peak = self.live
+        return Tensor(self, Storage(size), numel, width, heads_first)
+
+    def launch(self, kind: KernelKind, read: int, written: int) -> None:
+        self.kernels.append(Kernel(self.operation, kind, read, written))
+
+    def product(self, m: int, n: int, k: int, width: int, times: int = 1, transposed: bool = False) -> None:
+        """``transposed``: the first of the two is [k, m] in memory."""
+        if width < 4 and not self.device.is_gpu:
+            self.new(self.device.threads * _product_room(m, n, k, transposed), 1)
+        read, written = times * k * (m + n) * width, times * m * n * width
+        self.kernels.append(Kernel(self.operation, "product", read, written, 2 * times * m * n * k, m, n, k, times))
+
+    def result(self, kind: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """What ``make`` computes; taken from what was kept where selective recomputation has it."""
+        frame = self.frame
+        if frame is None or kind not in frame.keep:
+            return make()
+        if frame.filling:
+            return [kept.alias() for kept in frame.kept.popleft()]
+        made = make()
+        frame.kept.append([tensor.alias() for tensor in made])
+        return made
+
+    def save(self, tensor: Tensor | None) -> Saved:
+        """Keep ``tensor`` (None: a parameter) for the backward pass."""
+        return Saved(tensor) if self.frame is None else self.frame.save(tensor)
+
+    def wants(self, *inputs: Tensor | Parameter) -> bool:
+        """Whether an operation on ``inputs`` is recorded."""
+        return self.grad and any(
+            (value.trainable if isinstance(value, Parameter) else value.node is not None) for value in inputs
+        )
+
+    def record(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor | Parameter | None], apply: Apply) -> None:
+        """Make ``outputs`` those of a node that passes gradients on to ``inputs``."""
+        self._sequence += 1
+        edges = [None if value is None else self._edge(value) for value in inputs]
+        node = Node(self._sequence, self.operation, edges, len(outputs), apply)
+        for slot, output in enumerate(outputs):
+            output.node, output.slot = node, slot
+
+    def leaf(self, tensor: Tensor) -> None:
+        """Make ``tensor`` the output of something before the tape, which takes its gradient."""
+        self.record([tensor], [], lambda grads: [])
+
+    def _edge(self, value: Tensor | Parameter) -> Edge | None:
+        if isinstance(value, Tensor):
+            return None if value.node is None else (value.node, value.slot)
+        if not value.trainable:
+            return None
+        if value.node is None:
+
+            def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+                assert grads[0] is not None
+                self.receive(value, grads[0])
+                return []
+
+            value.node = Node(float("inf"), value.name, [], 1, apply)
+        return value.node, 0
+
+    @contextmanager
+    def no_grad(self) -> Iterator[None]:
+        outer, self.grad = self.grad, False
+        yield
+        self.grad = outer
+
+    def checkpoint(self, call: Callable[[], Tensor], keep: frozenset[str] = frozenset()) -> Tensor:
+        """``call`` with what it saves computed again in the backward pass, but for the results of ``keep``."""
+        assert self.frame is None, "recomputation inside recomputation"
+        frame = self.frame = Frame(self, call, keep)
+        try:
+            return call()
+        finally:
+            self.frame = None
+            del frame
+
+    def backward(self, output: Tensor, grad: Tensor) -> None:
+        """Run the nodes behind ``output``; the only handles on it and on ``grad`` should be the caller's."""
+        root = output.node
+        assert root is not None
+        waiting = _dependencies(root)
+        buffers: dict[Node, list[Tensor | None]] = {root: [None] * root.outputs}
+        buffers[root][output.slot] = grad
+        del grad, output
+        count = 0
+        ready = [(-root.sequence, count, root)]
+        while ready:
+            node = heapq.heappop(ready)[2]
+            self.operation = node.operation
+            grads = buffers.pop(node)
+            assert node.apply is not None
+            results = node.apply(grads)
+            # Saved tensors and incoming gradients go before outgoing ones are added up.
+            if node.sequence != float("inf"):
+                node.apply = None
+            del grads
+            results.reverse()
+            for edge in node.edges:
+                result = results.pop()
+                if edge is None:
+                    continue
+                target, slot = edge
+                waiting[target] -= 1
+                if result is not None:
+                    buffer = buffers.setdefault(target, [None] * target.outputs)
+                    buffer[slot] = self._sum(buffer[slot], result)
+                    del buffer
+                del result
+                if not waiting[target]:
+                    if target in buffers:
+                        count += 1
+                        heapq.heappush(ready, (-target.sequence, count, target))
+                    else:
+                        self._skip(target)
+            del node
+
+    def _skip(self, node: Node) -> None:
+        raise AssertionError(f"no gradient reaches {node.operation}")
+
+    def _sum(self, before: Tensor | None, grad: Tensor) -> Tensor:
+        if before is None:
+            return grad.alias()
+        self.launch("elementwise", 2 * before.bytes, before.bytes)
+        if before.storage.handles == 1:
+            return before.alias()
+        return self.new(before.numel, before.width, before.heads_first)
+
+
+def _product_room(m: int, n: int, k: int, transposed: bool) -> int:
+    """About the bytes that oneDNN's bf16 products take for each thread: a block of sums in fp32, the part of the second
+    matrix that is packed for it, and of the first where that is transposed (src/cpu/x64/matmul/brgemm_matmul_utils)."""
+    rows, depth = min(m, 256), min(-(-k // 32) * 32, 1024)
+    return rows * min(n, 64) * 4 + depth * 64 * 2 + (rows * depth * 2 if transposed else 0) + 1024
+
+
+def _dependencies(root: Node) -> dict[Node, int]:
+    """How many gradients each node behind ``root`` waits for."""
+    counts: dict[Node, int] = {root: 0}
+    todo = [root]
+    while todo:
+        for edge in todo.pop().edges:
+            if edge is not None:
+                if edge[0] not in counts:
+                    counts[edge[0]] = 0
+                    todo.append(edge[0])
+                counts[edge[0]] += 1
+    return counts

@@ -1,0 +1,109 @@
+"""The parameters of a model by what they do, as matrices [n, k], trained or frozen."""
+
+from __future__ import annotations
+
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations.shapes import BlockKind
+from trainwright.planning.operations.tape import Parameter
+
+
+class Weights:
+    """Parameters by name, in the order in which a model has them.
+
+    ``width``: bytes of a number. ``trainable``: whether these are trained.
+    """
+
+    def __init__(self, width: int, trainable: bool) -> None:
+        self.parameters: dict[str, Parameter] = {}
+        self._width = width
+        self._trainable = trainable
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self.parameters[name]
+
+    def bias(self, name: str) -> Parameter | None:
+        """The bias beside a weight, None where there is none."""
+        return self.parameters.get(f"{name}.bias")
+
+    def add(self, name: str, n: int, k: int = 1, bias: bool = False) -> None:
+        """A matrix, or with ``k`` 1 a vector, and perhaps the bias beside it."""
+        self.parameters[name] = Parameter(name, n, k, self._width, self._trainable)
+        if bias:
+            self.parameters[f"{name}.bias"] = Parameter(f"{name}.bias", n, 1, self._width, self._trainable)
+
+
+def block_weights(a: Architecture, kind: BlockKind, width: int, trainable: bool) -> Weights:
+    """Those of a block, in the order in which transformers registers them."""
+    weights = Weights(width, trainable)
+    norms = _norm_names(a)
+    if a.family in ("gpt2", "gpt_neox"):
+        for name in norms:
+            weights.add(name, a.hidden, bias=a.norm_bias)
+        norms = ()
+    _add_attention(weights, a)
+    if kind.sparse:
+        _add_experts(weights, a)
+    else:
+        _add_mlp(weights, a, "", a.intermediate, a.mlp_bias)
+    for name in norms:
+        weights.add(name, a.hidden, bias=a.norm_bias)
+    return weights
+
+
+def end_weights(a: Architecture, width: int, trainable: bool) -> Weights:
+    """Those outside the blocks."""
+    weights = Weights(width, trainable)
+    weights.add("embedding", a.vocabulary, a.hidden)
+    if a.learned_positions:
+        weights.add("positions", a.positions, a.hidden)
+    weights.add("final_norm", a.hidden, bias=a.norm_bias)
+    if not a.tied:
+        weights.add("head", a.vocabulary, a.hidden)
+    if a.head_bias:
+        weights.add("head.bias", a.vocabulary)
+    return weights
+
+
+def _norm_names(a: Architecture) -> tuple[str, ...]:
+    if a.block_norms == 1:
+        return ("input_norm",)
+    if a.block_norms == 4:
+        return ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")
+    if a.family == "olmo2":
+        return ("post_attention_norm", "post_mlp_norm")
+    return ("input_norm", "post_attention_norm")
+
+
+def _add_attention(weights: Weights, a: Architecture) -> None:
+    queries, keys = a.query_width, a.key_value_width
+    if a.fused_qkv:
+        weights.add("query_key_value", queries + 2 * keys, a.hidden, bias=a.qkv_bias)
+    else:
+        weights.add("query", queries, a.hidden, bias=a.qkv_bias)
+        weights.add("key", keys, a.hidden, bias=a.qkv_bias)
+        weights.add("value", keys, a.hidden, bias=a.qkv_bias)
+    weights.add("output", a.hidden, queries, bias=a.output_bias)
+    if a.qk_norm != "none":
+        whole = a.qk_norm == "all"
+        weights.add("query_norm", queries if whole else a.head_dim, bias=a.norm_bias)
+        weights.add("key_norm", keys if whole else a.head_dim, bias=a.norm_bias)
+
+
+def _add_mlp(weights: Weights, a: Architecture, prefix: str, width: int, bias: bool) -> None:
+    if a.fused_gate_up:
+        weights.add(f"{prefix}gate_up", 2 * width, a.hidden, bias=bias)
+    else:
+        if a.gated:
+            weights.add(f"{prefix}gate", width, a.hidden, bias=bias)
+        weights.add(f"{prefix}up", width, a.hidden, bias=bias)
+    weights.add(f"{prefix}down", a.hidden, width, bias=bias)
+
+
+def _add_experts(weights: Weights, a: Architecture) -> None:
+    weights.add("router", a.experts, a.hidden)
+    weights.add("experts.gate_up", a.experts * 2 * a.expert_intermediate, a.hidden)
+    weights.add("experts.down", a.experts * a.hidden, a.expert_intermediate)
+    if a.shared_intermediate:
+        _add_mlp(weights, a, "shared.", a.shared_intermediate, bias=False)
+    if a.shared_gate:
+        weights.add("shared_gate", 1, a.hidden)
