@@ -74,6 +74,7 @@ def facts_of(recipe: Recipe) -> Facts:
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
+            batch_tokens=train.global_batch_size * lengths.mean,
         ),
         tuple(assumptions),
     )

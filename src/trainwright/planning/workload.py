@@ -33,6 +33,7 @@ class Workload:
     ``document_tokens``: mean length of the documents in it, each of which attends to itself alone;
     ``longest_document``: the longest. Without packing a row is one document, padded to the longest in its
     micro-batch. ``global_batch_rows``: rows of one optimizer step, over all devices; a mean where packed.
+    ``batch_tokens``: tokens of one optimizer step, padding not counted in; a mean, None where it is not known.
     ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
 
     ``quantisation``: of the frozen base that ``adapter`` stands on. ``optimizer_slots``: numbers that the optimizer
@@ -52,6 +53,14 @@ class Workload:
     steps: int | None = None
     evaluates: bool = True
     generates: bool = False
+    batch_tokens: float | None = None
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one optimizer step, padding not counted in."""
+        if self.batch_tokens is not None:
+            return self.batch_tokens
+        return self.global_batch_rows * (self.row_tokens if self.packed else self.document)
 
     @property
     def document(self) -> float:

@@ -103,7 +103,9 @@ def _loss(
     logits: Tensor | None = None
     for _ in range(chunks):
         logits = _logits(tape, weight, rows, width)
+        tape.operation = "loss"
         _work_on(tape, a, weight.n, rows, width)
+        tape.operation = "head"
         if wants_hidden:
             tape.product(rows, weight.k, weight.n, width)
         if tape.grad and weight.trainable:
