@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from trainwright.machine.catalogue import Card
     from trainwright.machine.describe import Cluster
+    from trainwright.machine.detect import Machine
 
 app = typer.Typer(invoke_without_command=True, help="Show a machine as plans see it.")
 
@@ -33,19 +34,53 @@ def show(
         return
     from trainwright.machine.describe import cluster_of, parse_machine
 
+    machine = None
     if on is not None:
         cluster = parse_machine(on)
     else:
         from trainwright.machine.detect import detect
 
-        cluster = cluster_of(detect())
+        machine = detect()
+        cluster = cluster_of(machine)
     if as_json:
         import json
 
-        typer.echo(json.dumps(_values(cluster), indent=2))
+        typer.echo(json.dumps(_values(cluster, machine), indent=2))
         return
     for name, value in _lines(cluster):
         typer.echo(f"{name:<14}{value}")
+    if machine is not None:
+        typer.echo(f"{'calibration':<14}{_calibration(machine)}")
+
+
+@app.command()
+def calibrate(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Measure this machine in under a minute, for plans to go by; kept in the cache until torch or the driver change.
+
+    Matrix products, memory, attention, the optimizer and collectives, alone and in as many processes as training may
+    use. Wants a machine that does nothing else meanwhile.
+    """
+    import json
+    import sys
+
+    from trainwright.doctor.calibrate import calibrate as measure
+    from trainwright.doctor.calibrate_table import lines
+    from trainwright.machine.calibration import as_json as values
+    from trainwright.machine.calibration import calibration_file, save_calibration
+    from trainwright.machine.detect import detect
+
+    machine = detect()
+    found = measure(machine, say=lambda text: print(text, file=sys.stderr, flush=True))
+    file = calibration_file(machine)
+    save_calibration(found, file)
+    if as_json:
+        typer.echo(json.dumps(values(found), indent=1))
+        return
+    for line in lines(found):
+        typer.echo(line)
+    typer.echo(f"kept in {file}")
 
 
 @app.command()
@@ -119,7 +154,30 @@ def _tera(card: Card, precision: str) -> str:
     return "-" if rate is None else f"{rate / 1e12:.4g}"
 
 
-def _values(cluster: Cluster) -> dict[str, Any]:
+def _calibration(machine: Machine) -> str:
+    from trainwright.machine.calibration import calibration_file, load_calibration, summary
+
+    found = load_calibration(calibration_file(machine))
+    if found is None:
+        return "none: `trainwright machine calibrate` measures what plans go by, in under a minute"
+    changed = found.outdated(machine)
+    if changed:
+        return (
+            f"of {found.measured}, out of date ({', '.join(changed)}): `trainwright machine calibrate` makes a new one"
+        )
+    errors = summary(found.errors("product/"))
+    return f"of {found.measured}; matrix products that were held out are predicted within {errors}"
+
+
+def _values(cluster: Cluster, machine: Machine | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return {**asdict(cluster), "devices": cluster.devices, "device": cluster.device}
+    from trainwright.machine.calibration import as_json, current_calibration
+
+    calibration = None if machine is None else current_calibration(machine)
+    return {
+        **asdict(cluster),
+        "devices": cluster.devices,
+        "device": cluster.device,
+        "calibration": None if calibration is None else as_json(calibration),
+    }

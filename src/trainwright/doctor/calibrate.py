@@ -1,0 +1,143 @@
+"""Measure this machine: how fast training's operations are, alone and in as many processes as training may use."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import EXIT_FINISHED, MachineError
+from trainwright.launch.process import Stopped, preload_libraries
+from trainwright.launch.stop import Stopping
+from trainwright.machine.calibration import Calibration, Setting, versions
+from trainwright.machine.detect import Machine
+
+SECONDS = 48.0  # of measuring; starting processes comes on top, and all of it stays under a minute
+
+
+def calibrate(
+    machine: Machine, seconds: float = SECONDS, say: Callable[[str], None] = lambda text: None
+) -> Calibration:
+    """Measure ``machine``, which is this one, for about ``seconds``.
+
+    Args:
+        say: told what is being measured, a line at a time.
+
+    Raises:
+        MachineError: a process that measured failed.
+        Stopped: it was asked to stop.
+    """
+    parts: dict[str, float] = {}
+    counts = process_counts(machine)
+    settings = []
+    begun, others = time.perf_counter(), _cpu_seconds_of_others()
+    with Stopping(_say_stopping) as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
+        preload_libraries()
+        parts["imports"] = time.perf_counter() - begun
+        for count in counts:
+            threads = None if machine.gpus else _threads(machine, count)
+            say(f"measuring {_described(count, threads)}")
+            started = time.perf_counter()
+            found = _in_processes(machine, count, threads, seconds / len(counts), Path(work) / str(count), stopping)
+            settings.append(_setting(count, threads, found))
+            measured = sum(found["parts"].values())
+            for part, taken in {**found["parts"], "starting": time.perf_counter() - started - measured}.items():
+                parts[part] = parts.get(part, 0.0) + taken
+    return Calibration(
+        machine=machine.describe(),
+        measured=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=versions(machine),
+        settings=tuple(settings),
+        parts=parts,
+        disturbance=max(0.0, _cpu_seconds_of_others() - others) / (time.perf_counter() - begun) / machine.cpu_cores,
+    )
+
+
+def process_counts(machine: Machine) -> tuple[int, ...]:
+    """Numbers of processes to measure: one, all that there can be, and on a CPU up to two between."""
+    if machine.gpus:
+        return tuple(sorted({1, len(machine.gpus)}))
+    doublings = [2**power for power in range(machine.cpu_cores.bit_length())]
+    between = doublings[1:-1] if doublings[-1] == machine.cpu_cores else doublings[1:]
+    third = len(between) // 3
+    return tuple(
+        sorted({1, *(between if len(between) < 3 else (between[third], between[-1 - third])), machine.cpu_cores})
+    )
+
+
+def _described(count: int, threads: int | None) -> str:
+    processes = f"{count} process{'es' * (count > 1)}"
+    if threads is None:
+        return f"{processes}, one on each GPU" if count > 1 else "one process on one GPU"
+    return f"{processes} of {threads} thread{'s' * (threads > 1)}"
+
+
+def _threads(machine: Machine, processes: int) -> int:
+    """As training has them: a share of the cores, unless the user says otherwise."""
+    own = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(own) if own.isdigit() and int(own) > 0 else max(1, machine.cpu_cores // processes)
+
+
+def _in_processes(
+    machine: Machine, count: int, threads: int | None, seconds: float, work: Path, stopping: Stopping
+) -> dict[str, Any]:
+    from trainwright.doctor.calibrate_worker import measure
+    from trainwright.launch.local import launch
+
+    output = work / "samples.json"
+    work.mkdir()
+    with _environment(OMP_NUM_THREADS=threads):
+        code = launch(
+            functools.partial(measure, machine.device, seconds, output),
+            processes=count,
+            logs=work / "logs",
+            stopping=stopping,
+        )
+    if stopping.requested:
+        raise Stopped("stopped; nothing was measured to the end, and nothing was kept")
+    if code != EXIT_FINISHED:
+        raise MachineError(f"measuring failed in one of {count} processes, as told above")
+    found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return found
+
+
+def _setting(count: int, threads: int | None, found: dict[str, Any]) -> Setting:
+    from trainwright.doctor.calibrate_fits import curve_of
+
+    curves = {name: curve_of(name, rows) for name, rows in found["samples"].items()}
+    return Setting(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
+
+
+def _cpu_seconds_of_others() -> float:
+    """CPU time that everything but this process and its children has had since the machine started."""
+    import psutil
+
+    whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = whole.user + whole.system + getattr(whole, "irq", 0.0) + getattr(whole, "softirq", 0.0)
+    return busy - own.user - own.system - own.children_user - own.children_system
+
+
+@contextmanager
+def _environment(**wanted: int | None) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update({name: str(value) for name, value in wanted.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _say_stopping(_: str) -> None:
+    os.write(sys.stderr.fileno(), b"\nstopping\n")

@@ -1,0 +1,254 @@
+"""What is timed to know a machine: the operations of a training step, over the sizes that models have.
+
+Each case is one operation at one size, done as training does it: the same kernels, outputs in fresh memory, gradients
+by autograd. Names and sizes are those of ``machine.calibration.Setting``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Run = Callable[[], object]
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp16", "tf32", "fp32")}
+
+_Shape = tuple[int, int, int]
+# (m, n, k): tokens, width out, width in. Few tokens, narrow and wide matrices, and some of no round number.
+_PRODUCTS: dict[str, tuple[_Shape, ...]] = {
+    "cpu": (
+        (64, 512, 512),
+        (256, 256, 256),
+        (1024, 128, 512),
+        (256, 1024, 768),
+        (1024, 576, 576),
+        (1024, 1536, 576),
+        (1024, 576, 1536),
+        (2048, 256, 1024),
+        (1024, 4096, 512),
+        (512, 2048, 2048),
+        (1024, 8192, 320),
+    ),
+    "cuda": (
+        (1024, 1024, 1024),
+        (4096, 576, 576),
+        (2048, 2048, 2048),
+        (8192, 1024, 4096),
+        (16384, 1536, 1536),
+        (4096, 4096, 4096),
+        (8192, 4096, 4096),
+        (8192, 14336, 4096),
+        (8192, 4096, 14336),
+        (4096, 32768, 2048),
+    ),
+}
+_HELD_OUT_PRODUCTS: dict[str, tuple[_Shape, ...]] = {
+    "cpu": ((128, 768, 768), (2048, 512, 384), (1024, 1024, 1024), (768, 2304, 640)),
+    "cuda": ((4096, 1536, 576), (4096, 2560, 2560), (8192, 8192, 4096), (4096, 11008, 4096)),
+}
+# Elements of the tensors that a kernel reads.
+_TRAFFIC = {"cpu": (2**14, 2**17, 2**20, 2**22, 2**23, 2**24), "cuda": (2**16, 2**20, 2**23, 2**25, 2**27)}
+_HELD_OUT_TRAFFIC = {"cpu": (2**19, 3 * 2**21), "cuda": (2**22, 2**26)}
+# Lengths of documents; on a CPU on both sides of where its bf16 kernel begins to be used.
+_ATTENTION = {"cpu": (32, 64, 128, 256, 511, 512, 1024, 2048), "cuda": (128, 512, 2048, 8192, 16384)}
+_HELD_OUT_ATTENTION = {"cpu": (192, 768), "cuda": (1024, 4096)}
+_ATTENTION_SHAPE = {"cpu": (512, 8, 64), "cuda": (16384, 32, 128)}  # tokens, heads, channels of each
+_OPTIMIZER = {"cpu": (2**18, 2**21, 2**24), "cuda": (2**20, 2**24, 2**28)}
+_HELD_OUT_OPTIMIZER = {"cpu": (2**23,), "cuda": (2**26,)}
+_DATA = ((1, 64), (8, 1024), (2, 2048), (32, 4096))  # documents, tokens
+_HELD_OUT_DATA = ((4, 1024), (16, 2048))
+_LOSS = {"cpu": (2**18, 2**22), "cuda": (2**24, 2**27)}  # logits
+_HELD_OUT_LOSS = {"cpu": (2**20,), "cuda": (2**26,)}
+_LOSS_ROW = 2**13
+_LEAST_WIDTH = 8
+_HOST_LINK = (2**20, 2**24, 2**28)
+_HELD_OUT_HOST_LINK = (2**26,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``build`` makes the inputs and gives what is timed; the curve's seconds are those of it divided by ``amount``.
+
+    ``joint``: it waits for the other processes, so that all have to do it equally often.
+    """
+
+    curve: str
+    sizes: tuple[float, ...]
+    held_out: bool
+    build: Callable[[], Run]
+    amount: float = 1.0
+    joint: bool = False
+
+
+def product_cases(device: torch.device) -> Iterator[Case]:
+    """Matrix products in the three layouts of a linear module's training, in every precision."""
+    for shape, held_out in _both(_PRODUCTS[device.type], _HELD_OUT_PRODUCTS[device.type]):
+        for precision in PRECISIONS[device.type]:
+            for layout in ("forward", "input", "weight"):
+                build = partial(_product, precision, layout, shape, device)
+                yield Case(f"product/{precision}/{layout}", _multiplied(layout, shape), held_out, build)
+
+
+def traffic_cases(device: torch.device) -> Iterator[Case]:
+    """Kernels that are bound by memory, or on a CPU by what is done to each element."""
+    for elements, held_out in _both(_TRAFFIC[device.type], _HELD_OUT_TRAFFIC[device.type]):
+        for precision in ("fp32", "bf16"):
+            for kind, (kernels, numbers) in _KINDS.items():
+                size = DTYPES[precision].itemsize * elements * numbers / kernels
+                build = partial(_traffic, precision, kind, elements, device)
+                yield Case(f"traffic/{precision}/{kind}", (size,), held_out, build, amount=kernels)
+
+
+def attention_cases(device: torch.device) -> Iterator[Case]:
+    """Causal attention inside documents, as packed training does it."""
+    _, heads, channels = _ATTENTION_SHAPE[device.type]
+    for length, held_out in _both(_ATTENTION[device.type], _HELD_OUT_ATTENTION[device.type]):
+        amount = _attention_tokens(length, device) * heads * channels
+        for precision in ("fp32", "bf16"):
+            for direction in ("forward", "backward"):
+                build = partial(_attention, precision, direction, length, device)
+                yield Case(f"attention/{precision}/{direction}", (length,), held_out, build, amount)
+
+
+def other_cases(device: torch.device) -> Iterator[Case]:
+    """The optimizer, the loss, making a batch, and copies between a GPU and the host."""
+    for elements, held_out in _both(_OPTIMIZER[device.type], _HELD_OUT_OPTIMIZER[device.type]):
+        yield Case("optimizer", (elements,), held_out, partial(_optimizer, elements, device))
+    for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
+        for precision in ("fp32", "bf16"):
+            yield Case(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
+    for sizes, held_out in _both(_DATA, _HELD_OUT_DATA):
+        yield Case("data", sizes, held_out, partial(_data, *sizes, device))
+    if device.type == "cuda":
+        for elements, held_out in _both(_OPTIMIZER["cpu"], _HELD_OUT_OPTIMIZER["cpu"]):
+            yield Case("host_optimizer", (elements,), held_out, partial(_optimizer, elements, torch.device("cpu")))
+        for count, held_out in _both(_HOST_LINK, _HELD_OUT_HOST_LINK):
+            for direction in ("to", "from"):
+                yield Case(f"host/{direction}", (count,), held_out, partial(_host_copy, direction, count, device))
+
+
+def _both(used: tuple[Any, ...], held_out: tuple[Any, ...]) -> list[tuple[Any, bool]]:
+    return [(size, False) for size in used] + [(size, True) for size in held_out]
+
+
+def _random(shape: tuple[int, ...], precision: str, device: torch.device) -> torch.Tensor:
+    """Random numbers, not zeros: what a GPU draws, and so its clock, depends on the bits that change."""
+    count = math.prod(shape)
+    some = _some_random(precision, device)
+    return some.repeat(-(-count // len(some)))[:count].view(
+        shape
+    )  # drawing all of them takes longer than what is timed
+
+
+@cache
+def _some_random(precision: str, device: torch.device) -> torch.Tensor:
+    return torch.randn(2**16, device=device).to(DTYPES[precision])
+
+
+def _multiplied(layout: str, shape: _Shape) -> _Shape:
+    """The product's own sizes, [m, k] @ [k, n], of a linear module's: tokens, width out, width in."""
+    tokens, wide, narrow = shape
+    return {"forward": (tokens, wide, narrow), "input": (tokens, narrow, wide), "weight": (wide, narrow, tokens)}[
+        layout
+    ]
+
+
+def _product(precision: str, layout: str, shape: _Shape, device: torch.device) -> Run:
+    m, n, k = shape
+    if layout == "forward":
+        run = partial(F.linear, _random((m, k), precision, device), _random((n, k), precision, device))
+    else:
+        grad = _random((m, n), precision, device)
+        left, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
+        run = partial(torch.mm, left, _random(right, precision, device))
+    return partial(_in_tf32, run) if precision == "tf32" else run
+
+
+def _in_tf32(run: Run) -> None:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    try:
+        run()
+    finally:
+        matmul.allow_tf32 = before
+
+
+# Kernels that are timed together, and the numbers that they read and write for each element.
+_KINDS = {"copy": (1, 2), "elementwise": (2, 6), "reduction": (1, 1)}
+_ROW = 512
+
+
+def _traffic(precision: str, kind: str, elements: int, device: torch.device) -> Run:
+    x, y = _random((elements // _ROW, _ROW), precision, device), _random((elements // _ROW, _ROW), precision, device)
+    runs: dict[str, Run] = {
+        "copy": lambda: x.clone(),
+        "elementwise": lambda: (x * y, x + y),
+        "reduction": lambda: x.sum(-1),
+    }
+    return runs[kind]
+
+
+def _attention_tokens(length: int, device: torch.device) -> int:
+    return max(_ATTENTION_SHAPE[device.type][0], length) // length * length
+
+
+def _attention(precision: str, direction: str, length: int, device: torch.device) -> Run:
+    from trainwright.models.attention import document_attention
+
+    _, heads, channels = _ATTENTION_SHAPE[device.type]
+    tokens = _attention_tokens(length, device)
+    query, key, value = (_random((1, heads, tokens, channels), precision, device).requires_grad_() for _ in range(3))
+    boundaries = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+    module = torch.nn.Module()
+
+    def forward() -> torch.Tensor:
+        return document_attention(
+            module, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=length, scaling=channels**-0.5
+        )[0]
+
+    if direction == "forward":
+        return torch.no_grad()(forward)
+    output = forward()
+    grad = torch.randn_like(output)
+    return lambda: torch.autograd.grad(output, (query, key, value), grad, retain_graph=True)
+
+
+def _optimizer(elements: int, device: torch.device) -> Run:
+    parameter = torch.nn.Parameter(torch.randn(elements, device=device))
+    parameter.grad = torch.randn(elements, device=device)
+    return torch.optim.AdamW([parameter], fused=True).step
+
+
+def _loss(precision: str, logits: int, device: torch.device) -> Run:
+    from trainwright.models.linear_cross_entropy import linear_cross_entropy
+
+    # As narrow as hidden states can be: the products are counted with the others.
+    hidden = _random((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
+    weight = _random((_LOSS_ROW, _LEAST_WIDTH), precision, device)
+    targets = torch.zeros(len(hidden), dtype=torch.int64, device=device)
+    return lambda: linear_cross_entropy(hidden, weight, None, targets)
+
+
+def _data(documents: int, tokens: int, device: torch.device) -> Run:
+    from trainwright.data.batch import collate
+    from trainwright.data.dataset import TokenDataset
+    from trainwright.data.stream import MicroBatch
+
+    length = tokens // documents
+    dataset = TokenDataset.from_examples([([0] * length, [True] * length)] * documents, "calibration")
+    micro = MicroBatch(0, (tuple(range(documents)),), tokens, tokens, float(tokens))
+    return lambda: collate(dataset, micro, packed=True, pad_token_id=0).to(device)
+
+
+def _host_copy(direction: str, count: int, device: torch.device) -> Run:
+    there = torch.empty(count, dtype=torch.uint8, device=device)
+    here = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    target, source = (there, here) if direction == "to" else (here, there)
+    return lambda: target.copy_(source, non_blocking=True)

@@ -1,0 +1,49 @@
+"""From samples to the curves of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from trainwright.machine.calibration import FORMS, Curve, Sample
+
+# Form of a curve by the first part of its name; all others are tables.
+_FORM = {
+    "product": "product",
+    "collective": "amount",
+    "host": "amount",
+    "loss": "amount",
+    "data": "batch",
+}
+
+
+def curve_of(name: str, rows: Sequence[dict[str, Any]]) -> Curve:
+    """The curve ``name`` through the rows that are not held out: ``sizes``, ``seconds`` and ``held_out`` each."""
+    samples = tuple(Sample(tuple(row["sizes"]), row["seconds"], row["held_out"]) for row in rows)
+    form = _FORM.get(name.partition("/")[0], "table")
+    if form == "table":
+        return Curve(form, samples)
+    return Curve(form, samples, fit(form, [sample for sample in samples if not sample.held_out]))
+
+
+def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
+    """Coefficients, none below zero, with the least sum of squared relative errors (Lawson and Hanson 1974, ch. 23).
+
+    The terms are few, so every choice of those that are not zero is tried.
+    """
+    rows = np.array([[term / sample.seconds for term in FORMS[form](*sample.sizes)] for sample in samples])
+    scale = rows.max(axis=0)
+    rows = rows / scale
+    wanted = np.ones(len(samples))
+    best, least = np.zeros(rows.shape[1]), float(len(samples))
+    for count in range(1, min(rows.shape) + 1):
+        for chosen in combinations(range(rows.shape[1]), count):
+            found, *_ = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)
+            off = float(np.square(rows[:, chosen] @ found - wanted).sum())
+            if off < least and (found >= 0).all():
+                best, least = np.zeros(rows.shape[1]), off
+                best[list(chosen)] = found
+    return tuple(float(value) for value in best / scale)

@@ -1,0 +1,134 @@
+"""The measuring itself, in every process of a setting at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.doctor.calibrate_cases import Case, attention_cases, other_cases, product_cases, traffic_cases
+from trainwright.doctor.calibrate_collectives import collective_cases, measure_overlap
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
+from trainwright.launch.process import keep_freed_memory, stop_requested
+from trainwright.parallel.world import World, join, leave
+
+_SLOT_SECONDS = 0.02  # of one case in one round; at least one call
+_LAUNCHES = 400
+_MOST_ROUNDS = 12
+_MOST_CALLS = 200
+
+
+def measure(device_type: str, seconds: float, output: Path) -> int:
+    """Entry of a worker: measure for about ``seconds``; rank 0 writes samples by curve to ``output``."""
+    torch.manual_seed(0)
+    keep_freed_memory()
+    world = join(device_type)
+    try:
+        parts = {
+            "products": product_cases(world.device),
+            "traffic": traffic_cases(world.device),
+            "attention": attention_cases(world.device),
+            "others": other_cases(world.device),
+            "collectives": collective_cases(world),
+        }
+        cases = [(part, case) for part, made in parts.items() for case in made]
+        found: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
+        for case, taken in _measured(world, cases, seconds, found["parts"]):
+            rows = found["samples"].setdefault(case.curve, [])
+            rows.append({"sizes": case.sizes, "seconds": taken / case.amount, "held_out": case.held_out})
+        found["overlap"] = measure_overlap(world)
+        found["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
+        if world.is_main:
+            output.write_text(json.dumps(found), encoding="utf-8")
+    except _Stopped:
+        return EXIT_STOPPED
+    finally:
+        leave()
+    return EXIT_FINISHED
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _measured(
+    world: World, cases: list[tuple[str, Case]], seconds: float, parts: dict[str, float]
+) -> list[tuple[Case, float]]:
+    """Each case with its seconds, the mean over the ranks; a machine too slow for all has no held-out ones.
+
+    In rounds over all cases, so that what else the machine does meanwhile does not fall on a few of them; the best
+    round counts, which is the one that was disturbed least. ``parts`` is told the time that each took.
+    """
+    best = [math.inf] * len(cases)
+    end = time.perf_counter() + seconds
+    for number in range(_MOST_ROUNDS):
+        for index, (part, case) in enumerate(cases):
+            # Rank 0's clock decides for all. This is also where they wait for each other.
+            begun = time.perf_counter()
+            late, stopped = world.sum([float(world.is_main and begun > end), float(stop_requested())])
+            if stopped:
+                raise _Stopped
+            if late and number:
+                break
+            if not (late and case.held_out):
+                best[index] = min(best[index], _seconds(world, case))
+            parts[part] += time.perf_counter() - begun
+    ranks = world.gather_floats(best)
+    means = [statistics.mean(row[i] for row in ranks) for i in range(len(cases))]
+    return [(case, mean) for (_, case), mean in zip(cases, means, strict=True) if math.isfinite(mean)]
+
+
+def _seconds(world: World, case: Case) -> float:
+    """Seconds of one call, after one that is not counted."""
+    run = case.build()
+    run()
+    on_gpu = world.device.type == "cuda"
+    once = _on_gpu(run, 1) if on_gpu else _in_turn(run, 1)
+    count = max(1, min(_MOST_CALLS, int(_SLOT_SECONDS / max(once, 1e-7))))
+    if case.joint:
+        count = world.broadcast(count)
+    return _on_gpu(run, count) if on_gpu else _in_turn(run, count)
+
+
+def _in_turn(run: Callable[[], object], count: int) -> float:
+    """Of ``count`` calls the one that a fifth of them are faster than: the others were disturbed."""
+    times = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begun)
+    return sorted(times)[len(times) // 5]
+
+
+def _on_gpu(run: Callable[[], object], count: int) -> float:
+    """Mean of ``count`` calls, by the GPU's own clock."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / count
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Host seconds of starting one small kernel, over a chain of them forward and backward."""
+    x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        y = x
+        for _ in range(_LAUNCHES):
+            y = y * scale  # one kernel forward, one backward
+        torch.autograd.grad(y.sum(), x)
+        times.append((time.perf_counter() - begun) / (2 * _LAUNCHES))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return min(times)

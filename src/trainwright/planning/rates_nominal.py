@@ -1,0 +1,175 @@
+"""Rates from datasheets: a card's peaks times the part of them that well-written kernels reach, as curves.
+
+Every constant is a physical effect with its source beside it; none is fitted to a single run. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainwright.machine.calibration import FORMS, Curve, Sample, Setting
+from trainwright.machine.catalogue import Card
+from trainwright.machine.describe import Cluster
+
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What the matrix units of a generation sustain on random numbers.
+
+    ``sustained``: of the peak, at ``watts`` for each 10^12 operations a second of it. ``attention``: the part of that
+    which flash attention keeps (forward, backward), on long documents.
+    """
+
+    sustained: float
+    watts: float
+    attention: tuple[float, float]
+
+
+# Best products found by search, on the largest module of a generation: 271 of 312 on an A100, 795 of 989 on an H100,
+# 1745 of 2250 on a B200, 668 of 1307 on an MI300X (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS").
+# Attention: figures of github.com/Dao-AILab/flash-attention for FlashAttention-2, which makes no use of what Hopper has
+# for it.
+_UNITS: dict[tuple[str, int, int], _Units] = {
+    ("NVIDIA", 7, 0): _Units(0.80, 2.4, (0.60, 0.50)),
+    ("NVIDIA", 7, 5): _Units(0.60, 1.08, (0.60, 0.50)),
+    ("NVIDIA", 8, 0): _Units(0.86, 1.28, (0.75, 0.68)),
+    ("NVIDIA", 8, 6): _Units(0.80, 1.94, (0.75, 0.68)),
+    ("NVIDIA", 8, 9): _Units(0.80, 0.97, (0.75, 0.68)),
+    ("NVIDIA", 9, 0): _Units(0.76, 0.71, (0.48, 0.43)),
+    ("NVIDIA", 10, 0): _Units(0.72, 0.44, (0.35, 0.30)),
+    ("NVIDIA", 12, 0): _Units(0.88, 2.74, (0.75, 0.68)),
+    ("AMD", 9, 0): _Units(0.60, 1.46, (0.50, 0.40)),
+    ("AMD", 9, 4): _Units(0.52, 0.57, (0.60, 0.45)),
+}
+_OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
+# With less power the clock falls, and the voltage with it, so rates fall more slowly than power does.
+_RATE_BY_POWER = 0.6
+_MOST_SUSTAINED = 0.92
+_LENGTH_OF_HALF_RATE = 400  # tokens of a document at which attention runs at half its rate (ramps of the same figures)
+_STREAMED = 0.85  # of a card's memory bandwidth, by kernels that read and write once
+_KERNEL = 3e-6  # seconds that a kernel takes on a GPU however small it is
+_COMPUTE_UNITS = 120  # of a server's GPU: 108 on an A100, 132 on an H100
+_TILE = 128 * 128
+# Seconds between two kernels that Python starts: an operation with autograd takes 7 us (github.com/pytorch/pytorch,
+# issue 41383), and transformers' modules around it as much again.
+_LAUNCH = 12e-6
+_HOST_COPIES = 0.88  # of a slot's rate (nvbandwidth on a PCIe 5 slot: 55.4 of 63 GB/s)
+_HIDDEN = 0.9  # of a collective, by computing beside it: the copy engines and a few units do it
+
+# A processor's cores. Bytes a second of one core on what lies in its caches, by kind of kernel; and what fresh memory
+# gives, whose pages the kernel clears first.
+_CORE_BYTES = {"copy": 50e9, "elementwise": 30e9, "reduction": 25e9}
+_CACHED = 32e6
+_FRESH_BYTES = 5e9
+_CORE_KERNEL = 4e-6
+_CPU_SUSTAINED = 0.85
+_CPU_ATTENTION = (0.35, 0.30)
+_CPU_LENGTH_OF_HALF_RATE = 60
+_LOGITS = 0.15e9  # a second and core, through a softmax in fp32
+_UPDATES = 0.6e9  # elements of AdamW a second and core, from memory
+_GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
+
+
+def nominal_setting(cluster: Cluster, processes: int) -> Setting:
+    """What each of ``processes`` on a node of ``cluster`` does, all at once, by its datasheets."""
+    if cluster.device == "cpu":
+        return _of_cores(cluster, processes)
+    return _of_gpu(cluster, processes)
+
+
+def _of_gpu(cluster: Cluster, processes: int) -> Setting:
+    card = cluster.card
+    units = _UNITS.get((card.vendor, *card.capability), _OTHER_UNITS)
+    streamed = _STREAMED * card.memory_bandwidth
+    curves: dict[str, Curve] = {}
+    for precision, size in _BYTES.items():
+        rate = _sustained(card, units, precision)
+        if rate is None:
+            continue
+        per_byte = size / streamed
+        wave = 2 * _TILE / (rate / _COMPUTE_UNITS) / 2  # half a round of tiles is lost at the end, on average
+        product = (_KERNEL, wave, 2 / rate, per_byte, per_byte, per_byte)
+        for layout in ("forward", "input", "weight"):
+            curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
+        _add_attention(curves, precision, [rate * part for part in units.attention], _LENGTH_OF_HALF_RATE)
+    for precision in ("fp32", "bf16", "fp16"):
+        size = _BYTES[precision]
+        for kind in ("copy", "elementwise", "reduction"):
+            curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
+        # Read as they are, made fp32, and gone through six times in fp32; the gradient written back.
+        curves[f"loss/{precision}"] = _line(_KERNEL, (2 * size + 6 * 2 * 4) / streamed)
+    curves["optimizer"] = _line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
+    cores = max(1, cluster.cpu_cores // processes)
+    curves["host_optimizer"] = _line(_CORE_KERNEL, 28 / min(_FRESH_BYTES * cores, 40e9))
+    for direction in ("to", "from"):
+        curves[f"host/{direction}"] = _line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))
+    curves["data"] = Curve("batch", (), (1.5e-4, 2e-6, 2e-8))
+    return Setting(processes, None, curves, launch=_LAUNCH, overlap=_HIDDEN)
+
+
+def _sustained(card: Card, units: _Units, precision: str) -> float | None:
+    peak = card.rates.get(precision)
+    if peak is None:
+        return None
+    fastest = max(card.rates.get("bf16", 0.0), card.rates.get("fp16", 0.0), card.rates.get("fp32", 0.0))
+    power = (card.watts / (fastest / 1e12) / units.watts) ** _RATE_BY_POWER if card.watts else 1.0
+    return peak * min(_MOST_SUSTAINED, units.sustained * power)
+
+
+def _of_cores(cluster: Cluster, processes: int) -> Setting:
+    cores = cluster.cpu_cores / processes  # below 1 they take turns
+    curves: dict[str, Curve] = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        # What a processor has no units for it computes through fp32, converting on the way.
+        peak = cluster.card.rates.get(precision, cluster.card.rates.get("fp32", 1e10) / 2) / processes
+        rate, size = _CPU_SUSTAINED * peak, _BYTES[precision]
+        per_byte = size / (_CORE_BYTES["copy"] * cores)
+        for layout in ("forward", "input", "weight"):
+            curves[f"product/{precision}/{layout}"] = Curve(
+                "product", (), (_CORE_KERNEL, 0.0, 2 / rate, per_byte, per_byte, per_byte)
+            )
+        fp32 = _CPU_SUSTAINED * cluster.card.rates.get("fp32", 1e10) / processes
+        _add_attention(curves, precision, [fp32 * part for part in _CPU_ATTENTION], _CPU_LENGTH_OF_HALF_RATE)
+        for kind, rate_of_core in _CORE_BYTES.items():
+            curves[f"traffic/{precision}/{kind}"] = _traffic_of_cores(rate_of_core * cores)
+        curves[f"loss/{precision}"] = _line(_CORE_KERNEL, 1 / (_LOGITS * cores))
+    curves["optimizer"] = _line(_CORE_KERNEL, 1 / (_UPDATES * cores))
+    curves["data"] = Curve("batch", (), (2e-5, 2e-6, 2e-8))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        times, messages = steps_of(kind, processes)
+        curves[f"collective/{kind}"] = _line(messages * _GLOO_MESSAGE, times / _GLOO_BYTES)
+    return Setting(processes, max(1, int(cores)), curves, launch=_CORE_KERNEL, overlap=0.0)
+
+
+def _traffic_of_cores(rate: float) -> Curve:
+    points = [(size, _CORE_KERNEL + size / rate) for size in (1e3, 1e5, 1e6, _CACHED)]
+    points += [(4 * _CACHED * times, 4 * _CACHED * times / _FRESH_BYTES) for times in (1, 4)]
+    return Curve("table", tuple(Sample((size,), seconds) for size, seconds in points))
+
+
+def _add_attention(curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float) -> None:
+    """Of one token in one channel: products of 2 (forward) and 5 (backward) numbers with each token before it."""
+    lengths = [float(2**power) for power in range(4, 20)]
+    for direction, products, rate in (("forward", 2, rates[0]), ("backward", 5, rates[1])):
+        samples = tuple(Sample((length,), products * (length + half) / rate) for length in lengths)
+        curves[f"attention/{precision}/{direction}"] = Curve("table", samples)
+
+
+def steps_of(kind: str, ranks: int) -> tuple[float, float]:
+    """Of a ring of ``ranks``: how often the whole tensor's bytes go through each link, and how many messages follow
+    each other (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md)."""
+    if ranks == 1:
+        return 0.0, 0.0
+    if kind == "all_reduce":
+        return 2 * (ranks - 1) / ranks, 2.0 * (ranks - 1)
+    if kind == "broadcast":
+        return 1.0, ranks - 1.0
+    return (ranks - 1) / ranks, ranks - 1.0
+
+
+def _line(start: float, each: float) -> Curve:
+    assert len(FORMS["amount"](0.0)) == 2
+    return Curve("amount", (), (start, each))
