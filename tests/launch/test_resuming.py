@@ -8,6 +8,7 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
+from trainwright.launch.accelerate.meaning import read_meaning
 from trainwright.launch.request import read_request
 from trainwright.launch.resuming import continued
 from trainwright.recipe.loading import load_recipe
@@ -164,8 +165,39 @@ def test_another_number_of_processes_decides_anew_what_it_had_decided() -> None:
     assert goes_on(sharded, None, "parallel.num_processes=4").parallel.strategy == "fsdp"
 
 
-def test_the_reasons_of_the_run_are_kept() -> None:
-    assert continued(a_run(), None, []).reasons == (*REASONS[:2], *REASONS[3:])
+def test_the_reasons_of_the_run_are_kept_while_they_hold() -> None:
+    run = a_run()
+    assert continued(run, None, []).reasons == (*REASONS[:2], *REASONS[3:])
+    prompts = f"evaluate.prompts=[{'why ' * 30}]"
+    for override in (prompts, "checkpoint.every=5", "checkpoint.every=6"):
+        recipe, reasons = continued(run, None, [override])
+        run_directory.record(run, run_directory.recipe_text(recipe), "tiny", reasons)
+    kept = continued(run, None, []).reasons
+    assert [line.partition(" until")[0] for line in kept[4:]] == [
+        f'evaluate.prompts ["{"why " * 14}...: []'.replace(" ...", "..."),
+        "checkpoint.every 6: 5",
+    ]
+
+
+def test_an_accelerate_file_is_held_against_the_run_too_and_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    Path("accelerate.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_processes: 3\n"
+        "rdzv_backend: static\nuse_cpu: true\n"
+    )
+    run = a_run()
+    meaning = read_meaning(Path("accelerate.yaml"))
+    request = read_request([], str(run), meaning)
+    assert request.recipe.parallel.num_processes == 3
+    assert [line for line in request.reasons if line.startswith("parallel.num_processes ")] == [
+        "parallel.num_processes 3: 2 until the run was resumed (accelerate.yaml:4: num_processes: 3)"
+    ]
+    run_directory.record(run, run_directory.recipe_text(request.recipe), request.stem, request.reasons)
+    again = read_request([], str(run), meaning)
+    assert again.reasons == request.reasons
+    Path("accelerate.yaml").write_text(Path("accelerate.yaml").read_text().replace("'no'", "bf16"))
+    with pytest.raises(RequestError, match=r"train\.mixed_precision: no in the run, now bf16"):
+        read_request([], str(run), read_meaning(Path("accelerate.yaml")))
 
 
 def test_a_run_stays_in_its_directory() -> None:

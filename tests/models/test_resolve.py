@@ -63,6 +63,14 @@ def test_misspelt_paths_name_the_nearest(tmp_path: Path) -> None:
     assert message.startswith("model.gguf_file: ") and "did you mean" in message
 
 
+def test_a_file_has_no_gguf_file_in_it(tmp_path: Path) -> None:
+    (tmp_path / "weights").touch()
+    message = refusal(ModelSection(name=str(tmp_path / "weights"), gguf_file="a.gguf"))
+    assert (
+        message == f"model.gguf_file: has no effect, as model.name {tmp_path / 'weights'} is a file itself; remove it"
+    )
+
+
 def test_incomplete_directories_are_named(tmp_path: Path) -> None:
     section = ModelSection(name=str(tmp_path / "m"))
     (tmp_path / "m").mkdir()

@@ -171,7 +171,7 @@ def _holds(reason: str, recipe: Recipe) -> bool:
     values = getattr(recipe, section, None)
     if not hasattr(values, name):
         return True  # of what was put over the recipe
-    return not key.endswith(":") and re.match(rf"{re.escape(_text(getattr(values, name)))}\b", rest) is not None
+    return not key.endswith(":") and re.match(rf"{re.escape(_text(getattr(values, name)))}(?!\w)", rest) is not None
 
 
 def _text(value: object) -> str:
