@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.schema import AdapterSection, ModelSection
 
 logger = logging.getLogger(__name__)
 # Parts of a checkpoint that a causal language model has no use for, so that nobody needs to hear of them.
@@ -83,10 +83,13 @@ def load_model(
 ) -> PreTrainedModel:
     """The model on the CPU in ``dtype`` (fp32 if None), in evaluation mode.
 
-    A fresh model is initialised from ``seed``: in fp32 whatever the dtype, so that its weights are the same
-    in all of them, and without a trace on the global random state. Weights are read from safetensors only and
-    are never in memory twice. Raises RequestError for weights that are missing, damaged or do not fit the
-    configuration.
+    A fresh model is initialised from ``seed``: in fp32 whatever the dtype, so that its weights are the same in all of
+    them, and without a trace on the global random state. Weights are read from safetensors only and are never in memory
+    twice. With ``model.adapter.quantisation`` its linear layers are quantised, one after the other as they are read;
+    the adapter itself is for ``attach_adapter``.
+
+    Raises:
+        RequestError: weights that are missing, damaged or do not fit the configuration.
     """
     import torch
 
@@ -95,8 +98,9 @@ def load_model(
     source = resolve(model)
     if source.directory is None:
         loaded = _initialised(config, seed, dtype)
+        _quantise(loaded, model.adapter)
     else:
-        loaded = _weights(source.directory, config, dtype)
+        loaded = _weights(source.directory, config, dtype, model.adapter)
     if model.tokenizer is not None and loaded.generation_config is not None:
         for name in SPECIAL_IDS:
             setattr(loaded.generation_config, name, getattr(config, name, None))
@@ -118,15 +122,17 @@ def _initialised(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> Pre
     return model
 
 
-def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adapter: AdapterSection) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     check_directory(directory, "model.name")
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+    # As the file has them, weights stay in the mapped file until each is quantised.
+    as_read = dtype if adapter.quantisation == "none" else "auto"
     try:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, output_loading_info=True, **options
+                directory, config=config, dtype=as_read, output_loading_info=True, **options
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise RequestError(f"model.name: {directory} cannot be loaded: {error}") from error
@@ -138,16 +144,27 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> P
         )
     if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
-    _own_memory(model)
+    _quantise(model, adapter)
+    _own_memory(model, dtype)
     return model
 
 
-def _own_memory(model: PreTrainedModel) -> None:
-    """Move weights that are views of the mapped file to memory of their own, one at a time.
+def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:
+    if adapter.quantisation != "none":
+        from trainwright.models.quantisation import quantise
+
+        quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=adapter.modules_to_save)
+
+
+def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Have weights in ``dtype``, and in memory of their own where they are views of the mapped file, one at a time.
 
     Mapped ones would be copied page by page in the first optimizer step, sit at whatever alignment the file
     gives (matrix products differ in their last bits by it), and break if the file is cut while training.
     """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() % 64:
             tensor.data = tensor.data.clone()

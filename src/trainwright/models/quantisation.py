@@ -15,11 +15,13 @@ import importlib
 import logging
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+
+from trainwright.models.adapters_config import ends_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,28 +143,30 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.expand(bits, grad.dtype), None, None, None
 
 
-def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool) -> None:
+def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool, keep: Sequence[str] = ()) -> None:
     """Replace every linear layer of ``model`` but the head, one after the other; what they held is let go.
 
     Args:
         double: of nf4, whether its scales are quantised too.
+        keep: ends of the names of modules that are left as they are.
     """
     chosen = Int8Linear if kind == "int8" else DoubleNF4Linear if double else NF4Linear
-    for parent, name, layer in list(_linears(model)):
+    for parent, name, layer in list(_linears(model, keep)):
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
         bias = None if layer.bias is None else layer.bias.detach().float()
         setattr(parent, name, chosen(weight, bias).train(layer.training))
         _let_go(layer.weight)
 
 
-def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, Any]]:
+def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
     """Parent, name and module of what is quantised."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    for parent in model.modules():
+    for above, parent in model.named_modules():
         for name, layer in parent.named_children():
-            if isinstance(layer, nn.Linear | Conv1D) and layer is not head:
+            kept = layer is head or ends_with(f"{above}.{name}", keep, inside=True)
+            if isinstance(layer, nn.Linear | Conv1D) and not kept:
                 yield parent, name, layer
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,24 +48,30 @@ def save_model(
     """
     import torch
 
-    directory = Path(directory)
+    with replacing(Path(directory)) as temporary:
+        dtype = dtype or torch.float32
+        model = skeleton(config)
+        _write_weights(temporary, _checked(tensors, model), dtype, shard_bytes)
+        _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """An empty directory to write into; flushed and put in ``directory``'s place at the end, or gone if that fails."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     for stale in directory.parent.glob(f".{directory.name}.tmp-*"):
         shutil.rmtree(stale)
     temporary = directory.parent / f".{directory.name}.tmp-{os.getpid()}"
     temporary.mkdir()
     try:
-        dtype = dtype or torch.float32
-        model = _skeleton(config)
-        _write_weights(temporary, _checked(tensors, model), dtype, shard_bytes)
-        _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
+        yield temporary
         _flush(temporary)
         _replace(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _skeleton(config: PretrainedConfig) -> PreTrainedModel:
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights; it knows the names, the shapes and the ties."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -172,7 +179,7 @@ def _write_settings(
 
 def _flush(directory: Path) -> None:
     """Have every file and the directory itself on the disk, so that the rename cannot come before them."""
-    mode = (directory / "config.json").stat().st_mode
+    mode = next(directory.glob("*.json")).stat().st_mode
     for path in directory.glob("*.safetensors"):
         path.chmod(mode)  # safetensors writes files that only their owner can read
     for path in [*directory.rglob("*"), directory]:

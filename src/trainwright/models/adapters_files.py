@@ -1,0 +1,219 @@
+"""An adapter's directory as PEFT has it, and whether it belongs to a model.
+
+adapter_config.json           PEFT's settings
+adapter_model.safetensors     the trained tensors
+base_model.json               of which weights it is an adapter: their name, and a fingerprint of what they are
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.models.resolve import resolve
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.recipe.schema import AdapterSection, ModelSection
+
+CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+START_FROM = "model.adapter.start_from"
+
+_SAMPLED = 16  # elements of every tensor that a fingerprint is made of
+# Settings of PEFT that change what is computed in a way that is not known here, and the values that do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base beneath the adapter
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    "megatron_config": (None,),
+}
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The weights beneath an adapter. ``name``: as a recipe has it, or where they were; of fresh ones, in words."""
+
+    name: str
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (weights {self.fingerprint})"
+
+    def write(self, directory: Path) -> None:
+        (directory / BASE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def base_model(model: ModelSection, seed: int) -> BaseModel:
+    """The weights that ``model`` names, or that ``seed`` makes of its configuration. Reads a few bytes of each tensor.
+
+    Equal weights have equal fingerprints wherever they lie, and in however many files.
+    """
+    source = resolve(model)
+    if source.directory is None:
+        made_from = json.dumps([model.config, model.tokenizer, seed], sort_keys=True, default=str)
+        return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
+    local = model.name is not None and Path(model.name).expanduser().is_dir()
+    name = str(Path(str(model.name)).expanduser().resolve()) if local else str(model.name)
+    return BaseModel(name, _fingerprint(source.directory))
+
+
+def _fingerprint(directory: Path) -> str:
+    import torch
+    from safetensors import safe_open
+
+    samples: dict[str, bytes] = {}
+    for file in directory.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                tensor = tensors.get_tensor(name)
+                sample = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].to(torch.float32)
+                samples[f"{name} {tuple(tensor.shape)}"] = sample.contiguous().numpy().tobytes()
+    digest = hashlib.sha256()
+    for name in sorted(samples):
+        digest.update(name.encode() + samples[name])
+    return digest.hexdigest()[:16]
+
+
+def check_libraries(adapter: AdapterSection) -> None:
+    """Raise MachineError when a library that ``adapter`` needs is not installed, or is another than the known one."""
+    if adapter.type == "none":
+        return
+    _check_library("peft", "model.adapter", lambda version: version[:2] == (0, 21), "peft>=0.21,<0.22")
+    if adapter.quantisation != "none":
+        known = (0, 50)
+        _check_library(
+            "bitsandbytes", "model.adapter.quantisation", lambda version: version >= known, "bitsandbytes>=0.50"
+        )
+
+
+def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bool], wanted: str) -> None:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise MachineError(f"{key}: needs {name}, which is not installed; pip install '{wanted}'") from None
+    if not is_known(tuple(int(part) for part in re.findall(r"\d+", version)[:2])):
+        raise MachineError(f"{key}: {name} {version} is not known to work here; pip install '{wanted}'")
+
+
+def start_from(adapter: AdapterSection) -> SavedAdapter | None:
+    """The adapter that the recipe starts from, if it does. Raises RequestError as ``SavedAdapter.open``."""
+    return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter that was saved: where, and its settings as PEFT writes them."""
+
+    directory: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str) -> SavedAdapter:
+        """The adapter in ``path``, or in ``final`` inside it.
+
+        Raises:
+            RequestError: there is none, or one that cannot be used here.
+        """
+        given = Path(path).expanduser()
+        directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
+        if directory is None:
+            held = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"
+            raise RequestError(f"{START_FROM}: {given} has no {CONFIG} ({held}); give the directory of a PEFT adapter")
+        if not (directory / WEIGHTS).is_file():
+            pickled = " (weights as a pickle can run any code; save them again with save_pretrained)"
+            hint = pickled if (directory / "adapter_model.bin").exists() else ""
+            raise RequestError(f"{START_FROM}: {directory} has no {WEIGHTS}{hint}")
+        return cls(directory, _read_config(directory / CONFIG))
+
+    @property
+    def type(self) -> str:
+        return "dora" if self.config.get("use_dora") else "lora"
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its tensors by the names in the file. Raises RequestError if the file is damaged."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(self.directory / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"{START_FROM}: {self.directory / WEIGHTS} cannot be read: {error}") from error
+
+    def fingerprint(self) -> str:
+        """Of its settings and its weights."""
+        digest = hashlib.sha256()
+        for name in (CONFIG, WEIGHTS):
+            digest.update((self.directory / name).read_bytes())
+        return digest.hexdigest()[:16]
+
+    def check_base(self, base: BaseModel) -> None:
+        """Raise RequestError unless this is an adapter of ``base``."""
+        recorded = self.directory / BASE
+        if recorded.is_file():
+            own = BaseModel(**json.loads(recorded.read_text(encoding="utf-8")))
+            if own.fingerprint != base.fingerprint:
+                raise RequestError(
+                    f"{START_FROM}: {self.directory} is an adapter of {own}, and model.name is {base}; "
+                    "set model.name to the model it was trained on"
+                )
+            return
+        # Made elsewhere: a name is all there is, and one model may lie in several places.
+        name = str(self.config.get("base_model_name_or_path") or "")
+        if name and Path(name).name.lower() != Path(base.name).name.lower():
+            raise RequestError(
+                f"{START_FROM}: {self.directory} is an adapter of {name}, and model.name is {base.name}; set "
+                f"model.name to the model it was trained on, or correct base_model_name_or_path in its {CONFIG}"
+            )
+
+    def check_settings(self, section: AdapterSection) -> None:
+        """Raise RequestError if the recipe asks for another adapter than the one it goes on with."""
+        config = self.config
+        rank = "the ranks of its rank_pattern" if config.get("rank_pattern") else config.get("r")
+        alpha = "the alphas of its alpha_pattern" if config.get("alpha_pattern") else config.get("lora_alpha")
+        compared = {
+            "type": (section.type, self.type),
+            "rank": (section.rank, rank),
+            "alpha": (section.alpha, alpha),
+            "rank_stabilised": (section.rank_stabilised or None, bool(config.get("use_rslora"))),
+            "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
+        }
+        for key, (asked, found) in compared.items():
+            if asked is not None and asked != found:
+                raise RequestError(
+                    f"model.adapter.{key}: {asked}, but {self.directory} has {found}, and it goes on as it is; leave "
+                    f"the key out{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to "
+                    "train a new adapter on top of it"
+                )
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no mapping")
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{START_FROM}: {file} cannot be read: {error}") from error
+    for key, known in _PLAIN.items():
+        if key in config and config[key] not in known:
+            raise RequestError(
+                f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which cannot be trained here"
+            )
+    return config
