@@ -53,7 +53,8 @@ def read_request(arguments: list[str], resume: str | None, meaning: Meaning | No
     own = run / run_directory.RECIPE
     overrides, reasons = _under(overrides, meaning, path or own, resumed=path is None)
     goes_on = continued(run, path, overrides)
-    return Request(goes_on.recipe, run_directory.stem_of(own), run, (*goes_on.reasons, *reasons))
+    everything = tuple(dict.fromkeys((*goes_on.reasons, *reasons)))
+    return Request(goes_on.recipe, run_directory.stem_of(own), run, everything)
 
 
 def _run_of(resume: str, path: Path | None, overrides: list[str]) -> Path:
@@ -140,6 +141,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     from importlib.util import find_spec
 
     from trainwright.data.preflight import check_data
+    from trainwright.models.adapters_files import check_libraries
     from trainwright.parallel import deepspeed_config
 
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
@@ -147,6 +149,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         run_directory.check_new(Path(recipe.logging.run_directory).expanduser())
     deepspeed_config.check(recipe)
+    check_libraries(recipe.model.adapter)
     check_data(recipe)
 
 
