@@ -75,6 +75,42 @@ def test_a_number_of_passes_divides_the_rows() -> None:
     assert [len(micro.rows) for micro in batch.micro_batches] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("pack", [None, 64])
+def test_fewer_rows_divide_the_same_examples_further(pack: int | None) -> None:
+    whole, limited = stream(dataset(), rows=4, pack=pack), stream(dataset(), rows=4, pack=pack)
+    limited.limit_rows(2)
+    limited.limit_rows(3)
+    for step in range(4):
+        batch, divided = whole.global_batch(step), limited.global_batch(step)
+        assert (divided.rows, divided.tokens, divided.weight) == (min(2, batch.rows), batch.tokens, batch.weight)
+        assert [row for micro in divided.micro_batches for row in micro.rows] == [
+            row for micro in batch.micro_batches for row in micro.rows
+        ]
+        assert divided == stream(dataset(), rows=2, pack=pack).global_batch(step)
+
+
+def test_a_number_of_passes_gives_way_to_fewer_rows() -> None:
+    divided = Stream(dataset(), global_batch_size=12, seed=0, rows=None, passes=3, pack_length=None)
+    divided.limit_rows(2)
+    assert [len(micro.rows) for micro in divided.global_batch(0).micro_batches] == [2] * 6
+
+
+@pytest.mark.parametrize("pack", [None, 64])
+def test_the_fullest_batch_is_found(pack: int | None) -> None:
+    data = dataset(200)
+    found = stream(data, pack=pack)
+
+    def positions(step: int) -> int:
+        batches = (
+            collate(data, micro, packed=pack is not None, pad_token_id=0)
+            for micro in found.global_batch(step).micro_batches
+        )
+        return max(batch.input_ids.numel() for batch in batches)
+
+    assert positions(found.fullest(20)) == max(positions(step) for step in range(20))
+    assert stream(data, pack=pack, total_examples=16).fullest(20) in (0, 1)
+
+
 def test_shares_are_balanced_by_tokens() -> None:
     data = dataset(200)
     batch = stream(data, size=64, rows=1, pack=None).global_batch(0)

@@ -35,7 +35,7 @@ WIDE = (
     "train.max_steps=4",
     "checkpoint.every=2",
 )
-ROOM = 500
+ROOM = 540
 
 
 def spread(count: int, strategy: str) -> tuple[str, ...]:
@@ -57,6 +57,11 @@ def made(runs: Runs, *overrides: str) -> Path:
     recipe = resolve(load_recipe(TINY, [*overrides, "logging.tensorboard=false"]), detect()).recipe
     record(run, dump_recipe(recipe), "tiny", [])
     return run
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def same_run(one: Path, other: Path) -> None:
@@ -96,11 +101,9 @@ def test_ranks_that_did_not_run_out_do_the_step_again_with_the_one_that_did(runs
     settings = (*WIDE, "train.global_batch_size=32")
     unlimited = runs.trained(*settings, *spread(2, "ddp"))
     run = runs.new_directory("run")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     fixed = (1, ROOM, str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false")
     request = {"function": "tests.support.memory:worker", "arguments": [*fixed, *settings], "cores": None}
-    workers = [runs._start({**request, "environment": each}, None) for each in by_hand(2, port)]
+    workers = [runs._start({**request, "environment": each}, None) for each in by_hand(2, free_port())]
     for worker in workers:
         ended = worker.wait()
         assert ended.code == 0, ended.stdout + ended.stderr
@@ -128,6 +131,27 @@ def test_sharded_ranks_are_started_again_with_half_the_micro_batch(runs: Runs) -
     same_run(run, unlimited)
     assert rows_kept(run) == 4
     assert reasons(run)[-1].startswith("train.micro_batch_size 4: 8 ran out of memory at step ")
+
+
+def test_several_nodes_are_started_again_together(runs: Runs) -> None:
+    settings = (*WIDE, "parallel.strategy=fsdp", "parallel.num_processes=2")
+    unlimited = runs.trained(*settings)
+    run = runs.new_directory("run")
+    fixed = ["train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false", *settings]
+    place = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
+    request = {"function": "tests.support.memory:trainwright", "cores": None, "environment": {}}
+    nodes = [
+        runs._start({**request, "arguments": [ROOM, *fixed, *place, "--node-rank", str(index)]}, None)
+        for index in range(2)
+    ]
+    for node in nodes:
+        ended = node.wait()
+        assert ended.code == 0, ended.stdout + ended.stderr
+        assert ended.stderr == ""
+    (fault,) = events(run, "fault")
+    assert fault["action"] == "micro-batch 8 -> 4; started again from the newest checkpoint"
+    assert [start["micro_batch_size"] for start in events(run, "start")] == [8, 4]
+    same_run(run, unlimited)
 
 
 @pytest.fixture(scope="module")

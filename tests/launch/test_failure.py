@@ -6,7 +6,8 @@ import json
 import signal
 from pathlib import Path
 
-from trainwright.launch.failure import error_file, first_failure
+from trainwright.engine.memory import OutOfMemory
+from trainwright.launch.failure import RanOut, error_file, error_record, first_failure
 
 
 def fail(logs: Path, rank: int, time: float, text: str, known: bool = False, exit_code: int = 4) -> None:
@@ -51,6 +52,24 @@ def test_only_lost_connections_are_told_as_they_are(tmp_path: Path) -> None:
 def test_native_crash_points_to_the_log(tmp_path: Path) -> None:
     message = first_failure(tmp_path, 1, {0: -signal.SIGSEGV}, False).message
     assert "SIGSEGV" in message and "rank-0.log" in message
+
+
+def test_memory_that_ran_out_is_told_apart(tmp_path: Path) -> None:
+    training = OutOfMemory("no room", detail="1 GiB asked for", step=3, rows=4)
+    errors: list[Exception] = [training, MemoryError(), RuntimeError("CUDA out of memory."), ValueError("another")]
+    found = []
+    for error in errors:
+        error_file(tmp_path, 0).write_text(json.dumps(error_record(error)))
+        found.append(first_failure(tmp_path, 1, {0: 4}, False).ran_out)
+    assert found[0] == RanOut(0, "1 GiB asked for", in_training=True, step=3, rows=4)
+    assert [each and each.in_training for each in found] == [True, False, False, None]
+
+
+def test_a_kill_is_for_memory_where_the_kernel_counted_one(tmp_path: Path) -> None:
+    killed: dict[int, int | None] = {0: None, 1: -signal.SIGKILL}
+    counted = first_failure(tmp_path, 2, killed, out_of_memory=True).ran_out
+    assert counted == RanOut(1, "the kernel killed the process", in_training=True)
+    assert first_failure(tmp_path, 2, killed, out_of_memory=False).ran_out is None
 
 
 def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:

@@ -164,3 +164,19 @@ def test_numbers_for_people() -> None:
     assert [text.count(n) for n in (950, 12_345, 1_300_000, 7.2e9)] == ["950", "12.3k", "1.3M", "7.2B"]
     assert [text.duration(s) for s in (4.6, 75, 3_725, float("inf"))] == ["0:05", "1:15", "1:02:05", "?"]
     assert [text.size(n) for n in (12, 1 << 20, 3 << 40)] == ["12 B", "1.0 MiB", "3.0 TiB"]
+
+
+def test_what_was_predicted_is_shown_beside_what_was_measured() -> None:
+    predicted = {"memory_bytes": 4 << 30, "tensors_bytes": 2 << 30, "step_time": 0.5, "tokens_per_second": 2000.0}
+    measured = {"memory_bytes": 3 << 30, "step_time": 0.6, "tokens_per_second": 1900.0}
+    finish = {"event": "finish", "status": "finished", "step": 1, "seconds": 3.0, "path": "final"}
+    output = shown(start(predicted=predicted), step(1), {**finish, "measured": measured})
+    rows = [" ".join(line.split()) for line in output.splitlines()]
+    assert "memory 4.0 GiB predicted, 3.0 GiB measured (-25 %)" in rows
+    assert "step time 0.5 s predicted, 0.6 s measured (+20 %)" in rows
+    assert "speed 2,000 tokens/s predicted, 1,900 tokens/s measured (-5 %)" in rows
+    assert "peak memory" not in output
+    on_gpu = {**measured, "tensors_bytes": 3 << 30}
+    assert "2.0 GiB predicted" in shown(start(predicted=predicted), step(1), {**finish, "measured": on_gpu})
+    unplanned = shown(start(predicted={}), step(1), {**finish, "measured": measured})
+    assert "peak memory" in unplanned and "predicted" not in unplanned

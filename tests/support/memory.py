@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,16 @@ def abandon(where: str) -> None:
         assert one is not None and other is not None
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     leave()
+
+
+def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
+    """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
+    from trainwright.launch.probe import probe
+    from trainwright.launch.process import preload_libraries
+    from trainwright.launch.stop import Stopping
+
+    preload_libraries()
+    if mebibytes is not None:
+        limit(mebibytes)
+    with Stopping() as stopping:
+        Path(answer).write_text(json.dumps(asdict(probe(recipe, stopping))))

@@ -168,7 +168,7 @@ def reason(rows: int, before: int, step: int | None) -> str:
 def remedy(recipe: Recipe, rows: int) -> str:
     """What to do where so many rows are too many: what a resumed run can take, and what makes a new one."""
     if rows > 1:
-        return f"resume with train.micro_batch_size={halved(rows)}"
+        return f"try train.micro_batch_size={halved(rows)}, which a resumed run can take"
     keys = []
     if recipe.train.activation_checkpointing != "full":
         keys.append("train.activation_checkpointing=full")
@@ -177,4 +177,4 @@ def remedy(recipe: Recipe, rows: int) -> str:
     else:
         keys.append("more processes to shard over (parallel.num_processes)")
     lengths = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
-    return f"resume with {' or '.join(keys)}, or start a new run with a smaller {lengths}"
+    return f"try {' or '.join(keys)}, which a resumed run can take, or a smaller {lengths} in a new run"

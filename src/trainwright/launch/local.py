@@ -67,11 +67,10 @@ def launch(
             return ended
         fault = _decide(ended, stopping, nodes, relaunch)
         if fault is None or relaunch is None:
-            break
+            _tell(ended.message)
+            return ended.exit_code
         entry = relaunch.resumed(fault)
-    _show_cursor()
-    print(f"error: {ended.message}", file=sys.stderr, flush=True)
-    return ended.exit_code
+    raise AssertionError("launches are counted without end")
 
 
 def launch_once(
@@ -95,7 +94,7 @@ def launch_once(
     try:
         with _quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
             stopping.kill = functools.partial(_kill_workers, nodes)
-            arguments = (entry, logs, os.getpid(), stopping.flag, number)
+            arguments = (entry, logs, os.getpid(), stopping.flag)
             result = _agent(rendezvous, processes, logs, arguments).run()
         codes = rendezvous.exit_codes(first) | {rank: f.exitcode for rank, f in result.failures.items()}
         if not result.is_failed():
@@ -133,10 +132,8 @@ def _joint_code(codes: list[int]) -> int:
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED
 
 
-def _worker(entry: Callable[[], int], logs: Path, parent: int, flag: stop.Flag, number: int) -> int:
+def _worker(entry: Callable[[], int], logs: Path, parent: int, flag: stop.Flag) -> int:
     rank = int(os.environ["RANK"])
-    # Torch's process groups have their keys under it, in a store that several nodes keep for the next launch.
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     enter_process(logs / f"rank-{rank}.log", parent=parent, keep_console=rank == 0)
     stop.follow_launcher(flag)
     torch.set_num_threads(threads_allowed())
@@ -208,9 +205,20 @@ class _SeveralNodes(_OneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         nodes = self._nodes
         nodes.running = True
-        info = RendezvousStoreInfo(nodes.meeting.address, nodes.meeting.port)
+        info = RendezvousStoreInfo(nodes.meeting.address, self._port())
         store = PrefixStore(f"agents/{self._number}", nodes.meeting.store)
         return RendezvousInfo(store, nodes.index, nodes.count, info)
+
+    def _port(self) -> int:
+        """Of the store where the workers meet: the nodes' own for the first launch, another for each after it, as
+        process groups leave their keys behind."""
+        meeting, key = self._nodes.meeting, f"workers/{self._number}"
+        if not self._number:
+            return meeting.port
+        if meeting.index == 0:
+            self._store = store = host_store(meeting.address, 0, "")
+            meeting.publish(key, store.port)
+        return int(meeting.wait_for(key, self._nodes.poll))
 
     def num_nodes_waiting(self) -> int:
         # The agent asks again and again while its workers run: the moment to hear of the other nodes.
@@ -308,10 +316,11 @@ def _quiet_agent(log: Path) -> Any:
         handler.close()
 
 
-def _show_cursor() -> None:
-    """A worker that drew a progress bar has hidden it, and may have been killed since."""
+def _tell(message: str) -> None:
+    # A worker that drew a progress bar has hidden the cursor and may have been killed since.
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _started_as(worker: multiprocessing.process.BaseProcess) -> int:
