@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-CONVERTER = "1"  # part of the fingerprint: a change of what is written here makes older conversions unused
+CONVERTER = "2"  # part of the fingerprint: a change of what is written here makes older conversions unused
 # A quantised value is scale * integer + offset, 15 bits and more of it significant: fp32 keeps it, bf16 (8
 # bits) would quantise a second time. Above this size of the fp32 file bf16 is stored all the same, and the
 # run says so.
@@ -42,7 +43,7 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
         with FileLock(f"{directory}.lock"):
             if not directory.exists():
                 notify(f"converting {file.name} to safetensors, once (20 s for 135M parameters): {directory}")
-                _convert(file, directory, key, notify)
+                write_converted(file, directory, key, notify)
     return directory, _stored_precision(directory)
 
 
@@ -63,14 +64,15 @@ def _fingerprint(file: Path, models: Path) -> str:
     return fingerprint
 
 
-def _convert(file: Path, directory: Path, key: str, notify: Callable[[str], None]) -> None:
+def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:
+    """Write the model in ``file`` to ``directory`` as transformers has it. Raises RequestError as ``convert_gguf``."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from trainwright.models.save import save_model
 
     facts = _metadata(file, key)
-    config = _config(file)
+    config = _config(file, facts)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     fp32_bytes = 4 * sum(p.numel() for p in model.parameters())
@@ -107,7 +109,15 @@ def _metadata(file: Path, key: str) -> dict[str, Any]:
     return facts
 
 
-def _config(file: Path) -> Any:
+# Keys of an architecture that transformers does not read for all that have them.
+_ALSO_READ = {
+    "attention.key_length": "head_dim",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def _config(file: Path, facts: dict[str, Any]) -> Any:
     import numpy as np
     from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -115,6 +125,14 @@ def _config(file: Path) -> Any:
     fields = load_gguf_checkpoint(str(file), return_tensors=False)["config"]
     for leftover in ("_model_name_or_path", "unk_token_id"):
         fields.pop(leftover, None)
+    if "n_ctx" in fields:  # GPT-2's older name, which its configuration no longer reads
+        fields["n_positions"] = fields.pop("n_ctx")
+    config_class = type(AutoConfig.for_model(fields["model_type"]))
+    known = {field.name for field in dataclasses.fields(config_class)}
+    for key, name in _ALSO_READ.items():
+        value = facts.get(f"{facts['general.architecture']}.{key}")
+        if value is not None and name in known:
+            fields.setdefault(name, value)
     # The file holds fp32 numbers; the shortest decimal that is the same fp32 number is the one that was meant
     # (1e-05).
     fields = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in fields.items()}

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainwright.errors import RequestError
+from trainwright.models.adapters import attach_adapter, lora_layers
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.load import load_model, load_tokenizer
+from trainwright.models.merging import merge
+from trainwright.models.save import save_model
+from trainwright.recipe.schema import ModelSection
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 258,
+}  # fmt: skip
+GPT2 = {"vocab_size": 259, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": 258}
+IDS = torch.tensor([list(b"merged and apart")])
+
+
+def base(directory: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> Path:
+    config = AutoConfig.for_model(family, **{**(GPT2 if family == "gpt2" else LLAMA), **more})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    save_model(directory, config, model.state_dict(), bytes_tokenizer(), model.generation_config, dtype)
+    return directory
+
+
+def trained(directory: Path, out: Path, scale: float = 0.1, **adapter: Any) -> tuple[ModelSection, torch.Tensor]:
+    """An adapter with random numbers on the model in ``directory``, saved: what to merge, and its logits [1, L, V]."""
+    section = ModelSection.model_validate({"name": str(directory), "adapter": {"type": "lora", "rank": 4, **adapter}})
+    model = load_model(section, torch.float32)
+    attached = attach_adapter(model, section, 0)
+    assert attached is not None
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * scale)
+        logits = model(input_ids=IDS).logits
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    attached.save(out, named, load_tokenizer(section))
+    saved = {"type": section.adapter.type, "start_from": str(out), "quantisation": section.adapter.quantisation}
+    return ModelSection.model_validate({"name": str(directory), "adapter": saved}), logits
+
+
+def logits_of(directory: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("adapter", [{}, {"type": "dora"}, {"rank_stabilised": True}, {"targets": ["c_attn"]}])
+def test_merged_logits_are_those_of_base_and_adapter(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
+    if (family == "llama") == ("targets" in adapter):
+        adapter = {**adapter, "targets": ["q_proj", "down_proj"]} if family == "llama" else adapter
+    section, expected = trained(base(tmp_path / "base", family), tmp_path / "adapter", **adapter)
+    result = merge(section, 0, tmp_path / "merged")
+    assert result.difference < 1e-4 and result.changed > 0
+    found = logits_of(tmp_path / "merged")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (found - logits_of(tmp_path / "base")).abs().max() > 0.01
+
+
+def test_modules_that_were_trained_whole_replace_the_bases(tmp_path: Path) -> None:
+    directory = base(tmp_path / "base", tie_word_embeddings=False)
+    section, expected = trained(directory, tmp_path / "adapter", modules_to_save=["lm_head", "embed_tokens"])
+    merge(section, 0, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantisation", ["nf4", "int8"])
+def test_an_adapter_of_a_quantised_base_goes_into_the_whole_one(quantisation: str, tmp_path: Path) -> None:
+    section, expected = trained(base(tmp_path / "base"), tmp_path / "adapter", quantisation=quantisation)
+    result = merge(section, 0, tmp_path / "merged")
+    assert result.difference < 1e-4
+    # The logits of training are those of the rounded base: alike, not equal.
+    found = logits_of(tmp_path / "merged")
+    assert (found - expected).abs().max() > 1e-5
+    assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.8
+
+
+def test_it_is_stored_as_the_base_is_or_as_asked(tmp_path: Path) -> None:
+    section, _ = trained(base(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "adapter")
+    merge(section, 0, tmp_path / "as-base")
+    merge(section, 0, tmp_path / "whole", torch.float32)
+    assert AutoConfig.from_pretrained(tmp_path / "as-base").dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(tmp_path / "whole").dtype == torch.float32
+
+
+def test_what_rounding_takes_away_is_refused(tmp_path: Path) -> None:
+    section, _ = trained(base(tmp_path / "base"), tmp_path / "adapter", scale=1e-12)
+    with pytest.raises(RequestError, match="rounded away; store them in fp32"):
+        merge(section, 0, tmp_path / "merged", torch.bfloat16)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_places_that_are_taken_and_models_without_adapter_are_refused(tmp_path: Path) -> None:
+    section, _ = trained(base(tmp_path / "base"), tmp_path / "adapter")
+    with pytest.raises(RequestError, match="the base model itself"):
+        merge(section, 0, tmp_path / "base")
+    with pytest.raises(RequestError, match="exists"):
+        merge(section, 0, tmp_path / "adapter")
+    with pytest.raises(RequestError, match="no adapter to merge"):
+        merge(ModelSection(name=str(tmp_path / "base")), 0, tmp_path / "merged")
+
+
+def test_every_adapted_layer_is_merged(tmp_path: Path) -> None:
+    section, _ = trained(base(tmp_path / "base"), tmp_path / "adapter")
+    model = load_model(section, torch.float32)
+    attach_adapter(model, section, 0)
+    assert merge(section, 0, tmp_path / "merged").changed == len(list(lora_layers(model))) == 14
