@@ -11,7 +11,7 @@ from trainwright.data.templates import encode_messages
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.recipe.schema import ModelSection
-from trainwright.tasks.sft.sampling import Sampler
+from trainwright.tasks.sampling import Sampler
 
 SECTION = ModelSection(
     config={

@@ -30,6 +30,13 @@ class Batch:
     tokens: int  # without padding
     weight: float  # of this micro-batch; 0 when it only keeps other ranks company
     examples: tuple[int, ...]
+    documents: tuple[int, ...]  # [D], of the dataset; those of an example stand together, in its order
+    roles: tuple[int, ...]  # [D]
+    target_counts: tuple[int, ...]  # [D]; targets are in the order of the documents
+
+    def by_document(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of the targets' ``values`` [N] over each document [D], in float64 and always in the same order."""
+        return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``."""
@@ -45,7 +52,8 @@ class Batch:
 
 def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
     """Tensors of one micro-batch of ``dataset``."""
-    pairs = [dataset.example(example) for example in micro.examples]
+    documents = [document for example in micro.examples for document in dataset.documents(example)]
+    pairs = [dataset.document(document) for document in documents]
     lengths = [len(tokens) for tokens, _ in pairs]
     layout = _flat(pairs, lengths) if packed else _padded(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
@@ -63,6 +71,9 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
         tokens=sum(lengths),
         weight=micro.weight,
         examples=micro.examples,
+        documents=tuple(documents),
+        roles=tuple(map(dataset.role, documents)),
+        target_counts=tuple(map(dataset.document_targets, documents)),
     )
 
 

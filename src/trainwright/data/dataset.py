@@ -1,11 +1,15 @@
 """Tokenised examples on disk, mapped into memory by every worker.
 
-A dataset directory holds three flat arrays and a small JSON file:
+A dataset directory holds flat arrays and a small JSON file:
 
-    tokens.npy    int32  [total]      all examples one after another
-    targets.npy   bool   [total]      True where the token is to be predicted
-    offsets.npy   int64  [examples+1] where each example begins
-    dataset.json  fingerprint and report
+    tokens.npy    int32  [total]        all documents one after another
+    targets.npy   bool   [total]        True where the token is to be predicted
+    offsets.npy   int64  [documents+1]  where each document begins
+    members.npy   int64  [examples, k]  the documents of each example; not there where a document is an example
+    roles.npy     int8   [documents]    what each document is to its example; not there where all are the same
+    dataset.json  fingerprint, report, and which arrays there are
+
+An example of a preference task is two documents, which are always in one micro-batch.
 """
 
 from __future__ import annotations
@@ -21,33 +25,64 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
+
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Examples as flat arrays; ``report`` carries whatever the preparation counted."""
+    """Examples as flat arrays; ``report`` carries whatever the preparation counted.
+
+    ``members`` may name a document in any number of examples.
+    """
 
     tokens: npt.NDArray[np.int32]
     targets: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
     fingerprint: str
     report: dict[str, Any] = field(default_factory=dict)
+    members: npt.NDArray[np.int64] | None = None
+    roles: npt.NDArray[np.int8] | None = None
 
     def __len__(self) -> int:
+        return self.document_count if self.members is None else len(self.members)
+
+    @property
+    def document_count(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def documents_per_example(self) -> int:
+        return 1 if self.members is None else self.members.shape[1]
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        """The documents of one example, in its order."""
+        return (index,) if self.members is None else tuple(self.members[index].tolist())
+
+    def role(self, document: int) -> int:
+        """What one document is to its example."""
+        return 0 if self.roles is None else int(self.roles[document])
+
+    def document_length(self, document: int) -> int:
+        """Number of tokens of one document."""
+        return int(self.offsets[document + 1] - self.offsets[document])
+
+    def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """``(tokens [length], targets [length])`` of one document."""
+        begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
+        return self.tokens[begin:end], self.targets[begin:end]
+
+    def document_targets(self, document: int) -> int:
+        """Targets of one document; its first token has nothing before it and is never one."""
+        begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
+        return int(np.count_nonzero(self.targets[begin + 1 : end]))
 
     def length(self, index: int) -> int:
         """Number of tokens of one example."""
-        return int(self.offsets[index + 1] - self.offsets[index])
-
-    def example(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """``(tokens [length], targets [length])`` of one example."""
-        begin, end = int(self.offsets[index]), int(self.offsets[index + 1])
-        return self.tokens[begin:end], self.targets[begin:end]
+        return sum(map(self.document_length, self.documents(index)))
 
     def target_count(self, index: int) -> int:
-        """Targets of one example; its first token has nothing before it and is never one."""
-        begin, end = int(self.offsets[index]), int(self.offsets[index + 1])
-        return int(np.count_nonzero(self.targets[begin + 1 : end]))
+        """Targets of one example."""
+        return sum(map(self.document_targets, self.documents(index)))
 
     @property
     def token_count(self) -> int:
@@ -60,7 +95,7 @@ class TokenDataset:
         fingerprint: str,
         report: dict[str, Any] | None = None,
     ) -> TokenDataset:
-        """Join ``(tokens, targets)`` pairs into one dataset held in memory."""
+        """Join ``(tokens, targets)`` pairs, each an example of one document, into a dataset held in memory."""
         tokens: list[npt.NDArray[np.int32]] = []
         targets: list[npt.NDArray[np.bool_]] = []
         offsets = [0]
@@ -81,9 +116,10 @@ class TokenDataset:
         scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        for name in ("tokens", "targets", "offsets"):
-            np.save(scratch / f"{name}.npy", getattr(self, name))
-        about = {"fingerprint": self.fingerprint, "report": self.report}
+        arrays = {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
+        for name, array in arrays.items():
+            np.save(scratch / f"{name}.npy", array)
+        about = {"fingerprint": self.fingerprint, "report": self.report, "arrays": list(arrays)}
         (scratch / "dataset.json").write_text(json.dumps(about))
         shutil.rmtree(directory, ignore_errors=True)
         scratch.rename(directory)
@@ -92,5 +128,6 @@ class TokenDataset:
     def open(cls, directory: Path) -> TokenDataset:
         """Map a saved dataset; pages are read as they are needed and shared between processes."""
         about = json.loads((directory / "dataset.json").read_text())
-        arrays = [np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("tokens", "targets", "offsets")]
-        return cls(arrays[0], arrays[1], np.asarray(arrays[2]), about["fingerprint"], about["report"])
+        arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
+        arrays["offsets"] = np.asarray(arrays["offsets"])
+        return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"])

@@ -1,4 +1,4 @@
-"""The six layouts of a row, and how each becomes a conversation or a text.
+"""The layouts of a row, and how each becomes a conversation or a text.
 
     messages            {"messages": [{"role", "content"}, …]}
     conversations       {"conversations": [{"from": "human" | "gpt" | …, "value"}, …]}     (ShareGPT)
@@ -6,6 +6,11 @@
     instruction         {"instruction", "input" (may be left out), "output"}                (Alpaca)
     question_answer     {"question", "answer"}
     text                {"text"}
+
+Two more hold answers to compare, and are told apart in pairs.py:
+
+    preference          {"chosen", "rejected"}, and "prompt" where these are answers alone
+    labelled            {"prompt", "completion", "label"}, the label true or false
 
 Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant
 turns are what is trained on, except those inside the ``prompt`` of a prompt and completion, and empty ones.
@@ -34,8 +39,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "question_answer": ("question", "answer"),
     "text": ("text",),
+    "labelled": ("prompt", "completion", "label"),
+    "preference": ("chosen", "rejected"),
 }
-_OPTIONAL = {"instruction": ("input",)}
+_OPTIONAL = {"instruction": ("input",), "preference": ("prompt",)}
+# Layouts of examples that are one document each.
+SINGLE = ("messages", "conversations", "prompt_completion", "instruction", "question_answer", "text")
+_TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: kto"}
 
 _ROLES = {
     **{name: name for name in ("system", "user", "assistant", "tool")},
@@ -46,7 +56,7 @@ _ROLES = {
 
 
 # Where turns may stand, and what of a turn is its content.
-_TURN_FIELDS = ("messages", "conversations", "prompt", "completion")
+_TURN_FIELDS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _CONTENTS = ("content", "value")
 _EMPTY = "the answer is empty"
 _UNASKED = "no assistant turn answers a user"
@@ -56,30 +66,39 @@ class NoTarget(RequestError):
     """A row with nothing to train on; the message is why, in the same words for all such rows."""
 
 
-def layout_of(columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> str:
-    """The layout of a source's rows: ``wanted``, or if that is ``auto`` the one they have.
+def layout_of(columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE) -> str:
+    """The layout of a source's rows: ``wanted``, or if that is ``auto`` the one of ``layouts`` that they have.
 
     Raises:
         RequestError: the columns do not have it, or none is recognised.
     """
     if wanted == "auto":
-        return detect_format(columns, first_rows)
+        return detect_format(columns, first_rows, layouts)
     check_format(columns, wanted)
     return wanted
 
 
-def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = ()) -> str:
-    """The layout of rows with these ``columns``; of the ``first_rows`` at least one must fill its fields.
+def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> str:
+    """The first of ``layouts`` that rows with these ``columns`` have; of ``first_rows`` one must fill its fields.
 
     Raises:
         RequestError: none fits; lists the fields there are and what each layout needs.
     """
-    for name, fields in REQUIRED.items():
-        filled = not first_rows or any(all(row.get(f) is not None for f in fields) for row in first_rows)
-        if filled and set(fields) <= set(columns):
+    fitting = [name for name in REQUIRED if _fits(columns, first_rows, name)]
+    for name in layouts:
+        if name in fitting:
             return name
-    layouts = "; ".join(f"{name}: {' and '.join(fields)}" for name, fields in REQUIRED.items())
-    raise RequestError(f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({layouts})")
+    known = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
+    reason = f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({known})"
+    if elsewhere := next((f"{name} rows, for {_TRAINED_BY[name]}" for name in fitting if name in _TRAINED_BY), None):
+        reason += f"; these are {elsewhere}"
+    raise RequestError(reason)
+
+
+def _fits(columns: Sequence[str], first_rows: Sequence[Row], layout: str) -> bool:
+    fields = REQUIRED[layout]
+    filled = not first_rows or any(all(row.get(f) is not None for f in fields) for row in first_rows)
+    return filled and set(fields) <= set(columns)
 
 
 def check_format(columns: Sequence[str], layout: str) -> None:
@@ -109,17 +128,29 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
         order.
     """
     if layout == "text":
-        return _answer(row, "text")
-    messages = _BUILDERS[layout](row)
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+        return answer_field(row, "text")
     found: set[str] = set()
-    messages = _from_the_user_on(messages, found)
-    _check_order(messages)
-    _skip_empty(messages, found)
+    messages = conversation(_BUILDERS[layout](row), row, found)
     if remarks is not None:
         remarks.update(found)
+    return messages
+
+
+def conversation(messages: list[Message], row: Row, remarks: set[str]) -> list[Message]:
+    """``messages`` made from a ``row``, with its system text, in order, and with a target.
+
+    Args:
+        remarks: gets what is done to the row, in words.
+
+    Raises:
+        NoTarget, RequestError: as ``to_example``.
+    """
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    messages = _from_the_user_on(messages, remarks)
+    _check_order(messages)
+    _skip_empty(messages, remarks)
     return messages
 
 
@@ -154,8 +185,8 @@ def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
 
 def _prompt_completion(row: Row) -> list[Message]:
     if isinstance(row.get("prompt"), str) or isinstance(row.get("completion"), str):
-        return _pair(_text(row, "prompt"), _answer(row, "completion"))
-    prompt, completion = _turns(row, "prompt"), _turns(row, "completion")
+        return _pair(text_field(row, "prompt"), answer_field(row, "completion"))
+    prompt, completion = turns_field(row, "prompt"), turns_field(row, "completion")
     for message in prompt:
         if message["role"] == "assistant":
             message["target"] = False
@@ -163,19 +194,19 @@ def _prompt_completion(row: Row) -> list[Message]:
 
 
 def _instruction(row: Row) -> list[Message]:
-    question = _text(row, "instruction")
+    question = text_field(row, "instruction")
     given = row.get("input")
     if given is not None and not isinstance(given, str):
         raise RequestError(f"the field input should be text and is {kind_of(given)}")
-    return _pair(f"{question}\n\n{given}" if given and given.strip() else question, _answer(row, "output"))
+    return _pair(f"{question}\n\n{given}" if given and given.strip() else question, answer_field(row, "output"))
 
 
 _BUILDERS = {
-    "messages": lambda row: _turns(row, "messages"),
-    "conversations": lambda row: _turns(row, "conversations"),
+    "messages": lambda row: turns_field(row, "messages"),
+    "conversations": lambda row: turns_field(row, "conversations"),
     "prompt_completion": _prompt_completion,
     "instruction": _instruction,
-    "question_answer": lambda row: _pair(_text(row, "question"), _answer(row, "answer")),
+    "question_answer": lambda row: _pair(text_field(row, "question"), answer_field(row, "answer")),
 }
 
 
@@ -183,14 +214,16 @@ def _pair(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def _answer(row: Row, field: str) -> str:
+def answer_field(row: Row, field: str) -> str:
+    """A text of the row that is trained on. Raises NoTarget where it is empty, and as ``text_field``."""
     value = row.get(field)
     if isinstance(value, str) and not value.strip():
         raise NoTarget("the text is empty" if field == "text" else _EMPTY)
-    return _text(row, field)
+    return text_field(row, field)
 
 
-def _text(row: Row, field: str) -> str:
+def text_field(row: Row, field: str) -> str:
+    """A text of the row. Raises RequestError where it is missing, empty or something else."""
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {_names(row)}")
@@ -201,7 +234,8 @@ def _text(row: Row, field: str) -> str:
     return value
 
 
-def _turns(row: Row, field: str) -> list[Message]:
+def turns_field(row: Row, field: str) -> list[Message]:
+    """A list of turns of the row, by our names of roles. Raises RequestError where it is none."""
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {_names(row)}")

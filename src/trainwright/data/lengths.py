@@ -68,7 +68,10 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     """Counted over a tokenised source."""
     import numpy as np
 
-    lengths = np.sort(np.diff(dataset.offsets))
+    lengths = np.diff(dataset.offsets)
+    if dataset.members is not None:
+        lengths = lengths[dataset.members].sum(1)
+    lengths.sort()
     places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
     targets = int(np.count_nonzero(dataset.targets)) / max(1, dataset.token_count)
     return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), targets)

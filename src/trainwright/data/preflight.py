@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from trainwright.data.formats import NoTarget, layout_of, to_example
+from trainwright.data.formats import NoTarget
+from trainwright.data.kinds import Kind, kind_of_rows
 from trainwright.data.sources import PYDOC, check_source, place_of
 from trainwright.errors import RequestError
 
@@ -23,9 +24,10 @@ def check_data(recipe: Recipe) -> None:
         none that is known, one of the first is wrong, or a chat template is given and the rows are plain text.
     """
     data = recipe.data
-    layouts = [_layout(data.train, "data.train", data, data.limit)]
+    kind = kind_of_rows(recipe)
+    layouts = [_layout(data.train, "data.train", data, kind, data.limit)]
     if isinstance(data.validation, str):
-        layouts.append(_layout(data.validation, "data.validation", data, None))
+        layouts.append(_layout(data.validation, "data.validation", data, kind, None))
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 
@@ -38,18 +40,18 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
         )
 
 
-def _layout(source: str, key: str, data: DataSection, limit: int | None) -> str | None:
+def _layout(source: str, key: str, data: DataSection, kind: Kind, limit: int | None) -> str | None:
     rows = check_source(source, key) if source != PYDOC else [_PYDOC_ROW]
     rows = rows[:limit]
     if not rows:
         return None
     try:
-        layout = layout_of(list(dict.fromkeys(field for row in rows for field in row)), rows, data.format)
+        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, data.format)
     except RequestError as error:
         raise RequestError(f"{key}: {source}: {error}") from None
     for index, row in enumerate(rows):
         try:
-            to_example(row, layout)
+            kind.documents(row, layout)
         except NoTarget:
             pass  # left out, and counted, when the data is prepared
         except RequestError as error:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.dataset import TokenDataset
+from trainwright.data.kinds import EXAMPLES, Kind
 from trainwright.data.sources import PYDOC, source_files
 from trainwright.errors import MachineError, RequestError
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.schema import DataSection
 
-VERSION = 2  # of everything that decides tokens and targets; raised when any of it changes
+VERSION = 3  # of everything that decides tokens and targets; raised when any of it changes
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Prepared:
 def prepare(
     data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
+    kind: Kind = EXAMPLES,
     *,
     seed: int,
     cache: Path,
@@ -59,6 +61,7 @@ def prepare(
     same wait for it. ``tokenizer`` is given a chat template if it has none and the rows are conversations.
 
     Args:
+        kind: what the rows are to be.
         cache: the directory for all that can be made again.
         model_max_length: the positions the model has, if they are limited.
 
@@ -75,7 +78,7 @@ def prepare(
 
     root = cache / "datasets"
     identity = _tokenizer_identity(tokenizer)
-    key = root / "keys" / f"{_digest(source_key(data, seed, identity))}.json"
+    key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
     with _writable(root):
         key.parent.mkdir(parents=True, exist_ok=True)
         found = _find(root, key)
@@ -84,7 +87,7 @@ def prepare(
 
             # Held by a living process or not at all: the system lets go of it when its owner dies.
             with FileLock(key.with_suffix(".lock")):
-                found = _find(root, key) or _build(root, key, data, tokenizer, seed, identity)
+                found = _find(root, key) or _build(root, key, data, tokenizer, kind, seed, identity)
     prepared, format_ = found
     if format_ != "text":
         install_template(tokenizer)
@@ -112,7 +115,7 @@ def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
 
 
 def _build(
-    root: Path, key: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, seed: int, identity: str
+    root: Path, key: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int, identity: str
 ) -> tuple[Prepared, str]:
     from trainwright.data.split import split
     from trainwright.data.token_rows import tokenize_source
@@ -121,16 +124,16 @@ def _build(
     content = [_content(source) for source in (data.train, *([separate] if separate else []))]
     # The names are only for the summary that is kept with the tokens; it must not speak of another file.
     names = [data.train, separate]
-    settings = {**_settings(data, seed), "content": content, "names": names, "tokenizer": identity}
+    settings = {**_settings(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
     fingerprint = _digest(settings)[:32]
     directory = root / fingerprint
     opened = _open(directory, "reused")
     if opened is None:
-        rows = tokenize_source(data.train, tokenizer, data, key="data.train", limit=data.limit)
+        rows = tokenize_source(data.train, tokenizer, data, kind, key="data.train", limit=data.limit)
         lines = rows.summary("train")
         validation: TokenDataset | None
         if separate is not None:
-            held = tokenize_source(separate, tokenizer, data, key="data.validation", limit=None)
+            held = tokenize_source(separate, tokenizer, data, kind, key="data.validation", limit=None)
             lines += held.summary("validation")
             train, validation = rows.dataset(range(len(rows))), held.dataset(range(len(held)))
             if both := len(set(rows.hashes) & set(held.hashes)):

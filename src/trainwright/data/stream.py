@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,12 +21,16 @@ from trainwright.data.packing import best_fit_decreasing
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The examples of one forward and backward pass, as rows: a row is an example, or a pack of several."""
+    """The examples of one forward and backward pass, as rows: a row is an example, or a pack of several.
+
+    An example of several documents is one row all the same; not packed, each document has a line of its own.
+    """
 
     index: int  # within the global batch; seeds the dropout
     rows: tuple[tuple[int, ...], ...]
     tokens: int
-    weight: float  # of its targets; 0 for a pass that only keeps other ranks company
+    targets: int
+    weight: float  # of its examples; 0 for a pass that only keeps other ranks company
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -40,8 +45,12 @@ class GlobalBatch:
 
     @property
     def weight(self) -> float:
-        """Weight of all targets: what the summed loss is divided by."""
+        """Weight of all examples: what the summed loss is divided by."""
         return sum(micro.weight for micro in self.micro_batches)
+
+    @property
+    def targets(self) -> int:
+        return sum(micro.targets for micro in self.micro_batches)
 
     @property
     def tokens(self) -> int:
@@ -77,6 +86,7 @@ class Stream:
             ``passes`` micro-batches instead.
         pack_length: tokens a pack holds, or None when a row is one example.
         total_examples: where the stream ends; the last global batch may be smaller.
+        example_weight: what every example counts in the loss, or None when each of its targets counts 1.
     """
 
     def __init__(
@@ -90,6 +100,7 @@ class Stream:
         pack_length: int | None = None,
         total_examples: int | None = None,
         shuffle: bool = True,
+        example_weight: float | None = None,
     ) -> None:
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
@@ -101,6 +112,7 @@ class Stream:
         self._passes = passes
         self._pack_length = pack_length
         self._shuffle = shuffle
+        self._example_weight = example_weight
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
@@ -122,7 +134,8 @@ class Stream:
     def _positions(self, micro: MicroBatch) -> int:
         if self._pack_length is not None:
             return micro.tokens
-        return len(micro.rows) * max(self.dataset.length(example) for example in micro.examples)
+        documents = [document for example in micro.examples for document in self.dataset.documents(example)]
+        return len(documents) * max(map(self.dataset.document_length, documents))
 
     def examples(self, step: int) -> list[int]:
         """Indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
@@ -135,9 +148,18 @@ class Stream:
         size = len(self.dataset)
         return [int(self._epoch(position // size)[position % size]) for position in range(begin, end)]
 
+    def seen(self) -> list[int]:
+        """Every example that a global batch has, in the order of the dataset."""
+        if self.total_examples is None or self.total_examples >= len(self.dataset):
+            return list(range(len(self.dataset)))
+        return sorted(example for step in range(len(self)) for example in self.examples(step))
+
     def global_batch(self, step: int) -> GlobalBatch:
         """Global batch ``step``, divided into micro-batches."""
-        examples = self.examples(step)
+        return self.divide(self.examples(step))
+
+    def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
+        """Any examples of the dataset as a global batch, divided into micro-batches, of at most so many rows."""
         lengths = [self.dataset.length(example) for example in examples]
         if self._pack_length is None:
             # Neighbours in length share a micro-batch, so that little of it is padding.
@@ -146,17 +168,18 @@ class Stream:
         else:
             packs = best_fit_decreasing(lengths, self._pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
-        return GlobalBatch(tuple(self._micro_batch(i, group) for i, group in enumerate(self._groups(rows))))
+        return GlobalBatch(tuple(self._micro_batch(i, group) for i, group in enumerate(self._groups(rows, most_rows))))
 
-    def _groups(self, rows: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-        size = self._rows or math.ceil(len(rows) / self._passes)
+    def _groups(self, rows: list[tuple[int, ...]], most_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
+        size = min(self._rows or math.ceil(len(rows) / self._passes), most_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...]) -> MicroBatch:
         examples = [example for row in rows for example in row]
         tokens = sum(self.dataset.length(example) for example in examples)
-        weight = float(sum(self.dataset.target_count(example) for example in examples))
-        return MicroBatch(index, rows, tokens, weight)
+        targets = sum(self.dataset.target_count(example) for example in examples)
+        weight = float(targets) if self._example_weight is None else self._example_weight * len(examples)
+        return MicroBatch(index, rows, tokens, targets, weight)
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """The order of one epoch, kept until another is asked for."""

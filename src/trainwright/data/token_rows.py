@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.formats import NoTarget, layout_of, to_example, unused_columns
+from trainwright.data.formats import NoTarget, unused_columns
+from trainwright.data.kinds import Kind
 from trainwright.data.row_files import Row
 from trainwright.data.sources import place_of, read_rows
-from trainwright.data.templates import ChatEncoder, TurnsError, encode_texts
+from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -28,7 +31,11 @@ _BATCH = 256  # rows rendered and tokenised at a time
 
 @dataclass
 class TokenRows:
-    """The examples of one source. ``hashes`` are of the tokens; equal examples have equal ones."""
+    """The examples of one source, each of the same number of documents.
+
+    ``tokens``, ``targets`` and ``roles`` are of documents, in the order of the examples; ``hashes`` are of examples, of
+    tokens and roles, and equal where these are.
+    """
 
     source: str
     format: str
@@ -37,6 +44,7 @@ class TokenRows:
     rows: int = 0
     tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
     targets: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    roles: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     truncated: int = 0
     cut_tokens: int = 0
@@ -47,23 +55,28 @@ class TokenRows:
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.hashes)
 
-    def add(self, ids: list[int], flags: list[bool]) -> None:
-        """Take one row in: cut it, and leave it out if nothing remains to be predicted."""
+    def add(self, documents: Sequence[Encoded], roles: Sequence[int]) -> None:
+        """Take one row in: cut its documents, and leave it out if nothing of one remains to be predicted."""
         self.rows += 1
-        self.longest = max(self.longest, len(ids))
-        if len(ids) > self.max_length:
-            self.truncated += 1
-            self.cut_tokens += len(ids) - self.max_length
-        tokens = np.asarray(ids[: self.max_length], dtype=np.int32)
-        targets = np.asarray(flags[: self.max_length], dtype=np.bool_)
-        if not targets[1:].any():  # nothing precedes the first token to predict it from
+        lengths = [len(ids) for ids, _ in documents]
+        cut = [length - self.max_length for length in lengths if length > self.max_length]
+        self.longest = max(self.longest, *lengths)
+        self.truncated += bool(cut)
+        self.cut_tokens += sum(cut)
+        tokens = [np.asarray(ids[: self.max_length], dtype=np.int32) for ids, _ in documents]
+        targets = [np.asarray(flags[: self.max_length], dtype=np.bool_) for _, flags in documents]
+        if not all(flags[1:].any() for flags in targets):  # nothing precedes the first token to predict it from
             self.without_target += 1
             return
-        self.tokens.append(tokens)
-        self.targets.append(targets)
-        self.hashes.append(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest())
+        self.tokens += tokens
+        self.targets += targets
+        self.roles += roles
+        digest = hashlib.blake2b(digest_size=16)
+        for ids, role in zip(tokens, roles, strict=True):
+            digest.update(_header(len(ids), role) + ids.tobytes())
+        self.hashes.append(digest.digest())
 
     def leave_out(self, why: str) -> None:
         """Count a row that has nothing to train on."""
@@ -76,14 +89,22 @@ class TokenRows:
         return len(self.hashes) - len(set(self.hashes))
 
     def dataset(self, indices: Sequence[int]) -> TokenDataset:
-        """Some of the examples; the fingerprint is of their tokens and targets and of nothing else."""
-        tokens, targets = [self.tokens[i] for i in indices], [self.targets[i] for i in indices]
+        """Some of the examples; the fingerprint is of their tokens, targets and roles and of nothing else."""
+        each = len(self.tokens) // len(self)
+        kept = [index * each + place for index in indices for place in range(each)]
+        tokens, targets, roles = ([values[i] for i in kept] for values in (self.tokens, self.targets, self.roles))
         digest = hashlib.sha256()
-        for ids, flags in zip(tokens, targets, strict=True):
-            digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes() + flags.tobytes())
-        offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-        joined = np.concatenate(tokens), np.concatenate(targets)
-        return TokenDataset(*joined, offsets, digest.hexdigest()[:32], self.report())
+        for ids, flags, role in zip(tokens, targets, roles, strict=True):
+            digest.update(_header(len(ids), role) + ids.astype("<i4").tobytes() + flags.tobytes())
+        return TokenDataset(
+            np.concatenate(tokens),
+            np.concatenate(targets),
+            np.cumsum([0, *map(len, tokens)], dtype=np.int64),
+            digest.hexdigest()[:32],
+            self.report(),
+            members=None if each == 1 else np.arange(len(kept), dtype=np.int64).reshape(-1, each),
+            roles=np.asarray(roles, dtype=np.int8) if any(roles) else None,
+        )
 
     def report(self) -> dict[str, Any]:
         """The counts, over the whole source."""
@@ -109,7 +130,7 @@ class TokenRows:
         lines = [
             f"{name}: {self.source}, {self.rows:,} rows of {self.format} ({how})",
             f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
-            f"longest row {self.longest:,} tokens",
+            f"longest {'row' if len(self) == len(self.tokens) else 'side'} {self.longest:,} tokens",
         ]
         if self.truncated:
             lines.append(
@@ -126,7 +147,7 @@ class TokenRows:
 
 
 def tokenize_source(
-    source: str, tokenizer: PreTrainedTokenizerBase, data: DataSection, *, key: str, limit: int | None
+    source: str, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, limit: int | None
 ) -> TokenRows:
     """Read ``source`` and encode each row.
 
@@ -137,7 +158,7 @@ def tokenize_source(
     rows = read_rows(source, limit, key)
     columns = rows.column_names
     try:
-        layout = layout_of(columns, rows[:8] and _rows_of(rows[:8]), data.format)
+        layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), data.format)
     except RequestError as error:
         raise RequestError(f"{key}: {source}: {error}") from None
     found = TokenRows(source, layout, data.max_length, detected=data.format == "auto")
@@ -145,32 +166,39 @@ def tokenize_source(
         found.notes.append(f"not used: the columns {', '.join(unused)}")
     rows = rows.remove_columns(unused)
     encoder = None if layout == "text" else ChatEncoder(tokenizer)
+    encode = functools.partial(encode_texts, tokenizer) if encoder is None else encoder.encode
     for start in range(0, len(rows), _BATCH):
-        examples = _examples(_rows_of(rows[start : start + _BATCH]), start, found, key)
-        try:
-            texts = list(examples.values())
-            encoded = encode_texts(tokenizer, texts) if encoder is None else encoder.encode(texts)
-        except TurnsError as error:
-            raise RequestError(f"{key}: {place_of(source, list(examples)[error.index])}: {error}") from None
-        for ids, flags in encoded:
-            found.add(ids, flags)
+        _take_in(_rows_of(rows[start : start + _BATCH]), start, kind, found, encode, key)
     if not len(found):
         raise RequestError(f"{key}: {source}: {_nothing_left(found)}")
     found.notes += _encoder_notes(encoder) if encoder else _text_notes(tokenizer)
     return found
 
 
-def _examples(rows: list[Row], start: int, found: TokenRows, key: str) -> dict[int, Any]:
-    """What is to be encoded, by the row's index in the source; ``found`` counts what has nothing to train on."""
-    examples = {}
+def _take_in(
+    rows: list[Row], start: int, kind: Kind, found: TokenRows, encode: Callable[[list[Any]], list[Encoded]], key: str
+) -> None:
+    """Encode some rows, the first of them row ``start`` of the source, into ``found``."""
+    texts: list[Any] = []
+    owners: list[int] = []  # of the texts: the row's index in the source
+    roles: dict[int, list[int]] = {}
     for index, row in enumerate(rows, start):
         try:
-            examples[index] = to_example(row, found.format, found.remarks)
+            documents = kind.documents(row, found.format, found.remarks)
         except NoTarget as reason:
             found.leave_out(str(reason))
+            continue
         except RequestError as error:
             raise RequestError(f"{key}: {place_of(found.source, index)}: {error}") from None
-    return examples
+        roles[index] = [role for role, _ in documents]
+        texts += [text for _, text in documents]
+        owners += [index] * len(documents)
+    try:
+        encoded = iter(encode(texts))
+    except TurnsError as error:
+        raise RequestError(f"{key}: {place_of(found.source, owners[error.index])}: {error}") from None
+    for own in roles.values():
+        found.add(list(islice(encoded, len(own))), own)
 
 
 def _nothing_left(found: TokenRows) -> str:
@@ -181,6 +209,11 @@ def _nothing_left(found: TokenRows) -> str:
             return f"none of {found.rows:,} rows has a target {cut}"
         reasons.append(f"{found.without_target:,}: no target {cut}")
     return f"none of {found.rows:,} rows has anything to train on ({'; '.join(reasons)})"
+
+
+def _header(length: int, role: int) -> bytes:
+    """What tells where a document ends, and what it is."""
+    return length.to_bytes(8, "little") + (role.to_bytes(1, "little") if role else b"")
 
 
 def _encoder_notes(encoder: ChatEncoder) -> list[str]:

@@ -243,7 +243,7 @@ def _data(documents: int, tokens: int, device: torch.device) -> Run:
 
     length = tokens // documents
     dataset = TokenDataset.from_examples([([0] * length, [True] * length)] * documents, "calibration")
-    micro = MicroBatch(0, (tuple(range(documents)),), tokens, tokens, float(tokens))
+    micro = MicroBatch(0, (tuple(range(documents)),), tokens, tokens, tokens, float(tokens))
     return lambda: collate(dataset, micro, packed=True, pad_token_id=0).to(device)
 
 

@@ -32,7 +32,9 @@ def _statistics(task: Task, strategy: Strategy) -> list[float]:
     module.eval()
     with torch.no_grad():
         for step in range(len(task.validation)):
-            for micro in task.validation.global_batch(step).for_rank(world.rank, world.size):
+            batch = task.validation.global_batch(step)
+            task.before_passes(strategy, batch, validation=True)
+            for micro in batch.for_rank(world.rank, world.size):
                 part = task.statistics(module, micro, world.device).double()
                 sums = part if sums is None else sums + part
     module.train()

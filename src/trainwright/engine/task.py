@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainwright.data.stream import MicroBatch, Stream
+from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,24 @@ class Task(Protocol):
     stream: Stream
     validation: Stream | None
     prompts: Sequence[str]
+    start: str | None  # fingerprint of the weights of the start, known once begun; None: no loss asks for them later
 
     def blocks(self) -> list[nn.Module]:
         """The repeated units of the module, in order."""
+
+    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+        """Called once on every rank: the model is spread, with the weights of the start; no checkpoint is loaded yet.
+
+        Args:
+            notify: shows a line to the user; only rank 0's are seen.
+        """
+
+    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+        """Called on every rank before the passes over a global batch, for what a loss needs to know of all of it.
+
+        Args:
+            validation: whether the batch is of the validation stream.
+        """
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Losses of one micro-batch of the stream."""

@@ -135,6 +135,11 @@ class Trainer:
                 f"data.train: the examples are not those of {checkpoint.path}: the data, the tokenizer or its chat "
                 "template has changed; put back what the run began with, or start a new run"
             )
+        if checkpoint.state.get("start") != self.task.start:
+            raise RequestError(
+                f"model: the weights to start from are not those that {checkpoint.path} was started from, and what is "
+                "trained is compared with them; put back the model that the run began with, or start a new run"
+            )
         with checkpoint.reader() as reader:
             self.strategy.load_state(reader)
         self.progress = Progress(**checkpoint.state["progress"])
@@ -151,7 +156,7 @@ class Trainer:
         self._halving.update(step, batch, lambda: self.strategy.step(learning_rate, scale))
         self.progress.step = step
         self.progress.tokens += batch.tokens
-        self.progress.target_tokens += round(batch.weight)
+        self.progress.target_tokens += batch.targets
         seconds = time.perf_counter() - begun
         memory_bytes = int(max(rank[2] for rank in ranks))
         self._measured.step(seconds, batch.tokens, memory_bytes)
@@ -206,6 +211,7 @@ class Trainer:
         """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches, and the
         norm of what the ranks' gradients make together."""
         share = batch.for_rank(self.world.rank, self.world.size)
+        self.task.before_passes(self.strategy, batch, validation=False)
         totals = []
         for position, micro in enumerate(share, 1):
             # By the micro-batch and not by the rank: dropout is the same on any number of processes.
@@ -267,7 +273,8 @@ class Trainer:
         step = self.progress.step
         if self._saved_step == step:
             return
-        state: dict[str, Any] = {"progress": asdict(self.progress), "data": self.task.stream.dataset.fingerprint}
+        data = self.task.stream.dataset.fingerprint
+        state: dict[str, Any] = {"progress": asdict(self.progress), "data": data, "start": self.task.start}
         try:
             saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self._halving.recipe_text)
         except CheckpointError as error:

@@ -101,6 +101,7 @@ def run_worker(
             stop_requested=stop_requested,
             keep_recipe=functools.partial(_keep_recipe, run, world),
         )
+        task.begin(strategy, lambda message: events.emit("notice", message=message))
         checkpoint = _latest(checkpoints, world, events) if resume else None
         if checkpoint is not None:
             trainer.resume(checkpoint)

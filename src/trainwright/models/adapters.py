@@ -204,6 +204,24 @@ class Adapter:
         return config
 
 
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """The model without any of its adapters, for passes without gradients."""
+    from peft.utils import ModulesToSaveWrapper
+
+    # By PEFT's own mark and not by its methods: these also freeze what is trained, and a strategy that gathers
+    # parameters takes over whether they are.
+    parts = [part for _, part in lora_layers(model)]
+    parts += [part for part in model.modules() if isinstance(part, ModulesToSaveWrapper)]
+    for part in parts:
+        part._disable_adapters = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._disable_adapters = False
+
+
 def adds_nothing(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether an adapter of these tensors, or parts of them, leaves a model as it is."""
     return not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
@@ -214,7 +232,7 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # several are meant
-        inject_adapter_in_model(config, model, name)
+        inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT writes into it what it makes of it
 
 
 def _activate(model: nn.Module, names: tuple[str, ...]) -> None:

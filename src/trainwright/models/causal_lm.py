@@ -33,7 +33,8 @@ class CausalLM(nn.Module):
 
     ``forward(batch)`` gives the summed cross-entropy (fp32 scalar, nats) of the batch's targets;
     ``forward(batch, objective=f)`` gives ``f`` of the targets' losses, whatever function of them it is;
-    ``forward(batch, statistics=True)`` gives ``[summed loss, correct predictions]`` without gradients.
+    ``forward(batch, statistics=True)`` gives ``[summed loss, correct predictions]`` without gradients;
+    ``forward(batch, losses=True)`` gives the loss of every target [N] (fp32, nats) without gradients.
 
     Args:
         model: on its device, weights loaded.
@@ -53,11 +54,15 @@ class CausalLM(nn.Module):
     def config(self) -> Any:
         return self.model.config
 
-    def forward(self, batch: Batch, statistics: bool = False, objective: Objective | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, statistics: bool = False, objective: Objective | None = None, losses: bool = False
+    ) -> torch.Tensor:
+        if losses:
+            return self.token_losses(batch)
         at_targets = self._at_targets(batch)
         if statistics:
-            losses, correct = token_statistics(*at_targets, **self._head)
-            return torch.stack([losses.sum(dtype=torch.float64), correct.sum().double()])
+            each, correct = token_statistics(*at_targets, **self._head)
+            return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if objective is None:
             return linear_cross_entropy(*at_targets, **self._head)
         # How much each target counts is known when all losses are: the head runs once more for it, and never holds

@@ -29,8 +29,25 @@ class Contradictions(ValueError):
 
 def contradictions(recipe: Recipe) -> list[Contradiction]:
     """All contradictions between the keys of ``recipe``, none when it is sound."""
-    checks = (_model, _adapter, _data, _length, _schedule, _batch, _processes, _strategy, _evaluation)
+    checks = (
+        _task,
+        _model,
+        _adapter,
+        _data,
+        _preferences,
+        _length,
+        _schedule,
+        _batch,
+        _processes,
+        _strategy,
+        _evaluation,
+    )
     return [problem for check in checks for problem in check(recipe)]
+
+
+def _task(recipe: Recipe) -> Iterator[Contradiction]:
+    if recipe.dpo is not None and recipe.task != "dpo":
+        yield Contradiction(("dpo", "task"), f"has no effect with task {recipe.task}; remove it, or set task to dpo")
 
 
 def _model(recipe: Recipe) -> Iterator[Contradiction]:
@@ -114,6 +131,42 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(
             ("data.validation", "data.limit"),
             f"holds back {data.validation} rows of the {data.limit} that data.limit leaves; none to train on",
+        )
+
+
+# Layouts of rows that hold answers to compare.
+_PREFERENCES = ("preference", "labelled")
+
+
+def _preferences(recipe: Recipe) -> Iterator[Contradiction]:
+    data, dpo = recipe.data, recipe.dpo
+    if data.format != "auto" and (data.format in _PREFERENCES) != (recipe.task == "dpo"):
+        wanted = " or ".join(_PREFERENCES) if recipe.task == "dpo" else "a layout of single examples"
+        yield Contradiction(
+            ("data.format", "task"), f"task {recipe.task} does not train on {data.format} rows; set it to {wanted}"
+        )
+    if dpo is None or recipe.task != "dpo":
+        return
+    if data.format == "labelled" and dpo.loss != "kto":
+        yield Contradiction(
+            ("dpo.loss", "data.format"), f"{dpo.loss} compares two answers, and labelled rows have one; set it to kto"
+        )
+    if data.pack_length is not None and data.max_length <= data.pack_length < 2 * data.max_length and dpo.loss != "kto":
+        yield Contradiction(
+            ("data.pack_length", "data.max_length"),
+            f"a pair of two times data.max_length {data.max_length} would not fit; raise it to {2 * data.max_length} "
+            "or lower that",
+        )
+    belongs = {"label_smoothing": "dpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+    for key, loss in belongs.items():
+        if getattr(dpo, key) != type(dpo).model_fields[key].default and dpo.loss != loss:
+            yield Contradiction(
+                (f"dpo.{key}", "dpo.loss"), f"has no effect with dpo.loss {dpo.loss}; it belongs to {loss}"
+            )
+    if dpo.reference == "base" and recipe.model.adapter.start_from is None:
+        yield Contradiction(
+            ("dpo.reference", "model.adapter.start_from"),
+            "without an adapter to start from, the model that training starts from is the base; leave it at start",
         )
 
 

@@ -8,65 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.checks import Contradictions, contradictions
+from trainwright.recipe.fields import (
+    Auto,
+    BelowHalf,
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Proportion,
+    Section,
+    Steps,
+    Text,
+    ValidationRows,
+    whole,
+)
 
-TaskName = Literal["sft"]
-Auto = Literal["auto"]
-
-
-def _whole(value: object) -> object:
-    # Python's True is the number 1; a user who writes `max_steps: true` means something else.
-    if isinstance(value, bool):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):
-        raise PydanticKnownError("float_type")
-    return value
-
-
-def _steps(value: object) -> object:
-    # A float is a part of something and an int is a count of it, so 1.0 (all of it, or one?) is refused.
-    if not _is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
-        raise PydanticCustomError("steps", "a whole number of steps or a fraction below 1")
-    return value
-
-
-def _validation_rows(value: object) -> object:
-    is_fraction = isinstance(value, float) and 0 < value < 1
-    if not (value is None or is_fraction or isinstance(value, str) or _is_count(value, least=1)):
-        raise PydanticCustomError("rows", "a fraction between 0 and 1, a whole number of rows, a source or null")
-    return value
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-Text = Annotated[str, StringConstraints(min_length=1)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Number = Annotated[float, BeforeValidator(_number)]
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
-NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
-Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
-BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
-Steps = Annotated[Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_steps)]
-ValidationRows = Annotated[
-    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text | None,
-    BeforeValidator(_validation_rows),
-]
-
-
-class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused; a recipe is a value and does not change once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
+TaskName = Literal["sft", "dpo"]
 
 # What an adapter may be written as in one word, and what the word stands for.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -177,7 +138,17 @@ class ModelSection(Section):
     )
 
 
-DataFormat = Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "question_answer", "text"]
+DataFormat = Literal[
+    "auto",
+    "messages",
+    "conversations",
+    "prompt_completion",
+    "instruction",
+    "question_answer",
+    "text",
+    "preference",
+    "labelled",
+]
 
 
 class DataSection(Section):
@@ -185,8 +156,8 @@ class DataSection(Section):
 
     train: Text = Field(
         description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet or text file, a directory of such files, a "
-        "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or pydoc for the built-in one "
-        "made from Python's own documentation."
+        "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
+        "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each."
     )
     validation: ValidationRows = Field(
         0.05,
@@ -196,13 +167,14 @@ class DataSection(Section):
     format: DataFormat = Field(
         "auto", description="How a row is laid out. auto: found from the first rows and printed."
     )
-    max_length: Annotated[int, Field(ge=2), BeforeValidator(_whole)] = Field(
-        1024, description="Longest example in tokens; what is longer is cut, counted and reported."
+    max_length: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
+        1024,
+        description="Longest example in tokens, of a pair each side; what is longer is cut, counted and reported.",
     )
     pack_length: Count | None = Field(
         None,
         description="Put several examples into one row of at most this many tokens, none seeing another. "
-        "At least max_length. null: one example a row.",
+        "At least max_length, and twice that for pairs. null: one example a row.",
     )
     limit: Count | None = Field(
         None,
@@ -272,7 +244,7 @@ class TrainSection(Section):
         False, description="Keep activations for the backward pass in the host's memory instead of the GPU's."
     )
     compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
-    seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_whole)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(whole)] = Field(
         0, description="Seeds the split, the order of the examples, dropout and fresh weights."
     )
 
@@ -346,10 +318,41 @@ class LoggingSection(Section):
     tensorboard: bool = Field(True, description="Write the run's curves for TensorBoard.")
 
 
+class DpoSection(Section):
+    """What preference tuning minimises."""
+
+    loss: Literal["dpo", "ipo", "kto"] = Field(
+        "dpo",
+        description="dpo: the chosen answer over the rejected one (arXiv 2305.18290). ipo: by a fixed margin, in means "
+        "over tokens (arXiv 2310.12036). kto: each answer for itself, good or bad (arXiv 2402.01306); takes rows with a "
+        "label as well as pairs.",
+    )
+    beta: Positive = Field(
+        0.1, description="How much a departure from the reference counts: the larger, the nearer the model stays to it."
+    )
+    label_smoothing: BelowHalf = Field(
+        0.0, description="dpo: the probability that a pair is the wrong way round (conservative DPO)."
+    )
+    desirable_weight: Positive = Field(1.0, description="kto: what a good answer counts.")
+    undesirable_weight: Positive = Field(1.0, description="kto: what a bad answer counts.")
+    reference: Literal["start", "base"] = Field(
+        "start",
+        description="What the model is compared with. start: the model that training starts from. base: the model "
+        "without the adapter of model.adapter.start_from.",
+    )
+
+
+# Sections that belong to one task, by its name.
+_TASK_SECTIONS = ("dpo",)
+
+
 class Recipe(Section):
     """One training run."""
 
-    task: TaskName = Field(description="The kind of training. sft: supervised fine-tuning on conversations or text.")
+    task: TaskName = Field(
+        description="The kind of training. sft: supervised fine-tuning on conversations or text. dpo: preference "
+        "tuning on answers that were compared or judged."
+    )
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
     data: DataSection = Field(description="What the model is trained on.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="How the weights are changed.")
@@ -366,6 +369,19 @@ class Recipe(Section):
         default_factory=EvaluateSection, description="When and how the model is measured."
     )
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Where the run is written.")
+    dpo: DpoSection | None = Field(None, description="What is minimised. With task dpo only.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _section_of_the_task(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
+            return {**values, task: {}}
+        return values
+
+    @model_serializer(mode="wrap")
+    def _without_other_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return {key: value for key, value in values.items() if value is not None or key not in _TASK_SECTIONS}
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Recipe:

@@ -14,6 +14,10 @@ def build_task(recipe: Recipe, cache: Path) -> Task:
         from trainwright.tasks.sft.task import build
 
         return build(recipe, cache)
+    if recipe.task == "dpo":
+        from trainwright.tasks.dpo import task as dpo
+
+        return dpo.build(recipe, cache)
     raise ValueError(f"task: {recipe.task} is not a task")
 
 
@@ -27,4 +31,8 @@ def prepare_task(recipe: Recipe, cache: Path) -> int:
         from trainwright.tasks.sft.task import prepare_once
 
         return prepare_once(recipe, cache)
+    if recipe.task == "dpo":
+        from trainwright.tasks.dpo import task as dpo
+
+        return dpo.prepare_once(recipe, cache)
     raise ValueError(f"task: {recipe.task} is not a task")

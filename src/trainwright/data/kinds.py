@@ -1,0 +1,52 @@
+"""What the rows of a task are: the layouts they may have, and how a row becomes the documents of an example."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainwright.data.formats import SINGLE, Example, layout_of, to_example
+from trainwright.data.pairs import to_labelled, to_pair
+from trainwright.data.row_files import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainwright.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``layouts``: of ``formats.REQUIRED``, in the order in which they are looked for."""
+
+    name: str
+    layouts: tuple[str, ...]
+
+    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> str:
+        """The layout of a source's rows. Raises RequestError where they have none of these."""
+        return layout_of(columns, first_rows, wanted, self.layouts)
+
+    def documents(self, row: Row, layout: str, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+        """One row as ``(role, text or conversation)`` of each document of an example; every row gives equally many.
+
+        Raises:
+            NoTarget, RequestError: as ``formats.to_example``.
+        """
+        if layout == "preference":
+            return list(to_pair(row, remarks))
+        if layout == "labelled":
+            return list(to_labelled(row, remarks))
+        return [(0, to_example(row, layout, remarks))]
+
+
+EXAMPLES = Kind("examples", SINGLE)
+PAIRS = Kind("pairs", ("preference",))
+ANSWERS = Kind("answers", ("preference", "labelled"))
+
+
+def kind_of_rows(recipe: Recipe) -> Kind:
+    """What the rows of a recipe's task are."""
+    if recipe.dpo is None:
+        return EXAMPLES
+    return ANSWERS if recipe.dpo.loss == "kto" else PAIRS

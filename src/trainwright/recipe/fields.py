@@ -1,0 +1,61 @@
+"""The types of a recipe's keys, and what a section is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+Auto = Literal["auto"]
+
+
+def whole(value: object) -> object:
+    # Python's True is the number 1; a user who writes `max_steps: true` means something else.
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+def _steps(value: object) -> object:
+    # A float is a part of something and an int is a count of it, so 1.0 (all of it, or one?) is refused.
+    if not _is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
+        raise PydanticCustomError("steps", "a whole number of steps or a fraction below 1")
+    return value
+
+
+def _validation_rows(value: object) -> object:
+    is_fraction = isinstance(value, float) and 0 < value < 1
+    if not (value is None or is_fraction or isinstance(value, str) or _is_count(value, least=1)):
+        raise PydanticCustomError("rows", "a fraction between 0 and 1, a whole number of rows, a source or null")
+    return value
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
+NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
+Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
+BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5), BeforeValidator(_number)]
+Steps = Annotated[Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_steps)]
+ValidationRows = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text | None,
+    BeforeValidator(_validation_rows),
+]
+
+
+class Section(BaseModel):
+    """A part of a recipe. Unknown keys are refused; a recipe is a value and does not change once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())

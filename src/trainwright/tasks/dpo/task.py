@@ -1,0 +1,188 @@
+"""Preference tuning: answers that were compared or judged, against what the model said of them at the start."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainwright.data.batch import Batch
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.pairs import CHOSEN
+from trainwright.data.prepare import Prepared
+from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.engine.look import look_at
+from trainwright.engine.task import LossSum
+from trainwright.models.adapters import switched_off
+from trainwright.models.load import load_tokenizer
+from trainwright.parallel.strategy import Strategy
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.dpo import losses
+from trainwright.tasks.dpo.mismatched import Mismatched
+from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
+from trainwright.tasks.reference import Reference, reference, start_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PreferenceTuning", "build", "prepare_once"]
+
+
+def build(recipe: Recipe, cache: Path) -> PreferenceTuning:
+    """The task of a resolved recipe."""
+    tokenizer = load_tokenizer(recipe.model)
+    return PreferenceTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache), cache)
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """The answers of a stream, and what the reference says of them."""
+
+    stream: Stream
+    reference: Reference
+
+    def ratios(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """log pi(y|x) - log pi_ref(y|x) of a batch's answers [D], float64, from the losses of its targets [N]."""
+        return -batch.by_document(losses) - self.reference.of(batch)
+
+
+class PreferenceTuning(LanguageModelTask):
+    """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one that has a label."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path) -> None:
+        assert recipe.dpo is not None
+        self._dpo = recipe.dpo
+        self._cache = cache
+        super().__init__(recipe, tokenizer, prepared)
+        # An adapter that is new adds nothing yet: without it the model is that of the start.
+        new = recipe.model.adapter.start_from is None
+        self._without_adapter = self._adapter is not None and (new or self._dpo.reference == "base")
+        # Of training and, under True, of validation; KTO has as many answers to other prompts.
+        self._answers: dict[bool, _Answers] = {}
+        self._mismatched: dict[bool, _Answers] = {}
+        self._divergence = 0.0
+
+    def _example_weight(self, dataset: TokenDataset) -> float:
+        return float(dataset.documents_per_example) if self._dpo.loss == "kto" else 1.0
+
+    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+        """Have the reference's log-probabilities of every answer that the run sees."""
+        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
+        self.start = start_fingerprint(strategy, trained if self._without_adapter else ())
+        for validation, stream in ((False, self.stream), (True, self.validation)):
+            if stream is None:
+                continue
+            examples = stream.seen()
+            self._answers[validation] = self._ask(strategy, stream, examples, notify)
+            if self._dpo.loss == "kto":
+                key = "data.validation" if validation else "data.train"
+                mismatched = Mismatched.of(stream.dataset, self._recipe.data.max_length, key)
+                others = self._stream(mismatched, len(mismatched), shuffle=False)
+                self._mismatched[validation] = self._ask(strategy, others, examples, notify)
+
+    def _ask(
+        self, strategy: Strategy, stream: Stream, examples: Sequence[int], notify: Callable[[str], None]
+    ) -> _Answers:
+        device = strategy.world.device
+        precision = str(self._recipe.train.mixed_precision)
+        found = reference(
+            strategy,
+            stream,
+            examples,
+            lambda micro: self._batch(stream.dataset, micro, device),
+            {"weights": str(self.start), "precision": precision, "device": device.type},
+            self._cache,
+            notify,
+            functools.partial(switched_off, self._lm.model) if self._without_adapter else nullcontext,
+        )
+        return _Answers(stream, found)
+
+    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+        """Estimate KTO's divergence from all of the global batch."""
+        if self._dpo.loss != "kto":
+            return
+        answers, device = self._mismatched[validation], strategy.world.device
+        found = [0.0, 0.0]
+
+        def look(module: nn.Module, micro: MicroBatch) -> None:
+            tensors = self._batch(answers.stream.dataset, micro, device)
+            ratios = answers.ratios(module(tensors, losses=True), tensors)
+            if micro.weight:
+                found[0] += float(ratios.sum())
+                found[1] += len(ratios)
+
+        examples = sorted(example for micro in batch.micro_batches for example in micro.examples)
+        look_at(strategy, [answers.stream.divide(examples, batch.rows)], look)
+        total, count = strategy.world.sum(found)
+        self._divergence = max(0.0, total / count)
+
+    def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        batch = self._batch(self._prepared.train, micro, device)
+        return LossSum(module(batch, objective=self._objective), micro.weight)
+
+    def _objective(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self._losses(self._scores(self._answers[False].ratios(losses, batch), batch), batch).sum().float()
+
+    def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What answers are compared by [D]: their log-ratios, in IPO a token's in the mean."""
+        return ratios / ratios.new_tensor(batch.target_counts) if self._dpo.loss == "ipo" else ratios
+
+    def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The loss of every pair [P], in KTO of every answer [D]."""
+        dpo = self._dpo
+        if dpo.loss == "kto":
+            weights = dpo.desirable_weight, dpo.undesirable_weight
+            return losses.kto(scores, _chosen(batch), self._divergence, dpo.beta, *weights)
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        if dpo.loss == "ipo":
+            return losses.ipo(chosen, rejected, dpo.beta)
+        return losses.dpo(chosen, rejected, dpo.beta, dpo.label_smoothing)
+
+    def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+        """``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected, …]``."""
+        assert self._prepared.validation is not None
+        batch = self._batch(self._prepared.validation, micro, device)
+        scores = self._scores(self._answers[True].ratios(module(batch, losses=True), batch), batch)
+        rewards, chosen = self._dpo.beta * scores, _chosen(batch)
+        right = rewards.new_zeros(0)
+        if len(rewards) == 2 * len(batch.examples):
+            # Half a point where neither is preferred, as before training.
+            right = (rewards.view(-1, 2).diff(dim=1).neg().sign() + 1) / 2
+        sums = [
+            self._losses(scores, batch).sum(),
+            micro.weight,
+            micro.weight * self._divergence,
+            right.sum(),
+            right.numel(),
+            rewards[chosen].sum(),
+            chosen.sum(),
+            rewards[~chosen].sum(),
+            (~chosen).sum(),
+        ]
+        return rewards.new_tensor([float(value) for value in sums]) * float(micro.weight > 0)
+
+    def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected = statistics
+        found = {"loss": loss / weight}
+        if pairs:
+            found["reward_accuracy"] = right / pairs
+        if of_chosen and of_rejected:
+            found["reward_margin"] = chosen / of_chosen - rejected / of_rejected
+        if of_chosen:
+            found["chosen_reward"] = chosen / of_chosen
+        if of_rejected:
+            found["rejected_reward"] = rejected / of_rejected
+        if self._dpo.loss == "kto":
+            found["kl"] = divergence / weight
+        return found
+
+
+def _chosen(batch: Batch) -> torch.Tensor:
+    """Which answers are the better ones of their pairs, or good ones; bool [D]."""
+    return torch.tensor([role == CHOSEN for role in batch.roles], device=batch.targets.device)

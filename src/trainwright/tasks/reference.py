@@ -1,0 +1,169 @@
+"""What the model that a run starts from says of the data: computed once, before the first step, and kept.
+
+    <cache>/references/<fingerprint>.npy    float64 [documents], NaN where no run has asked yet
+
+It is computed through the strategy's own module, so a model that fits no single device works as well, and every rank
+takes its part. The fingerprint is of the weights, the data, and the precision and kind of device that it is computed
+in: a run that is resumed finds it again, and so does the next run from the same model on the same data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from trainwright.data.batch import Batch
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.stream import MicroBatch, Stream
+from trainwright.engine.look import look_at
+from trainwright.errors import TrainingError
+from trainwright.parallel.strategy import Independent, Strategy
+from trainwright.parallel.world import World
+
+Sums = npt.NDArray[np.float64]
+
+_PART = 2**22  # bytes of a tensor that are summed up at a time for its fingerprint
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The summed log-probability, in nats, of the targets of every document [documents] that a run sees."""
+
+    sums: Sums
+
+    def of(self, batch: Batch) -> torch.Tensor:
+        """Of a batch's documents [D], float64, where the batch is."""
+        return torch.from_numpy(self.sums[list(batch.documents)]).to(batch.targets.device)
+
+
+def reference(
+    strategy: Strategy,
+    stream: Stream,
+    examples: Sequence[int],
+    batch_of: Callable[[MicroBatch], Batch],
+    identity: Mapping[str, str],
+    cache: Path,
+    notify: Callable[[str], None],
+    without: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Reference:
+    """What the module, as it is now, says of some examples of a stream's data set. Every rank must call.
+
+    Args:
+        stream: divides examples into micro-batches.
+        batch_of: the tensors of a micro-batch of the stream's data set.
+        identity: all that the numbers depend on beside the data.
+        without: what the module is computed in, such as one that takes an adapter out of it.
+
+    Raises:
+        TrainingError: memory runs out with one row at a time, or a probability is no number.
+    """
+    world, dataset = strategy.world, stream.dataset
+    documents = sorted({document for example in examples for document in dataset.documents(example)})
+    file = cache / "references" / f"{_digest({**identity, 'data': dataset.fingerprint})}.npy"
+    known = _open(file, dataset)
+    if all(world.gather(not np.isnan(known[documents]).any())):
+        notify(f"the reference's log-probabilities of {len(documents):,} answers are in {file}")
+        return Reference(known)
+    known = world.broadcast(known if world.is_main else None)  # machines may have caches of their own
+    missing = [example for example in examples if np.isnan(known[list(dataset.documents(example))]).any()]
+    notify(f"computing the reference's log-probabilities of {len(missing):,} of {len(examples):,} examples")
+    begun = time.monotonic()
+    with without():
+        found = _compute(strategy, stream, batch_of, missing)
+    known = np.where(np.isnan(found), known, found)
+    if not np.isfinite(known[documents]).all():
+        raise TrainingError("the model gives some of the data a probability that is no number before it is trained")
+    kept = _save(file, known, world)
+    notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
+    return Reference(known)
+
+
+def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> str:
+    """Of all bits of the weights as they are, without those that have the names to ``leave_out``. All ranks must call."""
+    digest = hashlib.sha256()
+    for name, tensor in strategy.parameters():
+        if strategy.world.is_main and name not in leave_out:
+            digest.update(f"{name} {_sums(tensor)}".encode())
+    found: str = strategy.world.broadcast(digest.hexdigest()[:32])
+    return found
+
+
+def _sums(tensor: torch.Tensor) -> list[int]:
+    """Sums of a tensor's bits as whole numbers, which are the same in any order and on any device."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    parts = flat.split(_PART)
+    return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]
+
+
+def _compute(strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: list[int]) -> Sums:
+    """Sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches where memory runs out."""
+    size, rows = stream.global_batch_size, None
+    parts = [examples[i : i + size] for i in range(0, len(examples), size)]
+    while True:
+        own = np.full(stream.dataset.document_count, np.nan)
+
+        def look(module: nn.Module, micro: MicroBatch, own: Sums = own) -> None:
+            batch = batch_of(micro)
+            sums = -batch.by_document(module(batch, losses=True))
+            if micro.weight:
+                own[list(batch.documents)] = sums.cpu().numpy()
+
+        try:
+            look_at(strategy, (stream.divide(part, rows) for part in parts), look)
+        except torch.OutOfMemoryError as error:
+            largest = max(stream.divide(part, rows).rows for part in parts)
+            if largest == 1 or not isinstance(strategy, Independent):
+                raise TrainingError(
+                    f"memory ran out while the reference was computed, in micro-batches of {largest} rows: {error}; "
+                    "set train.micro_batch_size lower, or data.max_length"
+                ) from error
+            rows = -(-largest // 2)
+            continue
+        return _together(strategy.world, own)
+
+
+def _together(world: World, own: Sums) -> Sums:
+    """What each rank has found; a document that several have counts once."""
+    mine = np.flatnonzero(~np.isnan(own))
+    together = np.full_like(own, np.nan)
+    for documents, values in world.gather((mine, own[mine])):
+        together[documents] = values
+    return together
+
+
+def _open(file: Path, dataset: TokenDataset) -> Sums:
+    try:
+        known: Sums = np.load(file, mmap_mode="r")
+    except (OSError, ValueError):  # none yet, or not whole
+        known = np.full(0, np.nan)
+    return known if len(known) == dataset.document_count else np.full(dataset.document_count, np.nan)
+
+
+def _save(file: Path, sums: Sums, world: World) -> bool:
+    """Keep the sums, on every machine; whether it could be done here. They can be computed again."""
+    if world.local_rank:
+        return False
+    scratch = file.with_name(f".{file.stem}-{os.getpid()}.npy")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.save(scratch, sums)
+        scratch.replace(file)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _digest(identity: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
