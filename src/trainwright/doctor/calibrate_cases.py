@@ -124,8 +124,8 @@ def other_cases(device: torch.device) -> Iterator[Case]:
     for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
         for precision in ("fp32", "bf16"):
             yield Case(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
-    for sizes, held_out in _both(_DATA, _HELD_OUT_DATA):
-        yield Case("data", sizes, held_out, partial(_data, *sizes, device))
+    for (documents, tokens), held_out in _both(_DATA, _HELD_OUT_DATA):
+        yield Case("data", (documents, tokens), held_out, partial(_data, documents, tokens, device))
     if device.type == "cuda":
         for elements, held_out in _both(_OPTIMIZER["cpu"], _HELD_OUT_OPTIMIZER["cpu"]):
             yield Case("host_optimizer", (elements,), held_out, partial(_optimizer, elements, torch.device("cpu")))
@@ -243,7 +243,7 @@ def _data(documents: int, tokens: int, device: torch.device) -> Run:
 
     length = tokens // documents
     dataset = TokenDataset.from_examples([([0] * length, [True] * length)] * documents, "calibration")
-    micro = MicroBatch(0, (tuple(range(documents)),), tokens, tokens, tokens, float(tokens))
+    micro = MicroBatch(0, (tuple(range(documents)),), tokens, tokens, float(tokens))
     return lambda: collate(dataset, micro, packed=True, pad_token_id=0).to(device)
 
 

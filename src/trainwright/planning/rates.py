@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trainwright.machine.calibration import Calibration, Setting
 from trainwright.machine.describe import Cluster
 from trainwright.machine.links import Link
 from trainwright.planning.rates_nominal import nominal_setting, steps_of
 
+Layout = Literal["forward", "input", "weight"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 
 # Of a link's rate, by large messages (all-gathers of NCCL: 361 of 450 GB/s over NVLink 4, 235 of 300 over NVLink 3, 313
@@ -39,10 +40,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of ``cluster``. ``calibrated``: whether they were measured on it."""
+    """Speeds of ``cluster``. ``known``: what follows from them and was worked out before."""
 
     cluster: Cluster
     calibration: Calibration | None = None
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _settings: dict[int, Setting] = field(default_factory=dict, repr=False, compare=False)
 
     @property

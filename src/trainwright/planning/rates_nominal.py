@@ -29,7 +29,7 @@ class _Units:
 
 
 # Best products found by search, on the largest module of a generation: 271 of 312 on an A100, 795 of 989 on an H100,
-# 1745 of 2250 on a B200, 668 of 1307 on an MI300X (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS").
+# 1745 of 2250 on a B200, 668 of 1307 on an MI300X (github.com/stas00/ml-engineering, Maximum Achievable Matmul FLOPS).
 # Attention: figures of github.com/Dao-AILab/flash-attention for FlashAttention-2, which makes no use of what Hopper has
 # for it.
 _UNITS: dict[tuple[str, int, int], _Units] = {
@@ -55,8 +55,10 @@ _COMPUTE_UNITS = 120  # of a server's GPU: 108 on an A100, 132 on an H100
 _TILE = 128 * 128
 # Seconds between two kernels that Python starts: an operation with autograd takes 7 us (github.com/pytorch/pytorch,
 # issue 41383), and transformers' modules around it as much again.
-_LAUNCH = 12e-6
+_LAUNCH = 15e-6
 _HOST_COPIES = 0.88  # of a slot's rate (nvbandwidth on a PCIe 5 slot: 55.4 of 63 GB/s)
+# Of a server's memory, by all its processes together (DeepSpeed's AdamW of 8e9 numbers in the memory of 8 H200: 1.8 s).
+_HOST_BYTES = 130e9
 _HIDDEN = 0.9  # of a collective, by computing beside it: the copy engines and a few units do it
 
 # A processor's cores. Bytes a second of one core on what lies in its caches, by kind of kernel; and what fresh memory
@@ -99,11 +101,10 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
         size = _BYTES[precision]
         for kind in ("copy", "elementwise", "reduction"):
             curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
-        # Read as they are, made fp32, and gone through six times in fp32; the gradient written back.
-        curves[f"loss/{precision}"] = _line(_KERNEL, (2 * size + 6 * 2 * 4) / streamed)
+        # Made fp32; their largest, exponentials, sum; difference and exponentials in place; the gradient written back.
+        curves[f"loss/{precision}"] = _line(_KERNEL, (2 * (size + 4) + 4 * 4 + 4 * 4) / streamed)
     curves["optimizer"] = _line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
-    cores = max(1, cluster.cpu_cores // processes)
-    curves["host_optimizer"] = _line(_CORE_KERNEL, 28 / min(_FRESH_BYTES * cores, 40e9))
+    curves["host_optimizer"] = _line(_CORE_KERNEL, 28 * processes / _HOST_BYTES)
     for direction in ("to", "from"):
         curves[f"host/{direction}"] = _line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))
     curves["data"] = Curve("batch", (), (1.5e-4, 2e-6, 2e-8))

@@ -1,0 +1,245 @@
+"""How long an optimizer step takes: its kernels priced one by one, what is exchanged, and what hides what.
+
+On a GPU kernels follow each other while Python is ahead of them; where it is not, its launches decide. Collectives run
+beside the computing. On a CPU nothing does unless it was measured. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright.machine.describe import Cluster
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
+from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.rates import Rates
+from trainwright.planning.step_time_batch import seen_pairs, typical_batch
+from trainwright.planning.step_time_exchange import Exchange, Unit
+from trainwright.planning.step_time_update import Update
+from trainwright.planning.step_time_work import Pricing, Work
+from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Target, Workload
+
+_WIDTH: dict[MixedPrecision, int] = {"no": 4, "bf16": 2, "fp16": 2}
+_PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
+# What the matrices of a block do; a family may have several of them in one.
+_TARGETS: dict[str, frozenset[Target]] = {
+    "query": frozenset({"query"}),
+    "key": frozenset({"key"}),
+    "value": frozenset({"value"}),
+    "query_key_value": frozenset({"query", "key", "value"}),
+    "output": frozenset({"output"}),
+    "gate": frozenset({"gate"}),
+    "up": frozenset({"up"}),
+    "gate_up": frozenset({"gate", "up"}),
+    "down": frozenset({"down"}),
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step, evaluation and checkpoints left out.
+
+    ``parts``: seconds by what they go into, in order; they add up to the step. ``tokens``: of the step, over all
+    devices, padding not counted in. ``operations``: of the model's matrix products and attention on these tokens,
+    forwards and backwards, once each. ``peak``: operations a second of all devices by their datasheet, None where it
+    says nothing. ``watts``: of all devices, at their full power.
+    """
+
+    parts: Mapping[str, float]
+    tokens: float
+    operations: float
+    peak: float | None
+    watts: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all devices."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's operations over those that the devices could do meanwhile (arXiv 2204.02311, appendix B)."""
+        return self.operations / self.seconds / self.peak if self.peak else None
+
+    @property
+    def joules(self) -> float:
+        """Of the devices, taken to draw their full power all the time: an upper bound."""
+        return self.watts * self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """As a value that JSON has."""
+        return {
+            "seconds": self.seconds,
+            "parts": dict(self.parts),
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "operations": self.operations,
+            "mfu": self.mfu,
+            "joules": self.joules,
+        }
+
+
+def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:
+    """Predict one step of ``workload`` run as ``choice`` on ``cluster``."""
+    return _Step(workload, choice, cluster, rates).time()
+
+
+class _Step:
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> None:
+        self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
+        self.on_gpu = cluster.device == "cuda"
+        here = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
+        self.per_node = min(choice.num_processes, here)
+        self.speeds = rates.setting(self.per_node)
+        self.batch = typical_batch(workload, choice)
+        self.width = _WIDTH[choice.mixed_precision]
+        device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
+        self.shapes = Shapes(workload.architecture, self.batch, device, self.width, workload.adapter is None)
+        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu)
+
+    def time(self) -> StepTime:
+        choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
+        run, plain = passes(self.shapes, choice.activation_checkpointing), passes(self.shapes)
+        forward = [self._work(part, backward=False) for part in run.blocks]
+        backward = [self._work(part, backward=True) for part in run.blocks]
+        once = sum((self._work(part, backward=True) for part in plain.blocks), Work())
+        ends = self._ends(run)
+        blocks = sum((*forward, *backward), Work())
+        again = blocks - sum(forward, Work()) - once
+        update = self._update()
+        computed = (blocks + ends) * passes_a_step
+        exchange = Exchange(choice, self.rates, self.width, self.per_node, self.speeds.overlap)
+        units = self._units(run, forward, backward)
+        kept = sum(part.kept for part in run.blocks)
+        passed = blocks - again
+        parts = {
+            "matrix products": passes_a_step * passed.products,
+            "attention": passes_a_step * passed.attention,
+            "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
+            "recomputation": passes_a_step * again.seconds,
+            "loss and head": passes_a_step * ends.seconds,
+            "optimizer": update.optimizer(),
+            "communication": exchange.exposed(units),
+            "offload": update.offload(kept, sum(work.seconds for work in forward)),
+            "launches": max(0.0, computed.launches * self.speeds.launch - computed.seconds) if self.on_gpu else 0.0,
+            "data": self._data(),
+        }
+        return StepTime(
+            parts=parts,
+            tokens=self.workload.tokens,
+            operations=model_operations(self.workload),
+            peak=self._peak(),
+            watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
+        )
+
+    def _work(self, part: Pass, *, backward: bool) -> Work:
+        """Of a block."""
+        compiled = self.choice.compile
+        key = (id(part), self.per_node, self.pricing.precision, backward, compiled)
+        # With the part itself, so that its id is not given to another one.
+        found: tuple[Pass, Work] | None = self.rates.known.get(key)
+        if found is None:
+            kernels = part.backward if backward else part.forward
+            found = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
+            self.rates.known[key] = found
+        return found[1]
+
+    def _ends(self, run: Passes) -> Work:
+        """Embedding, final norm, head and loss, forwards and backwards."""
+        logits = self.batch.targets * self.workload.architecture.vocabulary
+        work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
+        for part in (run.embedding, run.head):
+            work += self.pricing.work(part.forward, backward=False) + self.pricing.work(part.backward, backward=True)
+        return work
+
+    def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:
+        """What is outside the blocks, then the blocks."""
+        counts = self._counts()
+        embedding = (
+            self.pricing.work(run.embedding.forward, backward=False),
+            self.pricing.work(run.embedding.backward, backward=True),
+        )
+        times = [embedding, *zip(forward, backward, strict=True)]
+        return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in zip(counts, times, strict=True)]
+
+    def _counts(self) -> list[tuple[int, int]]:
+        """Parameters, and trained ones, outside the blocks and of each block."""
+        a, adapter = self.workload.architecture, self.workload.adapter
+        parameters = a.parameters()
+        blocks = []
+        for kind in block_kinds(a):
+            count = parameters.sparse_block if kind.sparse else parameters.dense_block
+            added = 0 if adapter is None else adapter_parameters(a, kind, adapter)
+            blocks.append((count + added, count if adapter is None else added))
+        outside = parameters.total - parameters.blocks
+        return [(outside, outside if adapter is None else 0), *blocks]
+
+    def _update(self) -> Update:
+        counts = self._counts()
+        a = self.workload.architecture
+        each = len(block_weights(a, block_kinds(a)[0], self.width, True).parameters)
+        return Update(
+            choice=self.choice,
+            pricing=self.pricing,
+            parameters=sum(count for count, _ in counts),
+            trainable=sum(trained for _, trained in counts),
+            matrices=each * a.layers + 2,
+            width=self.width,
+        )
+
+    def _data(self) -> float:
+        """On a GPU a batch is made while the one before it computes, but for the first of a step."""
+        documents = sum(count for _, count in self.batch.documents)
+        times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
+        return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)
+
+    def _peak(self) -> float | None:
+        rates = self.cluster.card.rates
+        rate = next((rates[name] for name in _PEAK[self.choice.mixed_precision] if name in rates), None)
+        if rate is None:
+            return None
+        return rate * (self.choice.num_processes if self.on_gpu else self.cluster.nodes)
+
+
+def model_operations(workload: Workload) -> float:
+    """Operations of a step that the model needs, whoever does them: of each matrix 2 a token forwards and 4 backwards
+    (2 where it is frozen), of attention 12 a channel, block and pair of positions. What is padded, masked or computed
+    again is not counted."""
+    a, adapter, tokens = workload.architecture, workload.adapter, workload.tokens
+    targets = tokens * workload.target_fraction
+    base = 6 if adapter is None else 4
+    total = base * targets * a.vocabulary * a.hidden
+    for kind in block_kinds(a):
+        total += base * tokens * _matrices(a, kind)
+        if adapter is not None:
+            total += 6 * tokens * adapter_parameters(a, kind, adapter)
+        pairs = tokens * seen_pairs(workload, a.window if kind.windowed else None)
+        total += 12 * a.query_width * pairs
+    return total
+
+
+def adapter_parameters(a: Architecture, kind: BlockKind, adapter: Adapter) -> int:
+    """Numbers that an adapter adds to a block."""
+    weights = block_weights(a, kind, 4, True).parameters
+    total = 0
+    for name, weight in weights.items():
+        if weight.k > 1 and _TARGETS.get(name, frozenset()) & set(adapter.targets):
+            total += adapter.rank * (weight.n + weight.k) + (weight.n if adapter.kind == "dora" else 0)
+    return total
+
+
+def _matrices(a: Architecture, kind: BlockKind) -> float:
+    """Elements of the matrices of a block that a token goes through."""
+    weights = block_weights(a, kind, 4, True).parameters
+    active = a.experts_per_token / a.experts if a.experts else 1.0
+    return sum(
+        weight.numel * (active if name.startswith("experts.") else 1.0)
+        for name, weight in weights.items()
+        if weight.k > 1
+    )

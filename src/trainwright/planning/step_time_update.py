@@ -1,0 +1,130 @@
+"""What a step does beside its passes: gradients summed, copied and clipped, the optimizer, offloading, the data.
+
+As parallel/ does it: replicated.py and gradients.py (single, ddp), fsdp.py, zero.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainwright.planning.step_time_work import Pricing
+from trainwright.planning.workload import Choice
+
+_FP32 = 4
+_PART = 16 * 2**20  # parallel/replicated.py: elements that are updated at a time beside low-precision weights
+_CHUNK = 2**18  # parallel/norms.py: elements that a CPU squares at a time
+
+
+@dataclass(frozen=True)
+class Update:
+    """Prices what a process does with ``trainable`` of the model's ``parameters``.
+
+    ``matrices``: into how many tensors these are divided. ``width``: bytes of a number that computes.
+    """
+
+    choice: Choice
+    pricing: Pricing
+    parameters: int
+    trainable: int
+    matrices: int
+    width: int
+
+    @property
+    def owned(self) -> float:
+        """Elements whose optimizer state this process has."""
+        choice = self.choice
+        if choice.strategy in ("single", "ddp"):
+            return self.trainable
+        return self.trainable / (choice.shards if choice.strategy == "fsdp" else choice.num_processes)
+
+    @property
+    def on_host(self) -> bool:
+        choice = self.choice
+        return choice.offload_optimizer or (choice.strategy == "fsdp" and choice.offload_parameters)
+
+    def optimizer(self) -> float:
+        """Seconds of a step from exchanged gradients to updated weights."""
+        norm = self._norm(self.owned)
+        clip = self._traffic("elementwise", 2 * _FP32 * self.owned)
+        update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(self.owned)
+        return norm + clip + update + self._casts()
+
+    def keeping(self) -> float:
+        """Seconds of a step in which gradients of micro-batches are summed, copied to be exchanged, or laid out."""
+        choice, passes = self.choice, self.choice.gradient_accumulation_steps
+        whole, width = self.trainable, self.width
+        summed = self._traffic("elementwise", 3 * _FP32 * whole)
+        if choice.strategy in ("single", "ddp"):
+            if width == _FP32:  # autograd adds up in place
+                seconds = (passes - 1) * summed
+            else:
+                first = self._traffic("elementwise", (width + _FP32) * whole)
+                later = self._traffic("elementwise", (width + 2 * _FP32) * whole)
+                seconds = 0.0 if passes == 1 else first + (passes - 1) * later
+            if choice.strategy == "ddp":
+                seconds += self._traffic("copy", (width + _FP32) * whole)
+            return seconds
+        if choice.strategy in ("zero1", "zero2"):
+            return passes * self._traffic("copy", (width + _FP32) * whole)
+        return passes * self._sharded_copies()
+
+    def offload(self, kept: int, forward: float) -> float:
+        """Seconds that copies between the devices and the host's memory add to a step.
+
+        ``kept``: bytes of activations that are offloaded in a micro-batch, beside ``forward`` seconds of computing.
+        """
+        if not self.pricing.on_gpu:
+            return 0.0
+        choice, passes, seconds = self.choice, self.choice.gradient_accumulation_steps, 0.0
+        if choice.activation_offload:
+            # Out beside the computing; back when they are wanted, before it.
+            seconds += passes * (max(0.0, self._host("from", kept) - forward) + self._host("to", kept))
+        if choice.offload_parameters:
+            shard = self.parameters / choice.shards * (_FP32 if choice.strategy == "fsdp" else self.width)
+            times = 2 if choice.strategy == "zero3" or choice.reshard_after_forward else 1
+            seconds += passes * times * self._host("to", shard)
+        if self.on_host:
+            seconds += passes * self._host("from", _FP32 * self.owned)
+            if choice.strategy != "fsdp":
+                seconds += self._host("to", self.width * self.owned)
+        return seconds
+
+    @property
+    def _leaves_gpu(self) -> bool:
+        return self.on_host and self.pricing.on_gpu
+
+    def _casts(self) -> float:
+        """Between fp32 masters and the weights that compute, where a process has both."""
+        if self.width == _FP32 or self.choice.strategy == "fsdp":
+            return 0.0
+        given = self._traffic("copy", (self.width + _FP32) * self.owned)
+        summed = self.choice.strategy == "ddp" or self.choice.gradient_accumulation_steps > 1
+        if self.choice.strategy in ("single", "ddp") and not summed:
+            return given + self._traffic("copy", (self.width + _FP32) * self.owned)  # of gradients
+        return given
+
+    def _norm(self, elements: float) -> float:
+        if self.pricing.on_gpu:
+            return self._traffic("reduction", _FP32 * elements)
+        # In pieces that stay in the cache: copied, squared, added up.
+        piece = self.pricing.traffic("copy", 2 * _FP32 * _CHUNK, "fp32")
+        piece += self.pricing.traffic("elementwise", 2 * _FP32 * _CHUNK, "fp32")
+        piece += self.pricing.traffic("reduction", _FP32 * _CHUNK, "fp32")
+        return piece * elements / _CHUNK
+
+    def _sharded_copies(self) -> float:
+        """Of FSDP and ZeRO-3, a micro-batch: what was gathered put in its place, gradients laid out to be reduced."""
+        choice, width = self.choice, self.width
+        gathers = 2 if choice.strategy == "zero3" or choice.reshard_after_forward else 1
+        cast = self._traffic("copy", (_FP32 + width) * self.parameters / choice.shards) if width != _FP32 else 0.0
+        placed = self._traffic("copy", 2 * width * self.parameters)
+        laid_out = self._traffic("copy", (width + _FP32) * self.trainable)
+        added = self._traffic("elementwise", 3 * _FP32 * self.owned)
+        return gathers * (cast + placed) + laid_out + added
+
+    def _traffic(self, kind: str, size: float) -> float:
+        """Bytes read and written over all tensors, of mean size."""
+        return self.matrices * self.pricing.traffic(kind, round(size / self.matrices), "fp32")
+
+    def _host(self, direction: str, size: float) -> float:
+        return self.pricing.speeds.curves[f"host/{direction}"].seconds(size) if size else 0.0

@@ -1,0 +1,129 @@
+"""Seconds of a model's passes on one device: its kernels, priced one by one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from trainwright.machine.calibration import Curve
+from trainwright.machine.calibration import Setting as Speeds
+from trainwright.planning.operations import Kernel, MicroBatch
+from trainwright.planning.rates import Layout
+from trainwright.planning.workload import MixedPrecision
+
+# A compiler makes one kernel of what is between two products, which reads and writes what goes in and comes out; the
+# rest stays in registers.
+_COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.4, 0.22
+_PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+# Where a precision was not measured: what computes it, or is as fast.
+_INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds on the device by what they are for, and the number of kernels that the host starts for it.
+
+    ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    loss: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """On the device, where its kernels follow each other without a gap."""
+        return self.products + self.attention + self.traffic + self.loss
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1.0
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(getattr(self, f.name) * times for f in fields(self)))
+
+
+class Pricing:
+    """What kernels of one micro-batch take on one device.
+
+    ``speeds``: of the device, with as many processes at work as there will be. ``compiled``: blocks are.
+    """
+
+    def __init__(self, speeds: Speeds, batch: MicroBatch, precision: MixedPrecision, on_gpu: bool) -> None:
+        self.speeds = speeds
+        self.batch = batch
+        self.on_gpu = on_gpu
+        self.precision = _PRECISION[precision]
+        self._names = {4: "fp32", 2: self.precision if self.precision != "fp32" else "bf16", 1: self.precision}
+        self._attention = {direction: self._seconds_per_operation(direction) for direction in ("forward", "backward")}
+        self._traffic: dict[tuple[str, int], float] = {}
+
+    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
+        """All of ``kernels``, which are those of a forward or of a backward pass."""
+        products = attention = traffic = loss = 0.0
+        many = few = 0
+        for kernel in kernels:
+            if kernel.kind == "product":
+                products += self._product(kernel, backward)
+                many += 1
+            elif kernel.kind == "attention":
+                attention += kernel.flops * self._attention["backward" if backward else "forward"]
+                many += 1
+            elif kernel.operation == "loss":
+                few += 1  # priced as a whole, by the number of logits
+            else:
+                traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
+                few += 1
+        if compiled:
+            traffic *= _COMPILED_TRAFFIC
+        return Work(products, attention, traffic, loss, many + few * (_COMPILED_KERNELS if compiled else 1.0))
+
+    def traffic(self, kind: str, size: int, precision: str | None = None) -> float:
+        """Seconds of a kernel that reads and writes ``size`` bytes."""
+        key = kind, size
+        if key not in self._traffic:
+            self._traffic[key] = self.curve("traffic", precision or self.precision, kind).seconds(size)
+        return self._traffic[key]
+
+    def logits(self, count: float) -> float:
+        """Seconds of the loss of so many logits, with its gradient."""
+        return self.curve("loss", self.precision).seconds(count)
+
+    def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
+        """A curve of the device in ``precision``, or in what stands in for it."""
+        end = "" if last is None else f"/{last}"
+        while (found := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
+            assert precision != "fp32", f"no rates of {group}"
+            precision = _INSTEAD[precision] if self.on_gpu else "fp32"
+        return found
+
+    def _product(self, kernel: Kernel, backward: bool) -> float:
+        m, n, k, count = kernel.m, kernel.n, kernel.k, kernel.times
+        width = kernel.written // max(1, m * n * count)
+        curve = self.curve("product", self._names.get(width, self.precision), self._layout(kernel, backward))
+        if count == 1:
+            return curve.seconds(m, n, k)
+        # Many small ones are one kernel.
+        once = curve.seconds(0, 0, 0)
+        return once + count * (curve.seconds(m, n, k) - once)
+
+    def _layout(self, kernel: Kernel, backward: bool) -> Layout:
+        rows = self.batch.targets if kernel.operation == "head" else self.batch.tokens
+        if kernel.k == rows or kernel.m > rows >= kernel.k:
+            return "weight"
+        if kernel.operation == "head":
+            return "forward" if kernel.n > kernel.k else "input"
+        return "input" if backward else "forward"
+
+    def _seconds_per_operation(self, direction: str) -> float:
+        """Attention kernels are told by their operations: 2 products of the pairs forward, 5 backward, 2 operations a
+        pair and channel each."""
+        curve = self.curve("attention", self.precision, direction)
+        products = 2 if direction == "forward" else 5
+        seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.documents)
+        operations = sum(count * length * products * (length + 1) for length, count in self.batch.documents)
+        return seconds / max(1, operations)
