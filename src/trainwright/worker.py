@@ -68,7 +68,9 @@ def main() -> None:
     """Run one worker and exit with its code: those of `trainwright train`."""
     arguments = _parse(sys.argv[1:])
     try:
-        code = run_joined(arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work)
+        code = run_joined(
+            arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work, arguments.force
+        )
     except TrainwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -85,6 +87,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     )
     # No option may begin as one of torchrun's or accelerate's does: they would take it for their own.
     parser.add_argument("recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train")
+    parser.add_argument("--force", action="store_true", help="start even where the plan says that it does not fit")
     parser.add_argument("--resume", metavar="[RUN]", help="continue this run, or the recipe's newest one")
     parser.add_argument(
         "--rendezvous-timeout",

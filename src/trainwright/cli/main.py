@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import launch, machine, recipe, setup, train, verify
+from trainwright.cli import data, evaluate, launch, machine, plan, publish, recipe, setup, train, verify
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 
 app = typer.Typer(
@@ -21,9 +21,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
+app.command("eval")(evaluate.evaluate)
+app.command("merge")(publish.merge)
+app.command("export")(publish.export)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
+app.add_typer(data.app, name="data")
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(machine.app, name="machine")
 

@@ -61,6 +61,7 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Take processes, strategy and the like from this Accelerate file."),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start even where the plan says that it does not fit.")] = False,
 ) -> None:
     """Train as a recipe says.
 
@@ -88,6 +89,9 @@ def train(
     check_request(request, resolved.recipe, creates=not node_rank)
     if dry_run:
         _show(resolved)
+    if not force:
+        resolved.plan.refuse_shortage()
+    if dry_run:
         return
     raise typer.Exit(_run(request, resolved, machine, count, node_rank or 0, place, rendezvous_timeout or 600.0))
 
@@ -128,7 +132,9 @@ def _show(resolved: Resolved) -> None:
     from trainwright.recipe.loading import dump_recipe
 
     print(dump_recipe(resolved.recipe), end="")
-    for reason in resolved.reasons:
+    from trainwright.planning.table import summary
+
+    for reason in (*resolved.reasons, summary(resolved.plan)):
         print(f"# {reason}")
 
 
@@ -172,6 +178,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
 
     from trainwright.launch import run_directory
     from trainwright.launch.process import Stopped, preload_libraries, run_in_child
+    from trainwright.planning.table import summary
 
     text = run_directory.recipe_text(resolved.recipe)
     node = 0 if nodes is None else nodes.index
@@ -181,7 +188,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
             held.enter_context(run_directory.only_launch(run))
             until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
-            run_directory.record(run, text, request.stem, resolved.reasons)
+            run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json())
             (run / "logs").mkdir(exist_ok=True)
             return run, text
 
@@ -200,11 +207,17 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
         if nodes is None:
             run = make()[0]
             get_ready()
+            if request.run is None and resolved.plan.is_thin:
+                from trainwright.launch.probe import fit
+
+                fit(run, stopping)
         else:
             run = nodes.open(make)
             nodes.telling(get_ready)
             nodes.all_ready()
         until_prepared.close()
+        if node == 0:
+            print(summary(resolved.plan), file=sys.stderr)
         from trainwright.launch.local import launch
         from trainwright.launch.relaunch import Relaunch
 

@@ -60,6 +60,7 @@ def run_joined(
     seconds: float,
     prepare: Callable[[Path], None],
     work: Callable[[Path, bool, Seat], int],
+    force: bool = False,
 ) -> int:
     """This process's part in a run; returns its exit code, having told of a failure once in the whole run.
 
@@ -69,6 +70,7 @@ def run_joined(
         seconds: how long to wait for the other processes.
         prepare: called on rank 0 with the run's directory.
         work: trains: run directory, whether to resume, seat.
+        force: start even where the plan says that it does not fit.
     """
     terminal = os.fdopen(os.dup(2), "w")
     environment = read_environment()
@@ -92,7 +94,7 @@ def run_joined(
         try:
             if environment.rank == 0:
                 held.enter_context(_interruptible(words))
-                asked = _Asked(arguments, resume, seconds)
+                asked = _Asked(arguments, resume, seconds, force)
                 opened, place = _open(asked, environment, meaning, meeting, words, prepare, held)
             else:
                 opened, place = _follow(environment, meeting, words)
@@ -121,6 +123,7 @@ class _Asked:
     arguments: list[str]
     resume: str | None
     seconds: float
+    force: bool
 
 
 def _accelerate() -> Meaning | None:
@@ -168,11 +171,13 @@ def _open(
     request = _request(asked, environment, meaning)
     resolved = resolve_request(request, detect(), environment.nodes, check_gpus=False)
     check_request(request, resolved.recipe)
+    if not asked.force:
+        resolved.plan.refuse_shortage()
     run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
     held.enter_context(run_directory.only_launch(run))
     text = run_directory.recipe_text(resolved.recipe)
     with run_directory.undone_on_error(run, created=request.run is None):
-        run_directory.record(run, text, request.stem, resolved.reasons)
+        run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json())
         logs = run / "logs"
         logs.mkdir(exist_ok=True)
         words.clear(logs, environment.size)

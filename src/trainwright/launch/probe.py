@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.errors import EXIT_FINISHED
+from trainwright.engine.halving import halved, with_rows
+from trainwright.errors import EXIT_FINISHED, MachineError
 from trainwright.launch import run_directory
 from trainwright.launch.process import Stopped, stop_requested
 from trainwright.launch.stop import Stopping
@@ -61,6 +62,31 @@ def probe(recipe: str, stopping: Stopping) -> ProbeResult:
         return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
     assert ended == EXIT_FINISHED, "a rehearsal that nobody stops is finished"
     return ProbeResult(True, memory_bytes, step_time)
+
+
+def fit(run: Path, stopping: Stopping) -> None:
+    """Try the fullest step of a new run, and halve its micro-batch until that fits.
+
+    Data and weights are in the cache and the libraries imported, as before `launch`. What fails for another reason is
+    left to the run itself to tell.
+
+    Raises:
+        MachineError: one row at a time does not fit either.
+        Stopped: a stop was requested meanwhile.
+    """
+    while True:
+        text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+        found = probe(text, stopping)
+        if found.fits or not found.out_of_memory:
+            return
+        recipe = load_recipe(run / run_directory.RECIPE)
+        rows = recipe.train.micro_batch_size
+        if not isinstance(rows, int) or rows == 1:
+            raise MachineError(
+                f"the run's fullest step was tried and does not fit: {found.error}; `trainwright plan` shows what would"
+            )
+        why = f"train.micro_batch_size {halved(rows)}: {rows} was tried, and its fullest step ran out of memory"
+        run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
 
 
 def _work(run: Path) -> int:

@@ -123,14 +123,10 @@ def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gp
     `check_gpus` is False where the processes' GPUs are counted in another way: a launcher may show each process
     its own alone.
     """
-    from trainwright.planning.resolve import Resolved, resolve
+    from trainwright.planning.resolve import resolve
 
-    processes = request.recipe.parallel.num_processes
-    gpus = machine.gpus * nodes
-    if not check_gpus and gpus and processes != "auto":
-        gpus = (machine.gpus * processes)[: max(processes, len(gpus))]
-    resolved = resolve(request.recipe, replace(machine, gpus=gpus, cpu_cores=machine.cpu_cores * nodes))
-    return Resolved(resolved.recipe, (*request.reasons, *resolved.reasons))
+    resolved = resolve(request.recipe, machine, nodes, check_gpus)
+    return replace(resolved, reasons=(*request.reasons, *resolved.reasons))
 
 
 def check_request(request: Request, recipe: Recipe, creates: bool = True) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,14 +86,16 @@ def recipe_text(recipe: Recipe) -> str:
     return dump_recipe(recipe.model_copy(update={"logging": logging}))
 
 
-def record(directory: Path, recipe: str, stem: str, reasons: Sequence[str]) -> None:
+def record(
+    directory: Path, recipe: str, stem: str, reasons: Sequence[str], plan: Mapping[str, Any] | None = None
+) -> None:
     """Write the resolved recipe (YAML), its name, what device it was resolved for, and why each choice was made.
 
-    Each file is written whole or not.
+    ``plan``: all else that is known beforehand, as JSON has it. Each file is written whole or not.
     """
     _write(directory / RECIPE, recipe)
-    plan = {"recipe": stem, "device": detect().device, "reasons": list(reasons)}
-    _write(directory / PLAN, json.dumps(plan, indent=2) + "\n")
+    known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
+    _write(directory / PLAN, json.dumps(known, indent=2) + "\n")
 
 
 def reasons(directory: Path) -> list[str]:

@@ -47,6 +47,11 @@ class Plan:
     def fits(self) -> bool:
         return self.chosen.runs
 
+    @property
+    def is_thin(self) -> bool:
+        """Whether it is so near to the limit that it should be tried before it is trusted."""
+        return self.chosen.is_thin
+
     def values(self) -> dict[str, dict[str, Any]]:
         """What the plan puts in the place of ``auto``, by section and key of a recipe."""
         choice = self.chosen.choice

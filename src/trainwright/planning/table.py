@@ -81,6 +81,18 @@ def words(plan: Plan) -> Iterator[str]:
     yield from _labelled("assumed", [f"times {measured}", *plan.assumptions])
 
 
+def summary(plan: Plan) -> str:
+    """The chosen plan in a line."""
+    chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
+    place = f"plan: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    memory = f"{size(chosen.memory.total)} a process"
+    if time is None:
+        return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
+    line = f"{place}, {memory}, {duration(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s"
+    steps = plan.workload.steps
+    return line if steps is None else f"{line}, {duration(steps * time.seconds)} for {steps:,} steps"
+
+
 def duration(seconds: float) -> str:
     """As people say it: 0.3 s, 12 min, 3.4 h, 2.1 days."""
     if seconds < 1:
