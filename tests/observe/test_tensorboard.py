@@ -39,6 +39,12 @@ def test_resumed_run_replaces_the_steps_it_does_over(tmp_path: Path) -> None:
     assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
 
+def test_a_run_that_begins_anew_before_its_first_checkpoint_replaces_all_it_did(tmp_path: Path) -> None:
+    feed(tmp_path, 1, 5)
+    feed(tmp_path, 1, 2)
+    assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
 def test_nothing_of_tensorboard_is_imported_before_the_first_step(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"

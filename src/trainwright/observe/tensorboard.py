@@ -34,7 +34,7 @@ class TensorBoardObserver:
         self._directory = directory
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._purge_step: int | None = None
+        self._purge_step = 0
         self._closed = False
 
     def __call__(self, event: Event) -> None:
@@ -42,7 +42,8 @@ class TensorBoardObserver:
             return
         if event["event"] == "start":
             resumed = resumed_step(event)
-            self._purge_step = None if resumed is None else resumed + 1
+            # Of a launch that ended before its first checkpoint, everything is done over.
+            self._purge_step = 0 if resumed is None else resumed + 1
         self._events.put(event)
         if event["event"] == "step" and self._thread is None:
             self._start()
