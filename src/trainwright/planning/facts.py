@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,8 +130,10 @@ def architecture_of_file(file: Path) -> Architecture:
     """The numbers in a config.json. Raises RequestError naming the file and what is wrong in it."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{file}: cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{file}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     return _architecture(content, str(file))
@@ -188,10 +189,9 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     found = recall(recipe.model, data, seed, cache_root())
     if found is not None:
         return found
-    from trainwright.data.pydoc_rows import pydoc_rows
-    from trainwright.data.sources import PYDOC, check_source
+    from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
 
-    rows = list(islice(pydoc_rows(), _SAMPLED_ROWS)) if data.train == PYDOC else check_source(data.train)
+    rows = built_in_rows(data.train)[:_SAMPLED_ROWS] if data.train in BUILT_IN else check_source(data.train)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         assumptions.append(f"every example has data.max_length, {data.max_length} tokens: {data.train} is not here yet")
