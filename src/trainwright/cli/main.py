@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import data, evaluate, launch, machine, plan, publish, recipe, setup, train, verify
+from trainwright.cli import data, evaluate, generate, launch, machine, plan, publish, push, recipe, setup, train, verify
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 
 app = typer.Typer(
@@ -24,8 +24,10 @@ app.command("train", cls=train.TrainCommand)(train.train)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
 app.command("merge")(publish.merge)
 app.command("export")(publish.export)
+app.command("push")(push.push)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.add_typer(data.app, name="data")

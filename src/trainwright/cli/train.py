@@ -61,7 +61,7 @@ def train(
         Path | None,
         typer.Option(metavar="FILE", help="Take processes, strategy and the like from this Accelerate file."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Start even where the plan says that it does not fit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even where the plan says it does not fit.")] = False,
 ) -> None:
     """Train as a recipe says.
 
@@ -223,9 +223,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
 
         entry = functools.partial(work, run, request.run is not None)
         relaunch = Relaunch(run, lambda fault: functools.partial(work, run, True, fault=fault))
-        code = launch(
-            entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes, relaunch=relaunch
-        )
+        code = launch(entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes, relaunch=relaunch)
     if code == EXIT_STOPPED:
         killed = "killed; the newest whole checkpoint is kept" if stopping.killed else "stopped after a checkpoint"
         print(f"{killed}; continue with: trainwright train --resume {run}", file=sys.stderr)

@@ -1,0 +1,77 @@
+"""``trainwright push``: publish a finished run's model on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.errors import MachineError, RequestError
+
+
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's directory.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Where to: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
+    message: Annotated[str, typer.Option(metavar="TEXT", help="Of the commit.")] = "Trained with Trainwright",
+) -> None:
+    """Send a run's model with a card that says how it was made.
+
+    The token comes from HF_TOKEN or `hf auth login`, and is never written down.
+    """
+    weights = _weights(run.expanduser())
+    if "/" not in repository.strip("/") or repository.count("/") != 1:
+        raise RequestError(f"REPO: {repository} is not owner/name")
+    from trainwright.observe.card import model_card
+
+    card = model_card(run.expanduser(), repository, weights)
+    files = sorted(path for path in weights.rglob("*") if path.is_file() and path.name != "README.md")
+    if dry_run:
+        _show(repository, weights, files, card)
+        return
+    _send(repository, weights, card, private, message)
+
+
+def _weights(run: Path) -> Path:
+    if not (run / "recipe.yaml").is_file():
+        raise RequestError(f"RUN: {run} is not a run: it has no recipe.yaml")
+    if not (run / "final").is_dir():
+        raise RequestError(f"RUN: {run} has no final/: it is not finished; go on with trainwright train --resume {run}")
+    return run / "final"
+
+
+def _show(repository: str, weights: Path, files: list[Path], card: str) -> None:
+    total = sum(file.stat().st_size for file in files)
+    typer.echo(f"would send {len(files) + 1} files, {total / 1e6:,.1f} MB, to https://huggingface.co/{repository}:")
+    for file in files:
+        typer.echo(f"  {file.stat().st_size / 1e6:>10,.1f} MB  {file.relative_to(weights)}")
+    typer.echo(f"  {len(card.encode()) / 1e6:>10,.1f} MB  README.md\n")
+    typer.echo(card, nl=False)
+
+
+def _send(repository: str, weights: Path, card: str, private: bool, message: str) -> None:
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.is_offline_mode():
+        raise MachineError("the Hub is switched off (HF_HUB_OFFLINE); unset it, or see what would go with --dry-run")
+    token = get_token()
+    if token is None:
+        raise RequestError("no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
+    api = HfApi(token=token)
+    operations = [
+        CommitOperationAdd(str(path.relative_to(weights)), path)
+        for path in sorted(weights.rglob("*"))
+        if path.is_file() and path.name != "README.md"
+    ]
+    operations.append(CommitOperationAdd("README.md", card.encode()))
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        # One commit: the repository has all of it or nothing.
+        done = api.create_commit(repository, operations, commit_message=message)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MachineError(f"{repository}: the Hub refused: {reason.replace(token, '***')}") from error
+    typer.echo(f"sent: {done.commit_url}")

@@ -1,0 +1,118 @@
+"""A model card (the README of a model on the Hub) made from what a run wrote down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright import __version__
+from trainwright.observe import text
+from trainwright.observe.reader import Event, read_events
+from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.recipe.schema import Recipe
+
+_POINTS = 12  # of the curve
+
+
+def model_card(run: Path, name: str, weights: Path) -> str:
+    """Markdown with the front matter that the Hub reads (huggingface.co/docs/hub/model-cards).
+
+    Args:
+        run: a finished run's directory.
+        name: of the model, as its page is headed.
+        weights: the directory that is published: a model, or an adapter.
+
+    Raises OSError where the run has no events.
+    """
+    recipe, events = load_recipe(run / "recipe.yaml"), read_events(run / "events.jsonl")
+    start = next((event for event in reversed(events) if event["event"] == "start"), {})
+    is_adapter = (weights / "adapter_config.json").is_file()
+    sections = [
+        "\n".join(["---", *_front_matter(recipe, is_adapter), "---"]),
+        f"# {name}",
+        _introduction(recipe, start, is_adapter),
+        "## Use\n\n" + _usage(recipe, name, is_adapter),
+        "## Measured\n\n" + "\n".join(_metrics(events)),
+        "## Loss\n\n" + "\n".join(_curve(events)),
+        "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
+        f"## Recipe\n\n```yaml\n{dump_recipe(_without_paths(recipe)).strip()}\n```",
+        f"Trained with Trainwright {__version__}.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(recipe: Recipe, is_adapter: bool) -> Iterator[str]:
+    yield f"library_name: {'peft' if is_adapter else 'transformers'}"
+    yield "pipeline_tag: text-generation"
+    if recipe.model.name is not None and not Path(recipe.model.name).expanduser().exists():
+        yield f"base_model: {recipe.model.name}"
+        yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
+    yield "tags:"
+    yield "- trainwright"
+    yield f"- {recipe.task}"
+
+
+def _introduction(recipe: Recipe, start: Event, is_adapter: bool) -> str:
+    what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
+    of = recipe.model.name or start.get("weights", "a fresh model")
+    steps, devices = start.get("max_steps"), start.get("world_size", 1)
+    return (
+        f"{what} made from {of} by {recipe.task}: {steps:,} steps of {recipe.train.global_batch_size} examples on "
+        f"{devices} x {start.get('device', 'one device')} ({start.get('strategy')}, "
+        f"{str(start.get('mixed_precision')).replace('no', 'fp32')}); {text.count(start.get('parameters', 0))} "
+        f"parameters, {text.count(start.get('trainable_parameters', 0))} of them trained."
+    )
+
+
+def _usage(recipe: Recipe, name: str, is_adapter: bool) -> str:
+    if not is_adapter:
+        return (
+            "```python\nfrom transformers import AutoModelForCausalLM\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```'
+        )
+    return (
+        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
+        f'base = AutoModelForCausalLM.from_pretrained("{recipe.model.name}")\n'
+        f'model = PeftModel.from_pretrained(base, "{name}")\n```'
+    )
+
+
+def _metrics(events: Sequence[Event]) -> Iterator[str]:
+    measured = [event for event in events if event["event"] == "evaluate"]
+    if not measured:
+        yield "Nothing was measured on held-out data."
+        return
+    first, last = measured[0], measured[-1]
+    yield f"| on held-out data | before (step {first['step']}) | after (step {last['step']}) |"
+    yield "| --- | --- | --- |"
+    for name, value in last["metrics"].items():
+        before = first["metrics"].get(name)
+        yield f"| {name.replace('_', ' ')} | {'-' if before is None else text.metric(before)} | {text.metric(value)} |"
+
+
+def _curve(events: Sequence[Event]) -> Iterator[str]:
+    steps = [event for event in events if event["event"] == "step"]
+    held_out = {event["step"]: event["metrics"].get("loss") for event in events if event["event"] == "evaluate"}
+    chosen = {round(i * (len(steps) - 1) / max(1, _POINTS - 1)) for i in range(_POINTS)} if steps else set()
+    chosen |= {i for i, event in enumerate(steps) if event["step"] in held_out}
+    yield "| step | training loss | held-out loss |"
+    yield "| --- | --- | --- |"
+    for i in sorted(chosen):
+        event = steps[i]
+        other = held_out.get(event["step"])
+        yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
+
+
+def _without_paths(recipe: Recipe) -> Recipe:
+    """The recipe without where it lay on the machine it was trained on."""
+
+    def bare(value: Any) -> Any:
+        is_path = isinstance(value, str) and Path(value).expanduser().is_absolute()
+        return Path(value).name if is_path else value
+
+    data = recipe.data.model_copy(update={key: bare(getattr(recipe.data, key)) for key in ("train", "validation")})
+    model = recipe.model.model_copy(
+        update={key: bare(getattr(recipe.model, key)) for key in ("name", "tokenizer", "chat_template")}
+    )
+    return recipe.model_copy(update={"data": data, "model": model})

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trainwright.cli.main import app
+from trainwright.errors import MachineError, RequestError
+
+RECIPE = """
+task: sft
+model: {name: some/base}
+data: {train: /home/somebody/secret/rows.jsonl}
+train: {max_steps: 2, global_batch_size: 4}
+"""
+EVENTS = [
+    {"event": "start", "max_steps": 2, "world_size": 2, "device": "a card", "strategy": "ddp",
+     "mixed_precision": "bf16", "parameters": 1_000_000, "trainable_parameters": 1_000_000, "data": ["train: rows.jsonl, 40 rows"]},
+    {"event": "evaluate", "step": 0, "metrics": {"loss": 3.0}},
+    {"event": "step", "step": 1, "loss": 2.5},
+    {"event": "step", "step": 2, "loss": 2.0},
+    {"event": "evaluate", "step": 2, "metrics": {"loss": 2.25}},
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in EVENTS))
+    (tmp_path / "final" / "config.json").write_text("{}")
+    (tmp_path / "final" / "model.safetensors").write_bytes(b"0" * 2_000_000)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["push", *arguments], catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+def test_a_dry_run_shows_the_files_and_the_card(run: Path) -> None:
+    shown = invoke(str(run), "me/model", "--dry-run")
+    assert "would send 3 files, 2.0 MB, to https://huggingface.co/me/model" in shown
+    assert "base_model: some/base" in shown and "library_name: transformers" in shown
+    assert "| loss | 3.0000 | 2.2500 |" in shown
+    assert "| 2 | 2.0000 | 2.2500 |" in shown
+    assert "2 steps of 4 examples on 2 x a card (ddp, bf16)" in shown
+    assert "train: rows.jsonl" in shown and "secret" not in shown
+
+
+def test_an_adapter_is_said_to_be_one(run: Path) -> None:
+    (run / "final" / "adapter_config.json").write_text("{}")
+    (run / "recipe.yaml").write_text(RECIPE.replace("{name: some/base}", "{name: some/base, adapter: dora}"))
+    shown = invoke(str(run), "me/model", "--dry-run")
+    assert "library_name: peft" in shown and "base_model_relation: adapter" in shown
+    assert 'PeftModel.from_pretrained(base, "me/model")' in shown and "An adapter (dora)" in shown
+
+
+def test_without_a_token_nothing_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(RequestError, match="HF_TOKEN"):
+        invoke(str(run), "me/model")
+
+
+def test_offline_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(MachineError, match="HF_HUB_OFFLINE"):
+        invoke(str(run), "me/model")
+
+
+@pytest.mark.parametrize("repository", ["model", "a/b/c", "/"])
+def test_a_repository_is_owner_and_name(run: Path, repository: str) -> None:
+    with pytest.raises(RequestError, match="owner/name"):
+        invoke(str(run), repository)
+
+
+def test_only_finished_runs_are_sent(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="not a run"):
+        invoke(str(tmp_path), "me/model")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    with pytest.raises(RequestError, match="--resume"):
+        invoke(str(tmp_path), "me/model")
