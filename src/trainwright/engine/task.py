@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ class Task(Protocol):
     stream: Stream
     validation: Stream | None
     prompts: Sequence[str]
+    base: str | None  # fingerprint of the frozen weights that an adapter is trained on; None: all weights are trained
     start: str | None  # fingerprint of the weights of the start, known once begun; None: no loss asks for them later
 
     def blocks(self) -> list[nn.Module]:
@@ -70,4 +71,21 @@ class Task(Protocol):
         """An example of the stream in few words, for error messages."""
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-        """Write the model for use outside, from its full parameters and buffers by name."""
+        """Write the model for use outside, from its full parameters and buffers by name; an adapter, from its own.
+
+        Raises:
+            TrainingError: something is missing, or it is not read as it was written.
+        """
+
+    def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether an adapter with these parts of its parameters would leave the model as it is."""
+
+    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+        """See that an exported adapter, put on the base again, gives the trained model's logits.
+
+        Args:
+            module: as for generation; where it is not ``whole``, all ranks do the same.
+
+        Raises:
+            TrainingError: it does not.
+        """

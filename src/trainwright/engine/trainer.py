@@ -20,6 +20,7 @@ from trainwright.engine.events import EventLog
 from trainwright.engine.halving import Halving
 from trainwright.engine.measured import Measured
 from trainwright.engine.memory import Shortage, attempt, peak_memory
+from trainwright.engine.read_back import check_checkpoint, check_export, gathered
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.errors import RequestError, TrainingError
@@ -134,6 +135,11 @@ class Trainer:
             raise RequestError(
                 f"data.train: the examples are not those of {checkpoint.path}: the data, the tokenizer or its chat "
                 "template has changed; put back what the run began with, or start a new run"
+            )
+        if checkpoint.state.get("base") != self.task.base:
+            raise RequestError(
+                f"model: the frozen weights are not those of {checkpoint.path}; put back the model, and the adapter "
+                "beneath if there is one, that the run began with, or start a new run"
             )
         if checkpoint.state.get("start") != self.task.start:
             raise RequestError(
@@ -273,10 +279,17 @@ class Trainer:
         step = self.progress.step
         if self._saved_step == step:
             return
-        data = self.task.stream.dataset.fingerprint
-        state: dict[str, Any] = {"progress": asdict(self.progress), "data": data, "start": self.task.start}
+        data, base, shards = self.task.stream.dataset.fingerprint, self.task.base, self.strategy.state()
+        state: dict[str, Any] = {
+            "progress": asdict(self.progress),
+            "data": data,
+            "base": base,
+            "start": self.task.start,
+        }
         try:
-            saved = self.checkpoints.save(self.world, step, self.strategy.state(), state, self._halving.recipe_text)
+            saved = self.checkpoints.save(self.world, step, shards, state, self._halving.recipe_text)
+            if base is not None:
+                check_checkpoint(self.task, self.world, saved.path, shards)
         except CheckpointError as error:
             action = "stop" if last_chance else "continue"
             self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action=action, step=step)
@@ -292,7 +305,9 @@ class Trainer:
             self.checkpoints.prune(self.progress.best_step)
 
     def _export(self, final: Path) -> None:
-        tensors = self.strategy.parameters()
+        different: list[str] = []
+        adapter = self.task.base is not None
+        tensors = gathered(self.strategy, different) if adapter else self.strategy.parameters()
         failure: str | None = None
         if self.world.is_main:
             try:
@@ -310,6 +325,8 @@ class Trainer:
         failure = self.world.broadcast(failure)
         if failure is not None:
             raise TrainingError(f"{failure}; the training is done and checkpointed: make room, then --resume this run")
+        if adapter:
+            check_export(self.task, self.strategy, final, different)
 
     def _finish(self, status: str, begun: float, path: Path) -> None:
         seconds = time.monotonic() - begun

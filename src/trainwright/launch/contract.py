@@ -41,7 +41,7 @@ _VARIABLES = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_COMPILE_DISABLE",
 )
-_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "deepspeed")
+_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "deepspeed", "peft", "bitsandbytes")
 _SAMPLED = 64  # elements of every tensor that its fingerprint is made of
 _LINES = 12
 

@@ -21,7 +21,9 @@ from trainwright.launch import run_directory
 from trainwright.launch.contract import agree, check_layout, usable_device
 from trainwright.launch.process import keep_freed_memory, threads_allowed
 from trainwright.machine.detect import detect
+from trainwright.models.adapters_files import check_libraries
 from trainwright.models.compilation import compile_blocks
+from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel import deepspeed_config
 from trainwright.parallel.build import build_strategy
@@ -66,9 +68,10 @@ def run_worker(
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
     deepspeed_config.check(recipe)
+    check_libraries(recipe.model.adapter)
     # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
     task = build_task(recipe, cache)
-    sizes = [(p.numel(), p.requires_grad) for p in task.module.parameters()]  # before they are cut up
+    sizes = count_parameters(task.module)  # before they are cut up
     world = join(usable_device(detect(), seat), seat)
     try:
         agree(recipe, task, world, run_directory.planned_device(run))
@@ -147,7 +150,7 @@ def _start(
     strategy: Strategy,
     trainer: Trainer,
     run: Path,
-    sizes: Sequence[tuple[int, bool]],
+    sizes: tuple[int, int],
     reasons: Sequence[str],
 ) -> dict[str, object]:
     world = strategy.world
@@ -161,8 +164,8 @@ def _start(
         "micro_batch_size": recipe.train.micro_batch_size,
         "gradient_accumulation_steps": len(first.for_rank(0, world.size)),
         "global_batch_size": recipe.train.global_batch_size,
-        "parameters": sum(size for size, _ in sizes),
-        "trainable_parameters": sum(size for size, trainable in sizes if trainable),
+        "parameters": sizes[0],
+        "trainable_parameters": sizes[1],
         "resumed_from": trainer.progress.step or None,
         "max_steps": trainer.max_steps,
         "threads": torch.get_num_threads(),

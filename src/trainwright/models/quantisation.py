@@ -14,8 +14,8 @@ import ctypes
 import importlib
 import logging
 import mmap
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ Quantisation = Literal["nf4", "int8"]
 
 _BLOCK = 64  # elements of NF4 that share a scale, and scales that share a scale of theirs; the paper's
 _SCALES_BLOCK = 256
+_AT_A_TIME = 2**20  # elements that are quantised at once, which takes some 20 bytes for each
 _ALIGNMENT = 4  # bytes, so that the bits can be looked at as any dtype that is computed in
 
 
@@ -78,28 +79,34 @@ class NF4Linear(QuantisedLinear):
     """4 bits an element, and a scale for 64 elements."""
 
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
-        bits, state = _functional().quantize_4bit(weight, blocksize=_BLOCK, quant_type="nf4")
-        self.register_buffer("scales", state.absmax, persistent=False)
-        return bits
+        parts = [
+            _functional().quantize_4bit(part, blocksize=_BLOCK, quant_type="nf4")
+            for part in weight.reshape(-1).split(_AT_A_TIME)
+        ]
+        self._keep_scales(torch.cat([state.absmax for _, state in parts]))
+        return torch.cat([bits.reshape(-1) for bits, _ in parts])
+
+    def _keep_scales(self, scales: torch.Tensor) -> None:
+        self.register_buffer("scales", scales, persistent=False)
+
+    def _scales(self) -> torch.Tensor:
+        return self.scales
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         shape = self.out_features, self.in_features
         return _operations().dequantize_4bit.default(bits[:, None], self._scales(), _BLOCK, "nf4", shape, dtype)
 
-    def _scales(self) -> torch.Tensor:
-        return self.scales
-
 
 class DoubleNF4Linear(NF4Linear):
     """4 bits an element, and a scale for 64 elements that is itself quantised: less their mean, in 8 bits."""
 
-    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
-        bits, state = _functional().quantize_4bit(weight, blocksize=_BLOCK, quant_type="nf4", compress_statistics=True)
-        self.register_buffer("scales", state.absmax, persistent=False)
-        self.register_buffer("mean", state.offset, persistent=False)
-        self.register_buffer("second_scales", state.state2.absmax, persistent=False)
-        self.register_buffer("code", state.state2.code, persistent=False)
-        return bits
+    def _keep_scales(self, scales: torch.Tensor) -> None:
+        mean = scales.mean()
+        bits, state = _functional().quantize_blockwise(scales - mean, blocksize=_SCALES_BLOCK)
+        self.register_buffer("scales", bits, persistent=False)
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("second_scales", state.absmax, persistent=False)
+        self.register_buffer("code", state.code, persistent=False)
 
     def _scales(self) -> torch.Tensor:
         scales = _operations().dequantize_blockwise.default(
@@ -112,10 +119,11 @@ class Int8Linear(QuantisedLinear):
     """8 bits an element, and a scale for every row."""
 
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+        rows = max(1, _AT_A_TIME // weight.shape[1])
         # bitsandbytes takes fp16 alone.
-        bits, scales, _ = _functional().int8_vectorwise_quant(weight.to(torch.float16))
-        self.register_buffer("scales", scales / 127, persistent=False)
-        return bits
+        parts = [_functional().int8_vectorwise_quant(part.to(torch.float16)) for part in weight.split(rows)]
+        self.register_buffer("scales", torch.cat([scales for _, scales, _ in parts]) / 127, persistent=False)
+        return torch.cat([bits for bits, _, _ in parts])
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         whole = bits.view(torch.int8).view(self.out_features, self.in_features)
@@ -151,11 +159,12 @@ def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool, keep: 
         keep: ends of the names of modules that are left as they are.
     """
     chosen = Int8Linear if kind == "int8" else DoubleNF4Linear if double else NF4Linear
+    mapped = _mapped_files()
     for parent, name, layer in list(_linears(model, keep)):
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
         bias = None if layer.bias is None else layer.bias.detach().float()
         setattr(parent, name, chosen(weight, bias).train(layer.training))
-        _let_go(layer.weight)
+        _let_go(layer.weight, mapped)
 
 
 def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -170,12 +179,23 @@ def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.M
                 yield parent, name, layer
 
 
-def _let_go(tensor: torch.Tensor) -> None:
+def _mapped_files() -> list[tuple[int, int]]:
+    """Where in memory weight files are mapped; nothing where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    ranges = [line.split()[0].split("-") for line in lines if line.endswith(".safetensors")]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
+def _let_go(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
     """Have the pages of a tensor that is part of a mapped file out of memory; they are in the file."""
-    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.is_contiguous() or sys.platform != "linux":
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    if not tensor.is_contiguous() or not any(first <= begin and end <= last for first, last in mapped):
         return
     page = mmap.PAGESIZE
-    begin, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
+    begin, end = -(-begin // page) * page, end // page * page
     if begin < end:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
