@@ -1,13 +1,28 @@
 # `make` alone lists what there is. Everything installs into .venv; nothing else on the machine is touched.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint format clean
+.PHONY: help install quickstart test test-slow lint format clean setup-accelerate check gpu-info memory-check \
+	process style render train train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
+	eval eval-quick eval-full infer infer-batch infer-interactive merge merge-test tensorboard
 
 # Any Python from 3.11 on; overrides of the quickstart's recipe; more arguments for pytest.
 PYTHON ?= python3
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
 
+# What to train, and what more to say of it (ARGS="train.max_steps=100"); the model to use, the newest run's unless
+# told otherwise; where TensorBoard listens, 0 for a free port.
+CONFIG ?= recipes/sft/quickstart.yaml
+ARGS ?=
+MODEL ?= $(patsubst %/recipe.yaml,%,$(firstword $(shell ls -t runs/*/recipe.yaml 2>/dev/null)))
+TB_PORT ?= 0
+# Raw rows, what is made of them, the system prompt to give them.
+RAW ?=
+DATA ?= data
+SYSTEM ?= You are a helpful assistant.
+PROMPT ?= What does the `sorted` function do in Python?
+
 BIN := .venv/bin
+TRAINWRIGHT := $(BIN)/trainwright
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 
@@ -15,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## make .venv with Trainwright and its tools in it
 
@@ -47,6 +62,71 @@ lint: $(STAMP)  ## check style, types and the layers of imports
 format: $(STAMP)  ## put the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+setup-accelerate: $(STAMP)  ## write an Accelerate file for this machine
+	$(TRAINWRIGHT) setup --yes $(ARGS)
+
+check: $(STAMP)  ## check CONFIG and every row of its data
+	$(TRAINWRIGHT) recipe check $(CONFIG) $(ARGS)
+	$(TRAINWRIGHT) data check $(CONFIG) $(ARGS)
+
+gpu-info: $(STAMP)  ## show this machine as plans see it
+	$(TRAINWRIGHT) machine
+
+memory-check: $(STAMP)  ## show what of CONFIG fits here, and how fast it is
+	$(TRAINWRIGHT) plan $(CONFIG) $(ARGS)
+
+process: $(STAMP)  ## make DATA/ of RAW files: rows of one layout, split, without duplicates
+	@test -n "$(RAW)" || { echo "say what: make process RAW=rows.csv DATA=data"; exit 2; }
+	$(TRAINWRIGHT) data prepare $(RAW) --out $(DATA) $(ARGS)
+
+style: $(STAMP)  ## give the rows of DATA/ a SYSTEM prompt
+	$(TRAINWRIGHT) data style $(DATA)/train.jsonl --system "$(SYSTEM)" --out $(DATA)/styled.jsonl $(ARGS)
+
+render: $(STAMP)  ## show what of CONFIG's rows is learnt
+	$(TRAINWRIGHT) data show $(CONFIG) $(ARGS)
+
+train: $(STAMP)  ## train CONFIG in one process
+	$(TRAINWRIGHT) train $(CONFIG) parallel.num_processes=1 parallel.strategy=single $(ARGS)
+
+train-distributed: $(STAMP)  ## train CONFIG as the plan spreads it
+	$(TRAINWRIGHT) train $(CONFIG) $(ARGS)
+
+train-distributed-tb: $(STAMP)  ## the same, with TensorBoard beside it
+	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) $(ARGS)
+
+train-deepspeed: $(STAMP)  ## train CONFIG under DeepSpeed ZeRO-2
+	$(TRAINWRIGHT) train $(CONFIG) parallel.strategy=zero2 $(ARGS)
+
+train-deepspeed-tb: $(STAMP)  ## the same, with TensorBoard beside it
+	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) parallel.strategy=zero2 $(ARGS)
+
+eval: $(STAMP)  ## measure MODEL, the newest run's
+	$(TRAINWRIGHT) eval $(MODEL) $(ARGS)
+
+eval-quick: $(STAMP)  ## measure MODEL on 50 rows
+	$(TRAINWRIGHT) eval $(MODEL) --quick $(ARGS)
+
+eval-full: $(STAMP)  ## measure MODEL on all rows
+	$(TRAINWRIGHT) eval $(MODEL) --full $(ARGS)
+
+infer: $(STAMP)  ## have MODEL answer PROMPT
+	$(TRAINWRIGHT) generate $(MODEL) --prompt '$(PROMPT)' $(ARGS)
+
+infer-batch: $(STAMP)  ## have MODEL answer the rows of DATA/test.jsonl into DATA/answers.jsonl
+	$(TRAINWRIGHT) generate $(MODEL) --file $(DATA)/test.jsonl --out $(DATA)/answers.jsonl $(ARGS)
+
+infer-interactive: $(STAMP)  ## chat with MODEL
+	$(TRAINWRIGHT) generate $(MODEL) $(ARGS)
+
+merge: $(STAMP)  ## work MODEL's adapter into its base, in MODEL/merged
+	$(TRAINWRIGHT) merge $(MODEL) --out $(MODEL)/merged $(ARGS)
+
+merge-test: $(STAMP)  ## have the merged model answer PROMPT
+	$(TRAINWRIGHT) generate $(MODEL)/merged --prompt '$(PROMPT)' $(ARGS)
+
+tensorboard: $(STAMP)  ## show the curves of all runs
+	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs
 
 clean:  ## remove .venv and what builds and checks leave behind; runs/ stays
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -17,7 +17,8 @@ train: {max_steps: 2, global_batch_size: 4}
 """
 EVENTS = [
     {"event": "start", "max_steps": 2, "world_size": 2, "device": "a card", "strategy": "ddp",
-     "mixed_precision": "bf16", "parameters": 1_000_000, "trainable_parameters": 1_000_000, "data": ["train: rows.jsonl, 40 rows"]},
+     "mixed_precision": "bf16", "parameters": 1_000_000, "trainable_parameters": 1_000_000,
+     "data": ["train: rows.jsonl, 40 rows"]},
     {"event": "evaluate", "step": 0, "metrics": {"loss": 3.0}},
     {"event": "step", "step": 1, "loss": 2.5},
     {"event": "step", "step": 2, "loss": 2.0},

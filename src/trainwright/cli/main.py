@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 
 from trainwright import __version__
-from trainwright.cli import data, evaluate, generate, launch, machine, plan, publish, push, recipe, setup, train, verify
+from trainwright.cli import (
+    data,
+    evaluate,
+    generate,
+    launch,
+    machine,
+    plan,
+    publish,
+    push,
+    recipe,
+    setup,
+    tensorboard,
+    train,
+    verify,
+)
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 
 app = typer.Typer(
@@ -28,6 +42,7 @@ app.command("generate")(generate.generate)
 app.command("merge")(publish.merge)
 app.command("export")(publish.export)
 app.command("push")(push.push)
+app.command("tensorboard", context_settings=tensorboard.CONTEXT_SETTINGS)(tensorboard.tensorboard)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.add_typer(data.app, name="data")

@@ -1,0 +1,66 @@
+"""``trainwright tensorboard``: the curves of runs in a browser, alone or beside a command."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.errors import MachineError, RequestError
+
+_HOST = "127.0.0.1"
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the directory is the command's own
+
+
+def tensorboard(
+    directory: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Where runs are.")] = Path("runs"),
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND]...", help="Run this, and stop showing when it ends.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0: a free one.")] = 0,
+) -> None:
+    """Show curves on this machine's own address; with a command, as long as that runs, and end as it does."""
+    if command is None and not directory.is_dir():
+        raise RequestError(f"RUNS: {directory} is no directory; runs are under runs/ where they were started")
+    port = _port(port)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--host", _HOST, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the command; the server is ended after it
+    )
+    print(f"curves: http://{_HOST}:{port}/", file=sys.stderr, flush=True)
+    try:
+        code = _wait(server) if command is None else subprocess.call(command)
+    except FileNotFoundError:
+        assert command is not None
+        raise RequestError(f"COMMAND: {command[0]} is no program") from None
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        server.terminate()
+        server.wait()
+    raise typer.Exit(code)
+
+
+def _wait(server: subprocess.Popen[bytes]) -> int:
+    code = server.wait()
+    if code > 0:
+        raise MachineError(f"TensorBoard ended with {code}; python -m tensorboard.main says why")
+    return 0
+
+
+def _port(wanted: int) -> int:
+    """A port that is free now: ``wanted``, or any for 0."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((_HOST, wanted))
+        except OSError as error:
+            raise MachineError(f"--port {wanted}: {error.strerror}; choose another, or 0 for a free one") from None
+        return int(listener.getsockname()[1])
