@@ -13,7 +13,8 @@ Two more hold answers to compare, and are told apart in pairs.py:
     labelled            {"prompt", "completion", "label"}, the label true or false
 
 Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant
-turns are what is trained on, except those inside the ``prompt`` of a prompt and completion, and empty ones.
+turns are what is trained on, except those inside the ``prompt`` of a prompt and completion, empty ones, and those
+with ``"target": false``.
 
 A conversation that begins with the assistant answers nobody there: those first turns are left out, as FastChat
 and what came of it do with ShareGPT's (https://github.com/lm-sys/FastChat, fastchat/train/train.py).
@@ -263,7 +264,8 @@ def _turn(item: Any, place: str) -> Message:
     # An empty system turn switches some models' default off; an empty answer is no mistake of the asker's.
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
-    return {"role": role, "content": text}
+    message = {"role": role, "content": text}
+    return {**message, "target": False} if item.get("target") is False and role == "assistant" else message
 
 
 def _joined(turn: Any) -> Any:

@@ -43,6 +43,7 @@ class Kind:
 EXAMPLES = Kind("examples", SINGLE)
 PAIRS = Kind("pairs", ("preference",))
 ANSWERS = Kind("answers", ("preference", "labelled"))
+ANY = Kind("any", ("preference", "labelled", *SINGLE))  # of rows that are not for a task yet
 
 
 def kind_of_rows(recipe: Recipe) -> Kind:

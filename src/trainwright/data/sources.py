@@ -1,4 +1,4 @@
-"""Where rows come from: files, directories of files, the Hugging Face Hub, and the built-in ``pydoc``.
+"""Where rows come from: files, directories of files, the Hugging Face Hub, and what is built in.
 
 rows.json   an array of objects, or an object holding one such list
 rows.jsonl  an object a line (also .ndjson)
@@ -7,7 +7,8 @@ rows.parquet
 text.txt    a row {"text"} a paragraph (also .md)
 directory/  all files of one of these kinds, in the order of their names
 owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
-pydoc       the running interpreter's own documentation
+pydoc       the running interpreter's own documentation: questions and answers
+pydoc-pairs the same with a right and a wrong answer to each question
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
     from trainwright.data.arrow_rows import PlacedRow
 
-PYDOC = "pydoc"
+PYDOC, PYDOC_PAIRS = "pydoc", "pydoc-pairs"
+BUILT_IN = (PYDOC, PYDOC_PAIRS)
 _PARQUET = ".parquet"
 _SUFFIXES = (*READERS, _PARQUET)
 _CHECKED_ROWS = 1000
@@ -51,12 +53,10 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train") ->
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
     """
-    if source == PYDOC:
+    if source in BUILT_IN:
         from datasets import Dataset
 
-        from trainwright.data.pydoc_rows import pydoc_rows
-
-        return Dataset.from_list(pydoc_rows()[:limit])
+        return Dataset.from_list(built_in_rows(source)[:limit])
     files = source_files(source, key)
     if files is None:
         return _hub_rows(source, limit, key)
@@ -66,8 +66,33 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train") ->
     return _dataset(table)
 
 
+def iterate_source(source: str, limit: int | None = None, key: str = "data.train") -> Iterator[tuple[str, Row]]:
+    """``(place, row)`` of each row, at most of the first ``limit``; no more of the source is in memory at a time.
+
+    A JSON file (.json), the Hub and pydoc are held whole. The place is the row's file and line, or its number from 1.
+
+    Raises:
+        RequestError: the source is missing, empty or not parseable.
+    """
+    files = None if source in BUILT_IN else source_files(source, key)
+    if files is None:
+        placed = ((f"{source}: row {number}", dict(row)) for number, row in enumerate(read_rows(source, limit, key), 1))
+    elif files[0].suffix.lower() == _PARQUET:
+        placed = chain.from_iterable(map(_parquet_rows, files))
+    else:
+        placed = ((f"{file}:{line}", row) for file, line, row in _placed_rows(files))
+    return islice(placed, limit)
+
+
+def built_in_rows(source: str) -> list[Row]:
+    """The rows of one of the ``BUILT_IN`` data sets."""
+    from trainwright.data.pydoc_rows import pydoc_pairs, pydoc_rows
+
+    return list(pydoc_pairs() if source == PYDOC_PAIRS else pydoc_rows())
+
+
 def check_source(source: str, key: str = "data.train") -> list[Row]:
-    """Look at a source without reading all of it; returns its first rows, or none for the Hub and pydoc.
+    """Look at a source without reading all of it; returns its first rows, or none for the Hub and what is built in.
 
     Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no
     datasets.
@@ -75,7 +100,7 @@ def check_source(source: str, key: str = "data.train") -> list[Row]:
     Raises:
         RequestError: as ``read_rows``.
     """
-    files = None if source == PYDOC else source_files(source, key)
+    files = None if source in BUILT_IN else source_files(source, key)
     if files is None:
         return []
     first: list[Row] = []
@@ -92,7 +117,7 @@ def check_source(source: str, key: str = "data.train") -> list[Row]:
 
 def place_of(source: str, index: int) -> str:
     """Where row ``index`` of ``read_rows(source)`` stands: its file and line, or the number of the row, from 1."""
-    files = None if source == PYDOC else source_files(source)
+    files = None if source in BUILT_IN else source_files(source)
     if files is None:
         return f"{source}: row {index + 1}"
     if files[0].suffix.lower() == _PARQUET:
@@ -187,6 +212,11 @@ def _parquet_batches(file: Path) -> Iterator[pa.Table]:
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         raise RequestError(f"{file}: not a Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    rows = (row for table in _parquet_batches(file) for row in table.to_pylist())
+    return ((f"{file}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _parquet_table(files: list[Path], limit: int | None) -> pa.Table:

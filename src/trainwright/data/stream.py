@@ -129,9 +129,10 @@ class Stream:
         """Which of the first ``steps`` global batches has the micro-batch with most tokens, padding included."""
         if self.total_examples is not None:
             steps = min(steps, len(self))
-        return max(range(steps), key=lambda step: max(map(self._positions, self.global_batch(step).micro_batches)))
+        return max(range(steps), key=lambda step: max(map(self.positions, self.global_batch(step).micro_batches)))
 
-    def _positions(self, micro: MicroBatch) -> int:
+    def positions(self, micro: MicroBatch) -> int:
+        """What a micro-batch has the model compute: its tokens, and where it is not packed its padding."""
         if self._pack_length is not None:
             return micro.tokens
         documents = [document for example in micro.examples for document in self.dataset.documents(example)]

@@ -1,0 +1,148 @@
+"""Every row of a source read and formatted as training would, with all that is wrong with them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.formats import NoTarget
+from trainwright.data.kinds import Kind
+from trainwright.data.row_files import Row
+from trainwright.data.sources import iterate_source, read_rows
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.data.templates import Encoded
+
+_SHOWN = 20
+_BATCH = 64
+
+
+@dataclass
+class Checked:
+    """What was found in one source; ``problems`` are the first, each with its place, and ``wrong`` counts all."""
+
+    source: str
+    layout: str = ""
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    longer: int = 0  # than max_length
+    wrong: int = 0
+    problems: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)
+
+    def problem(self, text: str) -> None:
+        self.wrong += 1
+        if len(self.problems) < _SHOWN:
+            self.problems.append(text)
+
+    def lines(self, max_length: int | None) -> list[str]:
+        """The counts as lines for people."""
+        counted = f", {self.tokens:,} tokens" if self.tokens else ""
+        found = [f"{self.source}: {self.rows:,} rows of {self.layout}: {self.examples:,} examples{counted}"]
+        if self.longer:
+            found.append(f"  {self.longer:,} rows longer than {max_length:,} tokens")
+        found += [f"  {count:,} rows left out: {why}" for why, count in self.left_out.items()]
+        found += [f"  {count:,} rows {what}" for what, count in self.remarks.items()]
+        return found
+
+
+def check_rows(
+    source: str,
+    kind: Kind,
+    wanted: str,
+    *,
+    key: str,
+    limit: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
+) -> Checked:
+    """Read all of ``source``, make each row's example and, with a ``tokenizer``, its tokens.
+
+    Wrong rows are collected. A file that cannot be parsed further is one problem, and the rest of it is not read.
+
+    Args:
+        wanted: ``data.format``.
+        key: what names the source in messages.
+        max_length: in tokens; longer rows are counted.
+
+    Raises:
+        RequestError: the source is missing, or none of its rows has a layout that is known.
+    """
+    found = Checked(source)
+    rows = iterate_source(source, limit, key)
+    first = list(islice(rows, 8))
+    if not first:
+        raise RequestError(f"{key}: {source} holds no rows")
+    try:
+        columns = list(dict.fromkeys(name for _, row in first for name in row))
+        found.layout = kind.layout(columns, [row for _, row in first], wanted)
+    except RequestError as error:
+        raise RequestError(f"{key}: {source}: {error}") from None
+    encode = None if tokenizer is None else _encoder(tokenizer, found.layout)
+    try:
+        everything = chain(first, rows)
+        while batch := list(islice(everything, _BATCH)):
+            _check_batch(batch, kind, found, encode, max_length)
+    except RequestError as error:  # of the file itself
+        found.problem(str(error))
+    if not found.wrong:
+        read_rows(source, limit, key)  # the values of a column are to be of one type
+    return found
+
+
+Encode = Callable[[list[Any]], "list[Encoded]"]
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, layout: str) -> Encode:
+    from trainwright.data.templates import ChatEncoder, encode_texts
+
+    return functools.partial(encode_texts, tokenizer) if layout == "text" else ChatEncoder(tokenizer).encode
+
+
+def _check_batch(
+    batch: list[tuple[str, Row]], kind: Kind, found: Checked, encode: Encode | None, max_length: int | None
+) -> None:
+    taken: list[tuple[str, list[Any]]] = []
+    for place, row in batch:
+        found.rows += 1
+        try:
+            taken.append((place, [text for _, text in kind.documents(row, found.layout, found.remarks)]))
+        except NoTarget as reason:
+            found.left_out[str(reason)] += 1
+        except RequestError as error:
+            found.problem(f"{place}: {error}")
+    if encode is None:
+        found.examples += len(taken)
+        return
+    for place, encoded in _encoded(taken, encode):
+        if isinstance(encoded, RequestError):
+            found.problem(f"{place}: {encoded}")
+            continue
+        lengths = [len(ids) for ids, _ in encoded]
+        found.examples += 1
+        found.tokens += sum(lengths)
+        found.longer += max_length is not None and max(lengths) > max_length
+
+
+def _encoded(taken: list[tuple[str, list[Any]]], encode: Encode) -> Iterator[tuple[str, list[Encoded] | RequestError]]:
+    """All rows at once, and one by one where that is refused."""
+    try:
+        all_of_them = iter(encode([text for _, texts in taken for text in texts]))
+    except RequestError:
+        for place, texts in taken:
+            try:
+                yield place, encode(texts)
+            except RequestError as error:
+                yield place, error
+        return
+    for place, texts in taken:
+        yield place, list(islice(all_of_them, len(texts)))

@@ -1,0 +1,252 @@
+"""From raw rows with fields of any name to one layout, without duplicates, split: ``trainwright data prepare``.
+
+Rows stream through: what is remembered of each is a few bytes in an index on disk, so that sources may be larger
+than memory. On which side of the split a row falls depends on the seed and its content alone, so rows that are equal
+fall on the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from trainwright.data.formats import NoTarget
+from trainwright.data.kinds import ANY
+from trainwright.data.pairs import CHOSEN
+from trainwright.data.raw_index import DUPLICATES, RowIndex
+from trainwright.data.row_files import Row
+from trainwright.data.sources import iterate_source
+from trainwright.errors import RequestError
+
+SPLITS = ("train", "validation", "test")
+_KEY = "data prepare"
+_FIRST = 8
+# Names of a question and of its answer that are understood without being told, most telling first.
+_QUESTIONS = ("question", "prompt", "instruction", "query", "input", "user", "context", "problem", "title")
+_ANSWERS = ("answer", "completion", "response", "output", "reply", "assistant", "solution", "target", "chosen")
+
+
+@dataclass
+class Side:
+    """What one part of the split holds; lengths are in characters of text."""
+
+    rows: int = 0
+    turns: int = 0
+    characters: int = 0
+    longest: int = 0
+    roles: Counter[str] = field(default_factory=Counter)
+    # Rows of at least so many characters: powers of two.
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, row: Row) -> None:
+        """Count a normalised row."""
+        turns = _turns(row)
+        size = sum(len(str(turn["content"])) for turn in turns) if turns else len(row.get("text", ""))
+        self.rows += 1
+        self.turns += len(turns)
+        self.roles.update(str(turn["role"]) for turn in turns)
+        self.characters += size
+        self.longest = max(self.longest, size)
+        self.lengths[1 << max(0, size.bit_length() - 1)] += 1
+
+
+@dataclass
+class Source:
+    """What became of the rows of one source."""
+
+    source: str
+    layout: str = ""
+    renamed: dict[str, str] = field(default_factory=dict)
+    rows: int = 0
+    duplicates: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Statistics:
+    """Everything that was counted: ``rows == kept + duplicates + left out``, for each source and altogether."""
+
+    sources: list[Source]
+    sides: dict[str, Side]
+    seed: int
+    deduplicate: str
+
+
+def prepare_raw(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    renamed: Mapping[str, str],
+    validation: float,
+    test: float,
+    seed: int,
+    deduplicate: str,
+) -> Statistics:
+    """Write ``train.jsonl``, ``validation.jsonl``, ``test.jsonl`` and ``statistics.json`` into ``out``, or nothing.
+
+    Args:
+        renamed: from a field's name in the sources, with dots into objects, to the name it is to have.
+        validation, test: which parts of the rows that remain are held back.
+        deduplicate: exact, near or none.
+
+    Raises:
+        RequestError: ``out`` is taken, a source or one of its rows is wrong (with its file and line), or nothing is
+        left.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"--out: {out} is there already; name a new directory")
+    if deduplicate not in DUPLICATES:
+        raise RequestError(f"--deduplicate: {deduplicate!r} is none of {', '.join(DUPLICATES)}")
+    if validation + test >= 1:
+        raise RequestError(f"--validation {validation:g} and --test {test:g} leave nothing to train on; lower them")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        found = Statistics([], {}, seed, deduplicate)
+        with RowIndex(scratch / "index", deduplicate) as index:
+            kept = _normalise_all(sources, renamed, scratch / "rows", index, found, seed)
+            borders = index.borders(round(test * kept), round((test + validation) * kept))
+        _divide(scratch / "rows", scratch, borders, found, seed)
+        (scratch / "rows").unlink()
+        text = json.dumps(found, default=vars, indent=2, ensure_ascii=False)
+        (scratch / "statistics.json").write_text(text + "\n", encoding="utf-8")
+        scratch.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return found
+
+
+def _normalise_all(
+    sources: Sequence[str], renamed: Mapping[str, str], file: Path, index: RowIndex, found: Statistics, seed: int
+) -> int:
+    """Write what is kept of all sources into one file; returns how many rows that is."""
+    kept, used, kinds = 0, set[str](), dict[str, str]()
+    with file.open("w", encoding="utf-8") as rows:
+        for source in sources:
+            counts = Source(source)
+            found.sources.append(counts)
+            for row in _normalised(source, renamed, counts, used):
+                kinds.setdefault(next(iter(row)), source)
+                text = json.dumps(row, ensure_ascii=False)
+                if not index.add(_rank(text, seed), text, row):
+                    counts.duplicates += 1
+                    continue
+                kept += 1
+                rows.write(text + "\n")
+    if unknown := sorted(set(renamed) - used):
+        raise RequestError(f"--map: no row has the field {unknown[0]}")
+    if not kept:
+        reasons = sum((source.left_out for source in found.sources), Counter[str]())
+        said = "; ".join(f"{count:,}: {why}" for why, count in reasons.items())
+        raise RequestError(f"{_KEY}: no row has anything to train on ({said})")
+    if len(kinds) > 1:
+        said = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
+        raise RequestError(
+            f"{_KEY}: the sources become rows of {said}, which one file does not hold; prepare each alone"
+        )
+    return kept
+
+
+def _normalised(source: str, renamed: Mapping[str, str], counts: Source, used: set[str]) -> Iterator[Row]:
+    rows = iterate_source(source, key=_KEY)
+    first = list(islice(rows, _FIRST))
+    if not first:
+        raise RequestError(f"{_KEY}: {source} holds no rows")
+    names = dict(renamed)
+    renamed_first = [_rename(row, names, used) for _, row in first]
+    columns = list(dict.fromkeys(name for row in renamed_first for name in row))
+    try:
+        counts.layout = ANY.layout(columns, renamed_first, "auto")
+    except RequestError as error:
+        guessed = _guess(columns)
+        if guessed is None:
+            hint = "name them with --map, as in --map frage=question --map antwort=answer"
+            raise RequestError(f"{source}: {error}; {hint}") from None
+        names |= guessed
+        counts.layout = "question_answer"
+    counts.renamed = names
+    for place, row in chain(first, rows):
+        counts.rows += 1
+        try:
+            documents = ANY.documents(_rename(row, names, used), counts.layout, counts.remarks)
+        except NoTarget as reason:
+            counts.left_out[str(reason)] += 1
+            continue
+        except RequestError as error:
+            raise RequestError(f"{place}: {error}") from None
+        yield _row(documents, counts.layout)
+
+
+def _guess(columns: Sequence[str]) -> dict[str, str] | None:
+    """The fields of question and answer by their usual names; None where one of them is missing."""
+    lower = {column.lower(): column for column in columns}
+    question = next((lower[name] for name in _QUESTIONS if name in lower), None)
+    answer = next((lower[name] for name in _ANSWERS if name in lower), None)
+    return {question: "question", answer: "answer"} if question and answer else None
+
+
+def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
+    result = dict(row)
+    for name, ours in names.items():
+        if name in row:
+            value = result.pop(name, None)
+        else:
+            value = row
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is None:
+                continue
+        used.add(name)
+        result[ours] = value
+    return result
+
+
+def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
+    """A row of the layout messages, text, preference or labelled."""
+    role, example = documents[0]
+    if layout == "preference":
+        return {"chosen": example, "rejected": documents[1][1]}
+    if layout == "labelled":
+        return {"prompt": example[:-1], "completion": example[-1:], "label": role == CHOSEN}
+    return {"text": example} if isinstance(example, str) else {"messages": example}
+
+
+def _turns(row: Row) -> list[Any]:
+    return [turn for value in row.values() if isinstance(value, list) for turn in value]
+
+
+def _rank(text: str, seed: int) -> bytes:
+    """Where a row stands in the draw of who is held back."""
+    return hashlib.sha256(f"{seed}/{text}".encode()).digest()[:16]
+
+
+def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], found: Statistics, seed: int) -> None:
+    test, held = borders
+    files = {name: (directory / f"{name}.jsonl").open("w", encoding="utf-8") for name in SPLITS}
+    try:
+        found.sides = {name: Side() for name in SPLITS}
+        with rows.open(encoding="utf-8") as lines:
+            for line in lines:
+                rank = _rank(line.rstrip("\n"), seed)
+                name = "test" if rank < test else "validation" if rank < held else "train"
+                files[name].write(line)
+                found.sides[name].add(json.loads(line))
+    finally:
+        for file in files.values():
+            file.close()
+    for name in SPLITS[1:]:
+        if not found.sides[name].rows:
+            (directory / f"{name}.jsonl").unlink()
+            del found.sides[name]
