@@ -96,9 +96,11 @@ def _check_beginning(row: Row, chosen: Sequence[Message], rejected: Sequence[Mes
         raise NoTarget(_SAME)
     if common == 0:
         raise RequestError("chosen and rejected begin with different turns; both should begin with the same prompt")
-    for field, turns in (("chosen", chosen), ("rejected", rejected)):
+    sides = {"chosen": chosen, "rejected": rejected}
+    for field, turns in sides.items():
         if common == len(turns):
             raise RequestError(f"{field} ends where the other goes on, so it has no answer of its own")
+    for field, turns in sides.items():
         if turns[common]["role"] != "assistant":
             raise RequestError(
                 f"{field}[{common}] is the first turn that differs and is the {turns[common]['role']}'s; "

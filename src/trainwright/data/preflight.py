@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
-from trainwright.data.sources import PYDOC, check_source, place_of
+from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, place_of
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import DataSection, Recipe
 
-_PYDOC_ROW = {"question": "What is it?", "answer": "It is this."}  # as all its rows are
+# As all rows of the built-in data sets are.
+_BUILT_IN_ROWS = {
+    PYDOC: {"question": "What is it?", "answer": "It is this."},
+    PYDOC_PAIRS: {"prompt": "What is it?", "chosen": "It is this.", "rejected": "It is that."},
+}
 
 
 def check_data(recipe: Recipe) -> None:
@@ -41,7 +45,7 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
 
 
 def _layout(source: str, key: str, data: DataSection, kind: Kind, limit: int | None) -> str | None:
-    rows = check_source(source, key) if source != PYDOC else [_PYDOC_ROW]
+    rows = [_BUILT_IN_ROWS[source]] if source in _BUILT_IN_ROWS else check_source(source, key)
     rows = rows[:limit]
     if not rows:
         return None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import EXAMPLES, Kind
-from trainwright.data.sources import PYDOC, source_files
+from trainwright.data.sources import BUILT_IN, source_files
 from trainwright.errors import MachineError, RequestError
 
 if TYPE_CHECKING:
@@ -218,10 +218,10 @@ def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
 
 def _look(source: str, key: str) -> Any:
     """What tells a source from a changed one without reading it."""
-    if source == PYDOC:
+    if source in BUILT_IN:
         from trainwright.data.pydoc_rows import pydoc_key
 
-        return [PYDOC, pydoc_key()]
+        return [source, pydoc_key()]
     files = source_files(source, key)
     if files is None:
         return ["hub", source]
@@ -231,7 +231,7 @@ def _look(source: str, key: str) -> Any:
 
 def _content(source: str) -> Any:
     """What a source holds, wherever it lies."""
-    if source == PYDOC:
+    if source in BUILT_IN:
         return _look(source, "")
     files = source_files(source)
     if files is None:

@@ -1,4 +1,4 @@
-"""The built-in data set ``pydoc``: the running interpreter's own documentation as questions and answers.
+"""The built-in data sets: the running interpreter's own documentation as questions and answers, right and wrong.
 
 Docstrings of the standard library's modules, classes, functions and methods, and the topics of Python's
 ``help``, are real English text that every machine with Python has. They are collected in a fresh, isolated
@@ -90,6 +90,18 @@ def pydoc_rows() -> list[dict[str, str]]:
         raise RuntimeError(f"collecting Python's documentation failed:\n{done.stderr.decode(errors='replace')}")
     rows: list[dict[str, str]] = json.loads(done.stdout)
     return rows
+
+
+def pydoc_pairs() -> list[dict[str, str]]:
+    """The same questions as rows ``{"prompt", "chosen", "rejected"}``: the right answer, and that of the next row.
+
+    Every answer is right once and wrong once, so only the question tells which it is.
+    """
+    rows = pydoc_rows()
+    return [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": other["answer"]}
+        for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True)
+    ]
 
 
 def pydoc_key() -> str:
