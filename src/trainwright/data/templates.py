@@ -112,6 +112,18 @@ class ChatEncoder:
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         return [(list(ids), _flags(offsets, turns)) for ids, offsets, turns in pairs]
 
+    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Tokens of each conversation up to where the assistant is to answer it.
+
+        Raises:
+            TurnsError: the template refuses a conversation; names the template.
+        """
+        if not conversations:
+            return []
+        texts = self._render([self._prepared(one) for one in conversations], generation_prompt=True)
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [list(ids) for ids in encoded["input_ids"]]
+
     def _prepared(self, conversation: Sequence[Message]) -> list[Message]:
         if not self._folds_system or conversation[0]["role"] != "system":
             return list(conversation)

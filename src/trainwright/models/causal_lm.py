@@ -73,7 +73,11 @@ class CausalLM(nn.Module):
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """Negative log-likelihood of every target in nats [N], fp32, without gradients."""
-        return token_statistics(*self._at_targets(batch), **self._head)[0]
+        return self.token_statistics(batch)[0]
+
+    def token_statistics(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Negative log-likelihood in nats [N] and whether the target was the likeliest token [N], without gradients."""
+        return token_statistics(*self._at_targets(batch), **self._head)
 
     def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
@@ -144,12 +148,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return list(max(candidates, key=lambda blocks: len(list(blocks))))
 
 
-def check_model(model: CausalLM, batch: Batch) -> None:
+def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
     """Prove on this very model that packed documents do not see each other and that the loss is its own.
 
     Args:
-        model: fp32, on any device.
+        model: on any device.
         batch: a flat batch of at least two documents with targets; a few tokens each are enough.
+        tolerance: of the loss of a token, in nats; for a model in fp32 by default.
 
     Raises:
         RequestError: the architecture mixes documents, or computes its logits in a way of its own.
@@ -163,7 +168,7 @@ def check_model(model: CausalLM, batch: Batch) -> None:
             together = [batch] if model.packed else documents
             losses = torch.cat([model.token_losses(part) for part in together])
         difference = (losses - alone).abs().max().item()
-        problem = None if difference < 1e-3 else f"the loss of a token differs by {difference:.2g}"
+        problem = None if difference < tolerance else f"the loss of a token differs by {difference:.2g}"
     except UnpackableError as error:
         problem = str(error)
     finally:

@@ -127,11 +127,21 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
             f"{data.pack_length} is less than data.max_length {data.max_length}, so not every example would "
             "fit; raise it or lower data.max_length",
         )
+    if not isinstance(data.train, str):
+        yield from _mixture(recipe)
     if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
             f"holds back {data.validation} rows of the {data.limit} that data.limit leaves; none to train on",
         )
+
+
+def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
+    data = recipe.data
+    if data.limit is not None:
+        yield Contradiction(("data.limit", "data.train"), "is of one source; give each of data.train a limit of its own")
+    if data.format != "auto" and data.validation_source is None:
+        yield Contradiction(("data.format", "data.train"), "is of one source; give each of data.train its own format")
 
 
 # Layouts of rows that hold answers to compare.
@@ -140,10 +150,18 @@ _PREFERENCES = ("preference", "labelled")
 
 def _preferences(recipe: Recipe) -> Iterator[Contradiction]:
     data, dpo = recipe.data, recipe.dpo
-    if data.format != "auto" and (data.format in _PREFERENCES) != (recipe.task == "dpo"):
-        wanted = " or ".join(_PREFERENCES) if recipe.task == "dpo" else "a layout of single examples"
+    formats = {"data.format": data.format}
+    if not isinstance(data.train, str):
+        formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
+    for key, layout in formats.items():
+        if layout != "auto" and (layout in _PREFERENCES) != (recipe.task == "dpo"):
+            wanted = " or ".join(_PREFERENCES) if recipe.task == "dpo" else "a layout of single examples"
+            yield Contradiction(
+                (key, "task"), f"task {recipe.task} does not train on {layout} rows; set it to {wanted}"
+            )
+    if recipe.task == "dpo" and data.long_documents == "split":
         yield Contradiction(
-            ("data.format", "task"), f"task {recipe.task} does not train on {data.format} rows; set it to {wanted}"
+            ("data.long_documents", "task"), "answers that are compared cannot be split; set it to auto or to cut"
         )
     if dpo is None or recipe.task != "dpo":
         return
@@ -313,11 +331,13 @@ def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
-    if not evaluate.prompts and evaluate.max_new_tokens != type(evaluate).model_fields["max_new_tokens"].default:
+    nothing_written = not evaluate.prompts and not evaluate.metrics
+    if nothing_written and evaluate.max_new_tokens != type(evaluate).model_fields["max_new_tokens"].default:
         yield Contradiction(
             ("evaluate.max_new_tokens", "evaluate.prompts"),
-            "has no effect without evaluate.prompts; remove it, or give some",
+            "has no effect without evaluate.prompts or evaluate.metrics; remove it, or give some",
         )
+    yield from _metrics(recipe)
     if recipe.checkpoint.keep_best is True and recipe.data.validation is None:
         yield Contradiction(
             ("checkpoint.keep_best", "data.validation"),
@@ -327,4 +347,27 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(
             ("evaluate.every", "data.validation", "evaluate.prompts"),
             "there is nothing to evaluate: set data.validation or evaluate.prompts, or set it to null",
+        )
+
+
+def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
+    evaluate = recipe.evaluate
+    for name, key in (("answer", "answer_pattern"), ("json_schema", "json_schema")):
+        given = getattr(evaluate, key) is not None
+        if given and name not in evaluate.metrics:
+            yield Contradiction((f"evaluate.{key}", "evaluate.metrics"), f"has no effect without the metric {name}")
+        if not given and name in evaluate.metrics:
+            yield Contradiction(("evaluate.metrics", f"evaluate.{key}"), f"{name} needs it; set evaluate.{key}")
+    limit = type(evaluate).model_fields["generation_limit"].default
+    if not evaluate.metrics and evaluate.generation_limit != limit:
+        yield Contradiction(
+            ("evaluate.generation_limit", "evaluate.metrics"), "has no effect without evaluate.metrics; give some"
+        )
+    if evaluate.metrics and recipe.data.validation is None:
+        yield Contradiction(
+            ("evaluate.metrics", "data.validation"), "there are no validation rows to answer; set data.validation"
+        )
+    if evaluate.metrics and recipe.data.format == "text":
+        yield Contradiction(
+            ("evaluate.metrics", "data.format"), "texts ask nothing that could be answered; remove it"
         )

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, mode
 from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.checks import Contradictions, contradictions
+from trainwright.recipe.data_schema import DataSection
 from trainwright.recipe.fields import (
     Auto,
     BelowHalf,
@@ -23,11 +24,11 @@ from trainwright.recipe.fields import (
     Section,
     Steps,
     Text,
-    ValidationRows,
     whole,
 )
 
 TaskName = Literal["sft", "dpo"]
+AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
 
 # What an adapter may be written as in one word, and what the word stands for.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -135,51 +136,6 @@ class ModelSection(Section):
         description="Train small added weights in place of the model's own: none, lora, rslora, dora or qlora, or a "
         "section that says more.",
         json_schema_extra=_or_one_word,
-    )
-
-
-DataFormat = Literal[
-    "auto",
-    "messages",
-    "conversations",
-    "prompt_completion",
-    "instruction",
-    "question_answer",
-    "text",
-    "preference",
-    "labelled",
-]
-
-
-class DataSection(Section):
-    """What the model is trained on. Relative paths start at the directory the command is run in."""
-
-    train: Text = Field(
-        description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet or text file, a directory of such files, a "
-        "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
-        "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each."
-    )
-    validation: ValidationRows = Field(
-        0.05,
-        description="The rows held back to measure on: a fraction of train, a number of its rows, or a "
-        "source of their own. null: none.",
-    )
-    format: DataFormat = Field(
-        "auto", description="How a row is laid out. auto: found from the first rows and printed."
-    )
-    max_length: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
-        1024,
-        description="Longest example in tokens, of a pair each side; what is longer is cut, counted and reported.",
-    )
-    pack_length: Count | None = Field(
-        None,
-        description="Put several examples into one row of at most this many tokens, none seeing another. "
-        "At least max_length, and twice that for pairs. null: one example a row.",
-    )
-    limit: Count | None = Field(
-        None,
-        description="Use only the first this many rows of train, those held back for validation among them. A "
-        "validation source of its own is read whole.",
     )
 
 
@@ -306,7 +262,21 @@ class EvaluateSection(Section):
         None, description="Steps from one evaluation to the next. null: before and after training only."
     )
     prompts: list[Text] = Field([], description="Answered by the model at every evaluation, and shown.")
-    max_new_tokens: Count = Field(64, description="Longest answer to a prompt, in tokens.")
+    metrics: list[AnswerMetric] = Field(
+        [],
+        description="Have the model answer validation rows at every evaluation, and judge the answers by these; all are "
+        "best at 1. answer: the short answer that answer_pattern finds. rouge_l: F1; rouge_l_recall: its recall.",
+    )
+    answer_pattern: Text | None = Field(
+        None,
+        description="For the metric answer: gsm8k (what follows ####), number (the last one), or a regular expression "
+        "whose first group is the short answer.",
+    )
+    json_schema: Text | None = Field(
+        None, description="For the metric json_schema: a file with the JSON Schema that answers should follow."
+    )
+    generation_limit: Count = Field(64, description="How many validation rows are answered for metrics, drawn from all.")
+    max_new_tokens: Count = Field(64, description="Longest answer to a prompt or a validation row, in tokens.")
 
 
 class LoggingSection(Section):

@@ -1,0 +1,190 @@
+"""``trainwright eval``: how good a model is on rows of data, with intervals; or two models side by side."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.evaluation.asked import Asked
+    from trainwright.machine.detect import Machine
+    from trainwright.parallel.world import World
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run's directory, one of its checkpoints, an adapter, a model directory or a hub id.",
+        ),
+    ],
+    data: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Rows as for training. Default: the run's own validation rows.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="How a row is laid out, as data.format of a recipe.")] = "auto",
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Another model, to be compared on the same rows.")
+    ] = None,
+    adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to put on MODEL.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="WHICH", help="Of a run: final, best, newest or a step. Default: the first there is."),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME…", help="What to measure. Default: the usual.")
+    ] = None,
+    answer_pattern: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="The short answer in a text: gsm8k, number or a regular expression."),
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON Schema that answers should follow.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first so many rows, all of them answered.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="50 rows, drawn from all.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Answer all rows, and not 200 drawn from them.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Cut rows to so many tokens. Default: as the run, or the model's positions."),
+    ] = None,
+    lm_eval: Annotated[
+        str | None, typer.Option("--lm-eval", metavar="TASK,TASK…", help="Tasks of lm-evaluation-harness.")
+    ] = None,
+    lm_eval_include: Annotated[
+        Path | None, typer.Option("--lm-eval-include", metavar="DIRECTORY", help="Where more tasks are defined.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that have it.")] = "auto",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that are answered at once.")] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="Default: one a GPU, or one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Where metrics.json and samples.jsonl go; must be new.")
+    ] = None,
+) -> None:
+    """Measure a model: likelihoods, and what it answers, each with its 95 % interval.
+
+    Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    """
+    from trainwright.cli.workers import dtype_name, in_processes, process_count, work_directory
+    from trainwright.evaluation.asked import Asked
+    from trainwright.launch.environment import refuse_worker
+    from trainwright.machine.detect import detect
+
+    refuse_worker("eval")
+    names = _metrics(metrics, answer_pattern, json_schema)
+    if quick and (full or limit is not None):
+        raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")
+    if full and limit is not None:
+        raise RequestError("--limit: so many rows are answered anyway; leave --full out")
+    if data is not None:
+        from trainwright.data.sources import check_source
+
+        check_source(data, "--data")
+    machine = detect()
+    directory = _new_directory(out, model)
+    asked = Asked(
+        model=model,
+        metrics=names,
+        explicit=metrics is not None,
+        against=against,
+        adapter=None if adapter is None else str(adapter),
+        checkpoint=checkpoint,
+        data=data,
+        format=format,
+        limit=limit,
+        quick=quick,
+        full=full,
+        answer_pattern=answer_pattern,
+        json_schema=None if json_schema is None else str(json_schema),
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        dtype=dtype_name(dtype, machine),
+        batch_size=batch_size,
+        tasks=_tasks(lm_eval, lm_eval_include),
+        task_directory=None if lm_eval_include is None else str(lm_eval_include),
+    )
+    processes = process_count(machine, num_processes)
+    with work_directory("eval") as work:
+        in_processes(
+            functools.partial(_prepare, asked, machine, processes, work),
+            functools.partial(_entry, asked, work),
+            modules=["trainwright.evaluation.work"],
+            machine=machine,
+            processes=processes,
+            work=work,
+        )
+        from trainwright.evaluation.work import report_of
+
+        report = report_of(asked, work)
+        for line in report.lines():
+            print(line)
+        report.write(directory)
+    print(f"\n{directory}/")
+
+
+def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
+    from trainwright.evaluation.work import prepare
+
+    prepare(asked, machine, processes, work)
+
+
+def _entry(asked: Asked, work: Path, world: World) -> None:
+    from trainwright.cli.workers import counted
+    from trainwright.evaluation.work import work_on
+
+    work_on(asked, work, world, functools.partial(counted, world))
+
+
+def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | None) -> tuple[str, ...]:
+    """The metrics by name, checked with what they need."""
+    from trainwright.evaluation.libraries import require
+    from trainwright.evaluation.metrics.extraction import extractor
+    from trainwright.evaluation.metrics.registry import ANSWERS, LIKELIHOODS, USUAL
+
+    settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
+    names = tuple(name.strip() for name in named.split(",")) if named is not None else USUAL
+    if named is None:
+        names += tuple(name for name, (_, value) in settings.items() if value is not None)
+    known = (*LIKELIHOODS, *ANSWERS)
+    if unknown := [name for name in names if name not in known]:
+        raise RequestError(f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}")
+    for name, (option, value) in settings.items():
+        if name in names and value is None:
+            raise RequestError(f"--metrics {name}: needs {option}")
+        if name not in names and value is not None:
+            raise RequestError(f"{option}: has no effect, as --metrics leaves {name} out")
+    if answer_pattern is not None:
+        extractor(answer_pattern)
+    require("scipy", "a confidence interval")
+    if any(name.startswith("rouge") for name in names):
+        require("rouge_score", "rouge_l")
+    return names
+
+
+def _tasks(named: str | None, directory: Path | None) -> tuple[str, ...]:
+    if named is None:
+        if directory is not None:
+            raise RequestError("--lm-eval-include: has no effect without --lm-eval")
+        return ()
+    from trainwright.evaluation.libraries import require
+
+    require("lm_eval", "--lm-eval")
+    return tuple(name.strip() for name in named.split(","))
+
+
+def _new_directory(wanted: Path | None, model: str) -> Path:
+    """Where the result goes: ``wanted``, or evaluations/<model>-<date>-<time>."""
+    if wanted is None:
+        name = model.rstrip("/").rpartition("/")[2] or "model"
+        wanted = Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    directory = wanted.expanduser()
+    if directory.exists():
+        raise RequestError(f"--out: {directory} exists; choose another directory")
+    return directory

@@ -1,0 +1,133 @@
+"""A command's work in one process a device: prepared once, then shared out. Nothing is kept of what is stopped."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
+from trainwright.launch.process import Stopped, console, limit_threads, preload_libraries, run_in_child
+from trainwright.launch.stop import Stopping
+
+if TYPE_CHECKING:
+    from trainwright.inference.batching import Done
+    from trainwright.machine.detect import Machine
+    from trainwright.parallel.world import World
+
+# Ranks meet only at the end, and one may have much more to do than another.
+_PATIENCE = timedelta(days=7)
+
+
+def process_count(machine: Machine, wanted: int | None) -> int:
+    """One a GPU, or one for all cores; or as many as ``wanted``. Raises MachineError where there are not so many."""
+    most = len(machine.gpus) or machine.cpu_cores
+    if wanted is not None and wanted > most:
+        raise MachineError(f"--num-processes {wanted}: this machine has {most} {'GPUs' if machine.gpus else 'cores'}")
+    return wanted or len(machine.gpus) or 1
+
+
+def dtype_name(wanted: str, machine: Machine) -> str:
+    """What to compute in. Raises RequestError for a word that is none."""
+    if wanted == "auto":
+        return "bf16" if machine.gpus and machine.has_bf16 else "fp32"
+    if wanted not in ("fp32", "bf16", "fp16"):
+        raise RequestError(f"--dtype {wanted}: say fp32, bf16, fp16 or auto")
+    return wanted
+
+
+@contextmanager
+def work_directory(command: str) -> Iterator[Path]:
+    """A directory for what processes hand each other; it is kept where a worker fails, for its logs."""
+    directory = Path(tempfile.mkdtemp(prefix=f"trainwright-{command}-"))
+    kept = False
+    try:
+        yield directory
+    except _WorkerFailed:
+        kept = True
+        print(f"what the processes wrote is kept in {directory}", file=sys.stderr)
+        raise
+    finally:
+        if not kept:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def in_processes(
+    prepare: Callable[[], None],
+    entry: Callable[[World], None],
+    *,
+    modules: Sequence[str],
+    machine: Machine,
+    processes: int,
+    work: Path,
+) -> None:
+    """Run ``prepare`` once, then ``entry`` in every process; a failure has been told when this raises.
+
+    Args:
+        modules: what they import, to be imported once for all.
+
+    Raises:
+        TrainwrightError: of ``prepare``; or SystemExit with the code of a process that failed, having told why.
+    """
+    from functools import partial
+    from importlib import import_module
+
+    limit_threads(machine.cpu_cores, processes)
+    try:
+        with _AtOnce() as stopping:
+            preload_libraries()
+            for module in modules:
+                import_module(module)
+            run_in_child(prepare, work / "prepare.log", stopping)
+            from trainwright.launch.local import launch
+
+            code = launch(partial(_work, entry), processes=processes, logs=work / "logs", stopping=stopping)
+    except KeyboardInterrupt:
+        code = EXIT_STOPPED
+    if code == EXIT_STOPPED:
+        raise Stopped("stopped; nothing was written")
+    if code != EXIT_FINISHED:
+        raise _WorkerFailed(code) if code == EXIT_TRAINING else SystemExit(code)
+
+
+class _WorkerFailed(SystemExit):
+    pass
+
+
+class _AtOnce(Stopping):
+    """The first signal ends it: there is nothing to be saved."""
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.flag.value = 1
+        self.killed = True
+        self.kill()
+
+
+def _work(entry: Callable[[World], None]) -> int:
+    from trainwright.launch.contract import usable_device
+    from trainwright.machine.detect import detect
+    from trainwright.parallel.world import join, leave
+
+    world = join(usable_device(detect(), None), timeout=_PATIENCE)
+    try:
+        entry(world)
+    finally:
+        leave()
+    return EXIT_FINISHED
+
+
+def counted(world: World, label: str, total: int) -> Done:
+    """Shows how many rows are done: on rank 0, which speaks for all, as all have as much to do."""
+    stream = console()
+    if stream is None or not total:
+        return lambda examples: None
+    from trainwright.observe.counting import Counting
+
+    counting = Counting(stream, label, total)
+    return lambda examples: counting(examples * world.size)

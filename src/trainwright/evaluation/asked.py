@@ -1,0 +1,37 @@
+"""What a user wants to know of a model. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+QUICK_ROWS, USUAL_ANSWERS = 50, 200
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user wants to know. ``metrics`` in the order they are shown in; ``explicit``: they were named."""
+
+    model: str
+    metrics: tuple[str, ...]
+    explicit: bool = False
+    against: str | None = None
+    adapter: str | None = None
+    checkpoint: str | None = None
+    data: str | None = None
+    format: str = "auto"
+    limit: int | None = None
+    quick: bool = False
+    full: bool = False
+    answer_pattern: str | None = None
+    json_schema: str | None = None
+    max_new_tokens: int = 256
+    max_length: int | None = None
+    dtype: str = "fp32"
+    batch_size: int | None = None
+    tasks: tuple[str, ...] = ()
+    task_directory: str | None = None
+
+    @property
+    def on_rows(self) -> bool:
+        """Whether rows are measured, and not only tasks of lm-evaluation-harness."""
+        return self.data is not None or not self.tasks

@@ -1,0 +1,30 @@
+"""Two models on the same rows: by how much one is better, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainwright.evaluation.intervals import Estimate, difference
+from trainwright.evaluation.measure import Measured
+from trainwright.evaluation.metrics.registry import LIKELIHOODS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the first has more than the second, by metric."""
+
+    differences: dict[str, Estimate]
+    notes: list[str] = field(default_factory=list)
+
+
+def compare(one: Measured, other: Measured) -> Comparison:
+    """The paired differences of all metrics that can be compared. Both were measured on the same rows."""
+    names = [name for name in one.columns if name in other.columns]
+    notes = []
+    if one.tokens != other.tokens and any(name in LIKELIHOODS for name in names):
+        notes.append(
+            "the two have other tokenizers, chat templates or lengths, so their likelihoods are of other texts and are "
+            "not compared"
+        )
+        names = [name for name in names if name not in LIKELIHOODS]
+    return Comparison({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)

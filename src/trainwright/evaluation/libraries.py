@@ -1,0 +1,22 @@
+"""Libraries that evaluation alone needs, and the message where one is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from trainwright.errors import MachineError
+
+# By the name of the module: the package, and the extra of ours that installs it.
+_PACKAGES = {
+    "rouge_score": ("rouge-score", "evaluation"),
+    "jsonschema": ("jsonschema", "evaluation"),
+    "scipy": ("scipy", "evaluation"),
+    "lm_eval": ("lm-eval", "lm-eval"),
+}
+
+
+def require(module: str, what: str) -> None:
+    """Raise MachineError where ``module``, which ``what`` needs, is not installed."""
+    if find_spec(module) is None:
+        package, extra = _PACKAGES[module]
+        raise MachineError(f"{what} needs {package}, which is not installed; pip install 'trainwright[{extra}]'")

@@ -1,0 +1,146 @@
+"""What one model makes of the rows, measured by all ranks together; and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainwright.evaluation.columns import Column
+from trainwright.evaluation.metrics.likelihood import FINISH, likelihood_columns
+from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge
+from trainwright.evaluation.rows import EncodedRows, Prompts
+from trainwright.inference.answering import answer_all
+from trainwright.inference.batching import Done
+from trainwright.inference.generation import Answer
+from trainwright.inference.loading import Loaded
+from trainwright.inference.sampling import Sampling
+from trainwright.inference.scoring import score
+from trainwright.inference.stopping import stop_of
+from trainwright.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: what was asked, what was to be said, and what was; with the scores it got alone."""
+
+    row: int  # in the source, from 1
+    scores: dict[str, float | None]
+    prompt: str | None = None
+    reference: str | None = None
+    answer: str | None = None
+    complete: bool | None = None  # the model stopped by itself
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's columns over the rows, by metric.
+
+    Attributes:
+        origin: the model, in words.
+        tokens: a fingerprint of the rows in the model's tokens; where two models differ, so do their likelihoods.
+        notes: what a reader of the numbers should know.
+    """
+
+    origin: str
+    tokens: str
+    columns: dict[str, Column]
+    samples: list[Sample]
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, file: Path) -> None:
+        columns = {
+            name: {"values": column.values.tolist(), "weights": column.weights.tolist()}
+            for name, column in self.columns.items()
+        }
+        file.write_text(json.dumps({**asdict(self), "columns": columns}), encoding="utf-8")
+
+    @classmethod
+    def open(cls, file: Path) -> Measured:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        columns = {
+            name: Column(np.array(column["values"]), np.array(column["weights"]), *_finish(name))
+            for name, column in saved.pop("columns").items()
+        }
+        samples = [Sample(**sample) for sample in saved.pop("samples")]
+        return cls(**saved, columns=columns, samples=samples)
+
+
+def measure(
+    loaded: Loaded,
+    rows: EncodedRows,
+    numbers: Sequence[int],
+    names: Sequence[str],
+    judges: Mapping[str, Judge],
+    sampling: Sampling,
+    world: World,
+    *,
+    origin: str,
+    batch: int | None = None,
+    scored: Done = lambda examples: None,
+    answered: Done = lambda examples: None,
+) -> Measured | None:
+    """Score the rows and answer those that are asked. Every rank must call; rank 0 gets the whole result.
+
+    Args:
+        numbers: where each row stands in its source, from 0.
+        names: of the metrics.
+        batch: how many rows are answered at once.
+        judges: those of them that judge answers.
+        scored, answered: told how many rows this rank has done since.
+    """
+    wanted = any(name in LIKELIHOODS for name in names)
+    scores = score(loaded.lm, rows.dataset, world, done=scored) if wanted else []
+    answers = answer_prompts(loaded, rows.prompts, sampling, world, batch, answered) if judges else []
+    if not world.is_main:
+        return None
+    columns = likelihood_columns(names, scores, rows.last_turn) if wanted else {}
+    for name, judge in judges.items():
+        columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
+    ordered = {name: columns[name] for name in names}
+    samples = _samples(loaded, rows, numbers, ordered, answers)
+    return Measured(origin, rows.dataset.fingerprint, ordered, samples)
+
+
+def answer_prompts(
+    loaded: Loaded, prompts: Prompts, sampling: Sampling, world: World, batch: int | None, answered: Done
+) -> list[Answer]:
+    """The model's answers, as turns of a conversation."""
+    stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
+    with loaded.lm.for_generation() as model:
+        return answer_all(model, loaded.tokenizer, prompts.tokens, sampling, stop, world, rows=batch, done=answered)
+
+
+def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]) -> list[float]:
+    """A score for every answer; white space around it is no part of it."""
+    return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
+
+
+def _samples(
+    loaded: Loaded, rows: EncodedRows, numbers: Sequence[int], columns: Mapping[str, Column], answers: list[Answer]
+) -> list[Sample]:
+    asked = {place: question for question, place in enumerate(rows.prompts.places)} if answers else {}
+    samples = []
+    for place, number in enumerate(numbers):
+        question = asked.get(place)
+        scores = {
+            name: column.row(place if question is None or name in LIKELIHOODS else question)
+            for name, column in columns.items()
+            if name in LIKELIHOODS or question is not None
+        }
+        extra: dict[str, Any] = {}
+        if question is not None:
+            answer = answers[question]
+            prompt = str(loaded.tokenizer.decode(rows.prompts.tokens[question]))
+            extra = {"prompt": prompt, "reference": rows.prompts.references[question]}
+            extra |= {"answer": answer.text.strip(), "complete": answer.complete}
+        samples.append(Sample(number + 1, scores, **extra))
+    return samples
+
+
+def _finish(name: str) -> list[Any]:
+    return [FINISH[name]] if name in FINISH else []

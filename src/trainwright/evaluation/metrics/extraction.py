@@ -1,0 +1,70 @@
+"""Whether the short answer inside a text is right: found by a pattern, compared as a number where both are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+
+from trainwright.errors import RequestError
+
+# Names for patterns. gsm8k: as https://github.com/openai/grade-school-math marks its answers.
+NAMED = {"gsm8k": r"####\s*\$?\s*(-?[\d.,]+)"}
+NUMBER = "number"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
+Extract = Callable[[str], str | None]
+
+
+def extractor(pattern: str) -> Extract:
+    """What finds the short answer in a text; None where it has none.
+
+    Args:
+        pattern: ``gsm8k`` (what follows ``####``), ``number`` (the last number), or a regular expression: its first
+            match counts, and of that the first group, if it has one.
+
+    Raises:
+        RequestError: it is no regular expression.
+    """
+    if pattern == NUMBER:
+        return lambda text: next(reversed(_NUMBER.findall(text)), None)
+    try:
+        compiled = re.compile(NAMED.get(pattern, pattern))
+    except re.error as error:
+        raise RequestError(f"the answer pattern {pattern!r} is no regular expression: {error}") from None
+    group = 1 if compiled.groups else 0
+    return lambda text: found[group] if (found := compiled.search(text)) else None
+
+
+class AnswerMatch:
+    """1 where the short answer is the reference's; an answer in which there is none is wrong."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._extract = extractor(pattern)
+
+    def check(self, reference: str) -> None:
+        """Raise RequestError where the reference has no short answer to compare with."""
+        if self._extract(reference) is None:
+            shown = " ".join(reference.split())[-60:]
+            raise RequestError(f"the reference has no answer by the pattern {self._pattern!r} (it ends with {shown!r})")
+
+    def __call__(self, reference: str, answer: str) -> float:
+        wanted, found = self._extract(reference), self._extract(answer)
+        return float(wanted is not None and found is not None and same(wanted, found))
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two short answers are one: 1,000.0 is 1000, and 18. at the end of a sentence 18."""
+    numbers = _as_number(one), _as_number(other)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return one.strip() == other.strip()
+
+
+def _as_number(text: str) -> Decimal | None:
+    try:
+        number = Decimal(text.strip().replace(",", "").lstrip("$").rstrip("."))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None

@@ -1,0 +1,63 @@
+"""Whether an answer is JSON of a given schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.evaluation.libraries import require
+
+
+class JsonSchema:
+    """1 where the whole answer is one JSON value that the schema in ``file`` accepts. The reference does not count.
+
+    Raises:
+        RequestError: the file is no JSON Schema.
+    """
+
+    def __init__(self, file: Path) -> None:
+        require("jsonschema", "json_schema")
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+
+        schema = _read(file)
+        self._file = file
+        kind = validator_for(schema)
+        try:
+            kind.check_schema(schema)
+        except SchemaError as error:
+            place = "/".join(map(str, error.absolute_path)) or "the top"
+            raise RequestError(f"{file}: no JSON Schema: at {place}: {error.message}") from None
+        # An empty registry: what a schema refers to is never fetched.
+        self._validator = kind(schema, registry=Registry())
+
+    def __call__(self, reference: str, answer: str) -> float:
+        from referencing.exceptions import Unresolvable
+
+        try:
+            value = json.loads(answer, parse_constant=_no_number)
+        except (ValueError, RecursionError):
+            return 0.0
+        try:
+            return float(self._validator.is_valid(value))
+        except Unresolvable as error:
+            raise RequestError(f"{self._file}: the schema refers to {error.ref}, which is not in it") from None
+
+
+def _read(file: Path) -> Any:
+    try:
+        schema = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RequestError(f"{file}: not JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError(f"{file}: no JSON Schema: it should be an object")
+    return schema
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not in JSON")

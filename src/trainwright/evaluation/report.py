@@ -1,0 +1,153 @@
+"""What an evaluation leaves behind: a directory, whole or not at all, and a table to read.
+
+metrics.json            every metric with its interval; with --against the other's and the differences
+samples.jsonl           row by row: prompt, reference, answer, scores
+samples-against.jsonl   those of the other model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainwright import __version__
+from trainwright.errors import RequestError
+from trainwright.evaluation.comparison import Comparison
+from trainwright.evaluation.intervals import CONFIDENCE, Estimate, estimate
+from trainwright.evaluation.measure import Measured
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of one evaluation.
+
+    Attributes:
+        settings: what was asked for, as plain values.
+        harness: what lm-evaluation-harness found, by task.
+    """
+
+    settings: Mapping[str, Any]
+    measured: Measured | None = None
+    against: Measured | None = None
+    comparison: Comparison | None = None
+    harness: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def estimates(self) -> dict[str, Estimate]:
+        """Every metric with its interval."""
+        return _estimates(self.measured)
+
+    def lines(self) -> list[str]:
+        """The table, and what should be known beside it."""
+        lines = []
+        if self.measured is not None:
+            lines = self._compared() if self.against is not None else _table(_rows(self.estimates), _HEAD)
+            lines += [f"note: {note}" for note in self.measured.notes]
+        if self.against is not None:
+            lines += [f"note: against: {note}" for note in self.against.notes if self.measured is not None]
+        if self.comparison is not None:
+            lines += [f"note: {note}" for note in self.comparison.notes]
+        if self.harness:
+            lines += _table(_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
+        return lines
+
+    def _compared(self) -> list[str]:
+        assert self.measured is not None and self.against is not None and self.comparison is not None
+        rows = []
+        for name, column in self.measured.columns.items():
+            found = self.comparison.differences.get(name)
+            other = self.against.columns.get(name)
+            values = [_number(column.value()), "" if other is None else _number(other.value())]
+            shown = ["", ""] if found is None else [_signed(found.value), _between(found, _signed)]
+            rows.append([name, *values, *shown, f"{len(column):,}"])
+        head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
+        return [f"A: {self.measured.origin}", f"B: {self.against.origin}", "", *_table(rows, head)]
+
+    def write(self, directory: Path) -> None:
+        """Write all files to ``directory``, which is new. Raises RequestError where they cannot be written."""
+        scratch = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
+        try:
+            scratch.mkdir(parents=True)
+            self._write(scratch)
+            scratch.rename(directory)
+        except OSError as error:
+            raise RequestError(f"--out: {directory} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _write(self, directory: Path) -> None:
+        found: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings)}
+        if self.measured is not None:
+            found |= _described(self.measured, self.estimates)
+            _write_samples(directory / "samples.jsonl", self.measured)
+        if self.against is not None and self.comparison is not None:
+            _write_samples(directory / "samples-against.jsonl", self.against)
+            differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
+            found["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
+        if self.harness:
+            found["lm_eval"] = dict(self.harness)
+        _write_text(directory / "metrics.json", json.dumps(found, indent=2, default=str) + "\n")
+
+
+_HEAD = ("metric", "value", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
+
+
+def _estimates(measured: Measured | None) -> dict[str, Estimate]:
+    return {} if measured is None else {name: estimate(column) for name, column in measured.columns.items()}
+
+
+def _described(measured: Measured, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+    metrics = {name: asdict(found) for name, found in estimates.items()}
+    return {"model": measured.origin, "metrics": metrics, "notes": measured.notes}
+
+
+def _rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
+    return [[name, _number(found.value), _between(found, _number), f"{found.n:,}"] for name, found in estimates.items()]
+
+
+def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for task, metrics in harness.items():
+        for key, value in metrics.items():
+            name, _, choice = key.partition(",")
+            error = metrics.get(f"{name}_stderr,{choice}")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                label = name if choice in ("", "none") else f"{name} ({choice})"
+                rows.append([task, label, _number(value), _number(error) if isinstance(error, float) else ""])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}" if abs(value) < 1000 else f"{value:+,.1f}"
+
+
+def _between(found: Estimate, words: Any) -> str:
+    return "one row" if found.low is None or found.high is None else f"{words(found.low)} to {words(found.high)}"
+
+
+def _write_samples(file: Path, measured: Measured) -> None:
+    _write_text(file, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples))
+
+
+def _write_text(file: Path, text: str) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())

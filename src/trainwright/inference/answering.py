@@ -1,0 +1,85 @@
+"""Answers to many prompts: in batches of like length that fit the memory, shared out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from trainwright.inference.batching import Done, by_length, over_ranks
+from trainwright.inference.generation import Answer, answer_batch, room
+from trainwright.inference.sampling import Sampling
+from trainwright.inference.stopping import Stop
+from trainwright.parallel.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Prompts of a batch, where the memory does not limit it. A constant, so that batches are the same on any machine.
+_ROWS = {"cpu": 16, "cuda": 128}
+# What of the free memory keys, values and logits may take.
+_USABLE = 0.6
+
+
+def answer_all(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stop: Stop,
+    world: World,
+    *,
+    rows: int | None = None,
+    done: Done = lambda examples: None,
+) -> list[Answer]:
+    """An answer to every prompt (its token ids), in their order, on every rank. Every rank must call.
+
+    What is drawn for a prompt depends on the seed and on its place among the prompts.
+
+    Args:
+        model: whole, in evaluation mode, on the world's device.
+        rows: prompts of a batch.
+
+    Raises:
+        RequestError: a prompt is empty or leaves no position to answer in.
+        MachineError: memory runs out with a single prompt.
+    """
+    lengths = [len(prompt) + room(model, prompt, sampling) for prompt in prompts]
+    batches = batches_of(model, lengths, world, rows)
+    costs = [float(len(batch) * lengths[batch[0]]) for batch in batches]
+
+    def work(batch: Sequence[int]) -> list[Answer]:
+        chosen = [prompts[index] for index in batch]
+        return answer_batch(model, tokenizer, chosen, sampling, stop, examples=batch)
+
+    return over_ranks(world, batches, costs, work, done)
+
+
+def batches_of(
+    model: PreTrainedModel, lengths: Sequence[int], world: World, rows: int | None = None
+) -> list[list[int]]:
+    """Indices of the prompts in batches; ``lengths`` are of prompts with the longest answers they may get."""
+    config = model.config.get_text_config()
+    element = next(model.parameters()).element_size()
+    fixed = 12 * int(config.vocab_size)  # logits as they come, in fp32, and sorted
+    # Keys and values grow by being copied; a row costs as much as so many tokens of them.
+    token = 2 * cache_bytes(config, element)
+    free = _free_bytes(world) * _USABLE
+    tokens = max(1, int(free / (token + fixed / max(lengths, default=1))))
+    return by_length(lengths, tokens=tokens, rows=rows or _ROWS[world.device.type])
+
+
+def cache_bytes(config: Any, element_bytes: int) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 2 * int(config.num_hidden_layers) * groups * width * element_bytes
+
+
+def _free_bytes(world: World) -> float:
+    if world.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(world.device)[0])
+    return psutil.virtual_memory().available / world.local_size

@@ -1,0 +1,128 @@
+"""What a model is asked: conversations that end where it is to answer, or texts that it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from trainwright.data.formats import Message, to_example
+from trainwright.data.row_files import Row
+from trainwright.data.sources import place_of, read_rows
+from trainwright.data.templates import ChatEncoder, TurnsError
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Question: TypeAlias = list[Message] | str  # a text is continued
+
+# Layouts that ask something: the field with the question, and the one in which training has the answer.
+_FIELDS = {
+    "messages": ("messages", None),
+    "conversations": ("conversations", None),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
+    "text": ("text", None),
+}
+_ANSWER = {"role": "assistant", "content": "."}  # stands where a row has none, so that it is read as any other
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The rows of a source, and what each asks."""
+
+    source: str
+    rows: list[Row]
+    asked: list[Question]
+
+    @property
+    def places(self) -> list[str]:
+        """File and line of every row, for messages."""
+        return [place_of(self.source, number) for number in range(len(self.rows))]
+
+
+def read_questions(source: str, key: str) -> Questions:
+    """Rows as training has them, with or without their answers; a last answer that is there is left out.
+
+    Args:
+        key: what names the source in messages.
+
+    Raises:
+        RequestError: the source or a row is wrong, with the row's file and line.
+    """
+    rows = [{name: value for name, value in row.items() if value is not None} for row in read_rows(source, None, key)]
+    asked = []
+    for number, row in enumerate(rows):
+        try:
+            asked.append(_question(row))
+        except RequestError as error:
+            raise RequestError(f"{key}: {place_of(source, number)}: {error}") from None
+    return Questions(source, rows, asked)
+
+
+def last_answer(conversation: Sequence[Message]) -> int:
+    """The place of the last turn that is trained on; a conversation that was read has one."""
+    return max(
+        turn
+        for turn, message in enumerate(conversation)
+        if message["role"] == "assistant" and message.get("target", True)
+    )
+
+
+class Asker:
+    """Turns questions into the tokens after which the model writes.
+
+    Args:
+        plain: continue the last turn as a text instead of answering it in the chat template.
+        system: opens every conversation that has no system turn.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, plain: bool, system: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._system = system
+        self._encoder = None if plain else ChatEncoder(tokenizer)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the template."""
+        return [] if self._encoder is None else self._encoder.notes
+
+    def __call__(self, question: Question) -> list[int]:
+        """Token ids. Raises RequestError where the template refuses the conversation."""
+        if self._encoder is None or isinstance(question, str):
+            text = question if isinstance(question, str) else str(question[-1]["content"])
+            return list(self._tokenizer(text)["input_ids"])
+        try:
+            return self._encoder.prompts([self._opened(question)])[0]
+        except TurnsError as error:
+            raise RequestError(str(error)) from None
+
+    def _opened(self, conversation: list[Message]) -> list[Message]:
+        if self._system is None or conversation[0]["role"] == "system":
+            return conversation
+        return [{"role": "system", "content": self._system}, *conversation]
+
+
+def _question(row: Row) -> Question:
+    layout = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), None)
+    if layout is None:
+        fields = ", ".join(dict.fromkeys(field for field, _ in _FIELDS.values()))
+        raise RequestError(f"nothing is asked: it has {', '.join(row) or 'no fields'}, and none of {fields}")
+    field, answer = _FIELDS[layout]
+    turns = isinstance(row[field], list)
+    whole: dict[str, Any] = dict(row)
+    if answer is not None:
+        whole[answer] = [_ANSWER] if turns else _ANSWER["content"]
+    elif turns and not _is_answered(row[field]):
+        whole[field] = [*row[field], _ANSWER]
+    example = to_example(whole, layout)
+    return example if isinstance(example, str) else example[: last_answer(example)]
+
+
+def _is_answered(turns: list[Any]) -> bool:
+    """Whether the last turn is the model's; what is no turn at all is told by whoever reads it."""
+    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    said = str(last.get("role") or last.get("from") or "").lower()
+    return said not in ("user", "human", "tool", "system", "developer", "function_response", "observation")

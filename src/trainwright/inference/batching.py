@@ -1,0 +1,92 @@
+"""Many examples in batches of like length, shared out over the ranks, smaller where memory runs out.
+
+The batches do not depend on the number of ranks, so neither do the sums that a result is made of: one process or
+many, it is the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from trainwright.engine.memory import Shortage, attempt
+from trainwright.errors import MachineError
+from trainwright.parallel.world import World
+
+T = TypeVar("T")
+
+# Indices of examples -> a result for each of them, in their order.
+Work = Callable[[Sequence[int]], Sequence[T]]
+# Told how many examples this rank has done since it was last told.
+Done = Callable[[int], None]
+
+
+def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
+    """Indices in batches of at most ``rows`` and of ``tokens`` with padding to the longest, the longest batch first."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        longest = lengths[batches[-1][0]] if batches else 0
+        if not batches or len(batches[-1]) == rows or (len(batches[-1]) + 1) * longest > tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def over_ranks(
+    world: World,
+    batches: Sequence[Sequence[int]],
+    costs: Sequence[float],
+    work: Work[T],
+    done: Done = lambda examples: None,
+) -> list[T]:
+    """The results of all examples in the order of their indices, on every rank. Every rank must call.
+
+    The batches go to the rank with least to do so far, the costliest first. A batch that memory runs out in is done
+    again in halves.
+
+    Args:
+        batches: indices from 0, each in one batch.
+        costs: of every batch, in any unit.
+
+    Raises:
+        MachineError: on every rank, where memory runs out with a single example.
+    """
+    found: dict[int, T] = {}
+    shortage: str | None = None
+    largest = max(map(len, batches), default=0)
+    for batch in (batches[number] for number in _dealt(costs, world.size)[world.rank]):
+        waiting = [list(part) for part in _parts(batch, largest)]
+        while waiting and shortage is None:
+            part = waiting.pop(0)
+            results = attempt(lambda part=part: work(part))  # type: ignore[misc]
+            if not isinstance(results, Shortage):
+                found.update(zip(part, results, strict=True))
+                done(len(part))
+            elif len(part) > 1:
+                largest = -(-len(part) // 2)
+                waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]
+            else:
+                shortage = f"rank {world.rank}: {results.detail}"
+    everyone = world.gather((shortage, found))
+    if failed := [why for why, _ in everyone if why is not None]:
+        raise MachineError(
+            f"memory ran out with a single example ({failed[0]}); use fewer processes on this machine, shorter "
+            "examples or answers, or a device with more memory"
+        )
+    results_of_all = {index: result for _, part in everyone for index, result in part.items()}
+    return [results_of_all[index] for index in range(len(results_of_all))]
+
+
+def _dealt(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Numbers of the batches of every rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        least = loads.index(min(loads))
+        shares[least].append(number)
+        loads[least] += costs[number]
+    return shares
+
+
+def _parts(batch: Sequence[int], largest: int) -> list[list[int]]:
+    return [list(batch[begin : begin + largest]) for begin in range(0, len(batch), largest)]

@@ -1,0 +1,117 @@
+"""A conversation at the terminal, turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from trainwright.data.formats import Message
+from trainwright.errors import RequestError
+from trainwright.inference.asking import Asker, Question
+from trainwright.inference.generation import Answer, answer_batch
+from trainwright.inference.loading import Loaded
+from trainwright.inference.sampling import Sampling
+from trainwright.inference.stopping import stop_of
+from trainwright.inference.text_stream import TextStream
+
+HELP = "/reset begins anew, /exit or ctrl-D ends, ctrl-C stops an answer"
+
+
+class Speaker:
+    """A model that answers one question after the other, and says its answers as they are written.
+
+    Args:
+        plain: it continues texts.
+        write: gets every piece of an answer.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        sampling: Sampling,
+        write: Callable[[str], None],
+        *,
+        plain: bool,
+        system: str | None = None,
+    ) -> None:
+        self.asker = Asker(loaded.tokenizer, plain=plain, system=system)
+        self._loaded = loaded
+        self._sampling = sampling
+        self._write = write
+        self._plain = plain
+        self._stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not plain)
+        self._said = 0
+
+    def answer(self, question: Question) -> Answer:
+        """Answer aloud. What is drawn for the n-th answer depends on the seed and n.
+
+        Raises:
+            RequestError: the template refuses the conversation, or it leaves no position to answer in.
+            KeyboardInterrupt: with the answer so far as its argument.
+        """
+        tokenizer = self._loaded.tokenizer
+        prompt = self.asker(question)
+        stream = TextStream(tokenizer, self._stop, self._write, strip=not self._plain)
+        tokens: list[int] = []
+
+        def heard(row: int, token: int) -> None:
+            tokens.append(token)
+            stream(row, token)
+
+        number, self._said = self._said, self._said + 1
+        try:
+            with self._loaded.lm.for_generation() as model:
+                found = answer_batch(
+                    model, tokenizer, [prompt], self._sampling, self._stop, examples=[number], on_token=heard
+                )
+        except KeyboardInterrupt:
+            text = self._stop.before(str(tokenizer.decode(tokens, skip_special_tokens=True)))
+            raise KeyboardInterrupt(text) from None
+        stream.close()
+        return found[0]
+
+
+def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -> None:
+    """Answer every line, with all that was said before, until there are no more.
+
+    Args:
+        lines: what the user says; a KeyboardInterrupt in them ends the conversation.
+        write: gets line breaks and remarks between the answers.
+    """
+    conversation: list[Message] = []
+    for line in lines:
+        said = line.strip()
+        if said == "/exit":
+            return
+        if said == "/reset":
+            conversation = []
+            write("the conversation begins anew\n")
+            continue
+        if not said:
+            continue
+        conversation.append({"role": "user", "content": said})
+        try:
+            text = speaker.answer(conversation).text
+        except KeyboardInterrupt as stopped:
+            text = str(stopped)
+        except RequestError as error:
+            write(f"{error}; /reset begins anew\n")
+            conversation.pop()
+            continue
+        write("\n")
+        conversation.append({"role": "assistant", "content": text.strip()})
+
+
+def typed(prompt: str) -> Iterator[str]:
+    """Lines from standard input, with ``prompt`` before each where someone types them; the end is ctrl-D or ctrl-C."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 (gives input() its line editing)
+
+    while True:
+        try:
+            yield input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return

@@ -1,0 +1,183 @@
+"""What a user means by MODEL: a run, one of its checkpoints, an adapter, a model directory, a GGUF file or a hub id."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.errors import RequestError
+from trainwright.models.resolve import TOKENIZER_FILES
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import ModelSection, Recipe
+
+_RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
+_ADAPTER, _BASE = "adapter_config.json", "base_model.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model before any of its weights are read.
+
+    Attributes:
+        origin: where its weights come from, in words.
+        section: the model as a recipe has it, its adapter included.
+        seed: of what the section leaves to chance.
+        checkpoint: a verified checkpoint whose tensors replace those of the section; None: they are as they should be.
+        recipe: of the run it was trained in, where it was.
+        run: the directory of that run.
+    """
+
+    origin: str
+    section: ModelSection
+    seed: int = 0
+    checkpoint: Path | None = None
+    recipe: Recipe | None = None
+    run: Path | None = None
+
+    def save(self, file: Path) -> None:
+        """Write what loading needs, for other processes."""
+        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+        values = {"origin": self.origin, "section": self.section.model_dump(), "seed": self.seed}
+        file.write_text(json.dumps({**values, "checkpoint": checkpoint}), encoding="utf-8")
+
+    @classmethod
+    def open(cls, file: Path) -> Found:
+        """What was saved; without the run it was found in."""
+        values = json.loads(file.read_text(encoding="utf-8"))
+        section = ModelSection.model_validate(values["section"])
+        checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
+        return cls(values["origin"], section, values["seed"], checkpoint)
+
+
+def find_model(model: str, adapter: str | None = None, checkpoint: str | None = None) -> Found:
+    """Find ``model``, with the ``adapter`` (a directory) on it.
+
+    Args:
+        checkpoint: of a run: final, best, newest, or a step. None: final, where there is none best, else newest.
+
+    Raises:
+        RequestError: there is no such thing, or it cannot be used; names what there is.
+    """
+    path = Path(model).expanduser()
+    if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
+        _refuse_choice(checkpoint, f"{path} is a checkpoint")
+        found = _checkpoint(Checkpoint.open(path).path)
+    elif (path / _RECIPE).is_file():
+        found = _of_run(path, checkpoint)
+    else:
+        _refuse_choice(checkpoint, f"{model} is no run")
+        found = _of_adapter(path) if (path / _ADAPTER).is_file() else Found(model, ModelSection(name=model))
+    return found if adapter is None else _with_adapter(found, adapter)
+
+
+def _refuse_choice(checkpoint: str | None, why: str) -> None:
+    if checkpoint is not None:
+        raise RequestError(f"--checkpoint {checkpoint}: {why}; it chooses among the checkpoints of a run's directory")
+
+
+def _of_run(run: Path, wanted: str | None) -> Found:
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
+    steps = checkpoints.steps()
+    has_final = (run / _FINAL).is_dir()
+    if wanted == "final" or (wanted is None and has_final):
+        if not has_final:
+            raise RequestError(f"--checkpoint final: {run} has none, it is not finished; {_held(steps)}")
+        return _final(run)
+    if wanted is not None and wanted.isdigit():
+        if int(wanted) not in steps:
+            raise RequestError(f"--checkpoint {wanted}: {run} has no such step; {_held(steps)}")
+        return _checkpoint(_opened(checkpoints.path(int(wanted))))
+    if wanted not in (None, "best", "newest"):
+        raise RequestError(f"--checkpoint {wanted}: say final, best, newest or a step; {_held(steps)}")
+    newest, refused = checkpoints.latest()
+    if newest is None:
+        raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
+    best = newest.state["progress"].get("best_step")
+    if wanted == "best" and best is None:
+        raise RequestError(f"--checkpoint best: {run} was not measured on validation rows; {_held(steps)}")
+    if wanted != "newest" and best in steps:
+        return _checkpoint(_opened(checkpoints.path(best)))
+    if wanted == "best":
+        raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_held(steps)}")
+    return _checkpoint(newest.path)
+
+
+def _final(run: Path) -> Found:
+    recipe = load_recipe(run / _RECIPE)
+    directory = run / _FINAL
+    if (directory / _ADAPTER).is_file():
+        section = _adapted(recipe.model, directory)
+    else:
+        section = ModelSection(name=str(directory))
+    return Found(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
+
+
+def _checkpoint(path: Path) -> Found:
+    recipe = load_recipe(path / _RECIPE)
+    run = path.parent.parent if (path.parent.parent / _RECIPE).is_file() else None
+    return Found(str(path), recipe.model, recipe.train.seed, checkpoint=path, recipe=recipe, run=run)
+
+
+def _opened(path: Path) -> Path:
+    try:
+        return Checkpoint.open(path).path
+    except CheckpointError as error:
+        raise RequestError(str(error)) from error
+
+
+def _held(steps: list[int]) -> str:
+    return f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
+
+
+def _reasons(refused: list[str]) -> str:
+    return f": {'; '.join(refused)}" if refused else ""
+
+
+def _of_adapter(path: Path) -> Found:
+    run = path.resolve().parent
+    if path.resolve().name == _FINAL and (run / _RECIPE).is_file():
+        return _final(run)
+    base = _base_name(path)
+    return replace(_with_adapter(Found(base, ModelSection(name=base)), str(path)), origin=f"{path} on {base}")
+
+
+def _base_name(path: Path) -> str:
+    for file, key in ((path / _BASE, "name"), (path / _ADAPTER, "base_model_name_or_path")):
+        name = _json(file).get(key) if file.is_file() else None
+        if isinstance(name, str) and name:
+            return name
+    raise RequestError(f"{path}/{_ADAPTER} does not say of which model it is; name the model, and it with --adapter")
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file} cannot be read: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _with_adapter(found: Found, adapter: str) -> Found:
+    directory = Path(adapter).expanduser()
+    if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
+        directory = directory / _FINAL
+    if not (directory / _ADAPTER).is_file():
+        raise RequestError(f"--adapter: {directory} has no {_ADAPTER}; give the directory of an adapter")
+    if found.checkpoint is not None or found.section.adapter.type != "none":
+        raise RequestError(f"--adapter: {found.origin} is not a plain model already; put the adapter on its base model")
+    return replace(found, origin=f"{found.origin} with {directory}", section=_adapted(found.section, directory))
+
+
+def _adapted(section: ModelSection, directory: Path) -> ModelSection:
+    """The section with the adapter in ``directory``, and with the tokenizer that was saved with it, if one was."""
+    from trainwright.models.adapters_files import SavedAdapter
+
+    saved = SavedAdapter.open(str(directory))
+    keep = {key: getattr(section.adapter, key) for key in ("quantisation", "double_quantisation")}
+    values = section.model_dump() | {"adapter": {**keep, "type": saved.type, "start_from": str(directory)}}
+    if any((directory / file).exists() for file in TOKENIZER_FILES):
+        values |= {"tokenizer": str(directory), "chat_template": None}
+    return ModelSection.model_validate(values)

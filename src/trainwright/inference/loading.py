@@ -1,0 +1,113 @@
+"""A model that was found, in memory and ready to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainwright.data.batch import Batch, collate
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.stream import MicroBatch
+from trainwright.engine.checkpoint import Checkpoint
+from trainwright.errors import MachineError, RequestError
+from trainwright.inference.finding import Found
+from trainwright.machine.detect import Machine
+from trainwright.models.adapters import attach_adapter
+from trainwright.models.causal_lm import CausalLM, check_model
+from trainwright.models.cut import parameter_count
+from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.parallel.shards import Shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# By how much the loss of a token may differ between two ways to compute it, in nats.
+_SAME = {torch.float32: 1e-3}
+_SAME_ROUNDED = 0.25
+# What of a device's memory weights may take; the rest is for what is computed with them.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode on its device, and its tokenizer; ``chat``: it was made for conversations."""
+
+    lm: CausalLM
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool
+
+
+def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """Load what was found, the checkpoint's tensors included.
+
+    Raises:
+        RequestError: the weights are missing, damaged or do not belong together.
+    """
+    with _for_users():
+        tokenizer = load_tokenizer(found.section)
+        model = load_model(found.section, dtype, found.seed, tokenizer)
+        attach_adapter(model, found.section, found.seed)
+        lm = CausalLM(model, packed=False)
+        if found.checkpoint is not None:
+            _fill(lm, Checkpoint.open(found.checkpoint, verify=False))
+        for parameter in lm.parameters():
+            parameter.requires_grad_(False)
+            if parameter.is_floating_point():  # an adapter comes in fp32
+                parameter.data = parameter.data.to(dtype)
+        check_model(lm, probe(model.config.get_text_config().vocab_size), _SAME.get(dtype, _SAME_ROUNDED))
+        return Loaded(lm.to(device).eval(), tokenizer, tokenizer.chat_template is not None)
+
+
+def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: int) -> None:
+    """Raise MachineError where ``processes`` of this machine cannot hold a whole copy of the model each."""
+    with _for_users():
+        needed = parameter_count(load_config(found.section)) * dtype.itemsize
+    if machine.gpus:
+        memory, where = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
+    else:
+        memory, where = machine.memory_bytes // processes, f"a process's share of this machine, one of {processes},"
+    if needed > memory * _USABLE:
+        fix = "use --dtype bf16, or a device with more memory"
+        if not machine.gpus and processes > 1:
+            fix = "use fewer processes (--num-processes)"
+        raise MachineError(
+            f"{found.origin} has {needed / 2**30:,.1f} GiB of weights, and {where} has {memory / 2**30:,.1f} GiB: "
+            f"every process holds a whole copy; {fix}"
+        )
+
+
+def probe(vocabulary: int) -> Batch:
+    """Two short documents of arbitrary tokens, laid end to end, to check a model with."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
+    dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "probe")
+    micro = MicroBatch(index=0, rows=((0, 1),), tokens=12, targets=10, weight=10.0)
+    return collate(dataset, micro, packed=True, pad_token_id=0)
+
+
+def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
+    """Give the model the tensors that training changes, as the checkpoint has them."""
+    persistent = lm.state_dict(keep_vars=True)
+    with checkpoint.reader() as read, torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(read(f"model.{name}", Shard.whole(parameter)))
+        for name, buffer in lm.named_buffers():
+            if name in persistent:
+                buffer.copy_(read(f"model.{name}", Shard.whole(buffer)))
+
+
+@contextmanager
+def _for_users() -> Iterator[None]:
+    """Messages that name a recipe's key name the command's argument instead: there is no recipe here."""
+    try:
+        yield
+    except RequestError as error:
+        said = str(error).replace("model.adapter.start_from", "--adapter").replace("model.name", "MODEL")
+        raise RequestError(said) from error

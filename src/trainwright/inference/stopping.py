@@ -1,0 +1,77 @@
+"""When an answer is at its end: the model's own stop tokens, and texts that it must not go beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.templates import encode_messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What ends an answer; none of it is part of the answer.
+
+    Attributes:
+        tokens: ids, any of which ends it.
+        texts: texts, any of which ends it where it begins.
+    """
+
+    tokens: frozenset[int]
+    texts: tuple[str, ...] = ()
+
+    def with_texts(self, texts: Iterable[str]) -> Stop:
+        return Stop(self.tokens, (*self.texts, *(text for text in texts if text)))
+
+    def before(self, text: str) -> str:
+        """The part of ``text`` in front of the first stop text in it."""
+        found = [place for stop in self.texts if (place := text.find(stop)) >= 0]
+        return text[: min(found)] if found else text
+
+    def ended(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+        """Whether the last token of ``ids`` has completed a stop text."""
+        if not self.texts:
+            return False
+        # A token may be less than a character, so as many as the text has bytes, and some that show nothing.
+        tail = str(tokenizer.decode(list(ids[-(max(len(text.encode()) for text in self.texts) + 8) :])))
+        return any(text in tail for text in self.texts)
+
+
+def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Stop:
+    """The model's own stop.
+
+    Args:
+        chat: answers are turns of a conversation: what the chat template closes a turn with ends them too.
+    """
+    tokens = {*_ids(tokenizer.eos_token_id), *_ids(getattr(model.config, "eos_token_id", None))}
+    if model.generation_config is not None:
+        tokens.update(_ids(model.generation_config.eos_token_id))
+    texts: tuple[str, ...] = ()
+    if chat:
+        token, text = _turn_end(tokenizer)
+        tokens.update(_ids(token))
+        texts = (text,) if text else ()
+    return Stop(frozenset(tokens), texts)
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
+    """The token that closes a turn in this chat template; where it is none, the text that does."""
+    ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
+    said = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
+    if said[-1] in tokenizer.all_special_ids or said[-1] in tokenizer.added_tokens_decoder:
+        return said[-1], ""
+    return None, str(tokenizer.decode(said)).rpartition("b")[2].rstrip(" ")
+
+
+def _turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [int(token) for token in value] if isinstance(value, (list, tuple)) else [int(value)]

@@ -1,0 +1,53 @@
+"""Text as it is written, token by token, never half a character and never the beginning of a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from trainwright.inference.stopping import Stop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TextStream:
+    """Writes what tokens add to a text; ``close`` writes what was held back.
+
+    Args:
+        strip: leave out white space in front of the text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Stop, write: Callable[[str], None], *, strip: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._write = write
+        self._strip = strip
+        self._tokens: list[int] = []
+        self._written = 0
+
+    def __call__(self, row: int, token: int) -> None:
+        self._tokens.append(token)
+        text = self._text()
+        held = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
+        # A byte of a character that is not whole yet is decoded as U+FFFD.
+        self._show(text[: len(text) - held].rstrip("\ufffd"))
+
+    def close(self) -> None:
+        self._show(self._text())
+
+    def _text(self) -> str:
+        text = self._stop.before(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
+        return text.lstrip() if self._strip else text
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of ``text`` are the beginning of ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

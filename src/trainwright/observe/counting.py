@@ -1,0 +1,42 @@
+"""How many rows are done: a bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from trainwright.observe import text
+
+_REDRAW_SECONDS = 0.1
+_LINE_SECONDS = 5.0
+
+
+class Counting:
+    """Counts up to ``total`` under ``label`` on ``stream``; nothing is shown before the first of them is done."""
+
+    def __init__(self, stream: TextIO, label: str, total: int) -> None:
+        self._stream = stream
+        self._label = label
+        self._total = total
+        self._done = 0
+        self._begun = time.monotonic()
+        self._shown = float("-inf")
+
+    def __call__(self, count: int) -> None:
+        """So many more are done."""
+        if not self._done:
+            self._begun = time.monotonic()
+        self._done = min(self._total, self._done + count)
+        now, terminal = time.monotonic(), self._stream.isatty()
+        finished = self._done == self._total
+        if not finished and now - self._shown < (_REDRAW_SECONDS if terminal else _LINE_SECONDS):
+            return
+        self._shown = now
+        line = f"{self._label}: {self._done:,}/{self._total:,} rows"
+        if not terminal:
+            print(line, file=self._stream, flush=True)
+            return
+        left = (now - self._begun) / self._done * (self._total - self._done)
+        shown = "" if finished else f"{line}  {text.duration(left)} left"
+        self._stream.write(f"\r\x1b[K{shown}")
+        self._stream.flush()
