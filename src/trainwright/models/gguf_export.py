@@ -16,7 +16,7 @@ from trainwright.errors import MachineError, RequestError, TrainingError
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 GgufPrecision = Literal["f32", "f16"]
 
@@ -72,7 +72,7 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
 
 
 def _write(
-    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, out: Path, precision: GgufPrecision
+    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, precision: GgufPrecision
 ) -> None:
     import gguf
 
@@ -139,7 +139,7 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
     """The file's keys that transformers reads for this architecture, and some that llama.cpp wants beside."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    mapping: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[_ARCHITECTURES[config.model_type]]
+    mapping: Any = GGUF_CONFIG_MAPPING[_ARCHITECTURES[config.model_type]]
     settings: dict[str, Any] = {}
     for key, name in mapping.items():
         value = None if name is None else getattr(config, name, None)
@@ -176,17 +176,18 @@ def _add(writer: Any, key: str, value: object) -> None:
         writer.add_string(key, str(value))
 
 
-def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, size: int) -> None:
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
     """The vocabulary with its merges, which are pairs of pieces in the order they were learnt."""
     import gguf
 
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
     if backend["model"]["type"] != "BPE":
         raise RequestError(f"a {backend['model']['type']} tokenizer cannot be written to a GGUF file; only BPE can")
     by_bytes = not backend["model"].get("byte_fallback")
     vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {token["id"]: token for token in backend["added_tokens"]}
-    tokens, types = [], []
+    tokens: list[str] = []
+    types: list[int] = []
     for index in range(size):
         token = vocabulary.get(index)
         if token is None:
@@ -281,7 +282,7 @@ _CHANGES: dict[str, Callable[[str, torch.Tensor, PretrainedConfig], torch.Tensor
 }
 
 
-def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerFast, precision: GgufPrecision) -> None:
+def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, precision: GgufPrecision) -> None:
     """Raise where transformers finds another model or other tokens in the file than in the directory."""
     import tempfile
 

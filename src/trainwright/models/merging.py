@@ -104,6 +104,7 @@ def _with_adapter(
     from transformers import AutoModelForCausalLM
 
     source = resolve(section).directory
+    model: Any
     if dtype is None and source is not None:
         model = AutoModelForCausalLM.from_pretrained(
             source, config=load_config(section, tokenizer), dtype="auto", use_safetensors=True, local_files_only=True
@@ -111,7 +112,8 @@ def _with_adapter(
     else:
         model = load_model(section, dtype, seed, tokenizer)
     attach_adapter(model, section, seed)
-    return model.eval()
+    whole: PreTrainedModel = model.eval()
+    return whole
 
 
 def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,7 +171,8 @@ def _verify(
     compute = torch.float32 if _has_room(directory, dtype) else dtype
     size = load_config(section).get_text_config().vocab_size
     ids = torch.randint(size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
-    apart = _with_adapter(section, seed, compute, tokenizer).to(compute)
+    apart: Any = _with_adapter(section, seed, compute, tokenizer)
+    apart.to(compute)
     expected = apart(input_ids=ids, use_cache=False).logits.float()
     del apart
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()

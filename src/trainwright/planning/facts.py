@@ -15,6 +15,8 @@ from trainwright.planning.model_catalogue import find_model, known_model, neares
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
 
 if TYPE_CHECKING:
+    from trainwright.data.row_files import Row
+    from trainwright.recipe.data_schema import SourceSection
     from trainwright.recipe.schema import ModelSection, Recipe
 
 _BYTES_VOCABULARY = 259
@@ -189,18 +191,29 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     found = recall(recipe.model, data, seed, cache_root())
     if found is not None:
         return found
-    from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
-
-    rows = built_in_rows(data.train)[:_SAMPLED_ROWS] if data.train in BUILT_IN else check_source(data.train)
+    rows = _first_rows(data.train)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
-        assumptions.append(f"every example has data.max_length, {data.max_length} tokens: {data.train} is not here yet")
+        assumptions.append(f"every example has data.max_length, {data.max_length} tokens: the data is not here yet")
         return Lengths((data.max_length,), None, 1.0, exact=False)
     assumptions.append(
         f"examples of {guess.mean:.0f} tokens in the mean, by the characters of the first {len(rows)}; "
         "they are counted when the data has been prepared once"
     )
     return guess
+
+
+def _first_rows(train: str | list[SourceSection]) -> list[Row]:
+    """Of a mixture as many of each source as its weight says."""
+    from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
+
+    parts = [(train, 1.0)] if isinstance(train, str) else [(part.source, part.weight) for part in train]
+    whole = sum(weight for _, weight in parts)
+    rows: list[Row] = []
+    for source, weight in parts:
+        found = built_in_rows(source) if source in BUILT_IN else check_source(source)
+        rows += found[: max(1, round(_SAMPLED_ROWS * weight / whole))]
+    return rows
 
 
 def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
