@@ -216,11 +216,11 @@ def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]
     from trainwright.data.check import check_rows
 
     data = recipe.data
-    sources = [("data.train", data.train, data.limit)]
-    if isinstance(data.validation, str):
-        sources.append(("data.validation", data.validation, None))
-    asked = {"tokenizer": tokenizer, "max_length": data.max_length}
-    return [check_rows(source, kind, data.format, key=key, limit=limit, **asked) for key, source, limit in sources]
+    sources = list(zip(data.source_keys, data.sources, strict=True))
+    if data.validation_source is not None:
+        sources.append(("data.validation", data.validation_source))
+    asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
+    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
 
 
 def _report(found: list[Checked], max_length: int | None) -> None:

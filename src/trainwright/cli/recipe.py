@@ -39,7 +39,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     model = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}"
     train = loaded.train
     length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs:g} epochs in batches"
-    run = f"{loaded.task} of {model} on {loaded.data.train}, {length} of {train.global_batch_size} examples"
+    run = f"{loaded.task} of {model} on {loaded.data.name}, {length} of {train.global_batch_size} examples"
     typer.echo(f"{recipe}: ok: {run}")
 
 

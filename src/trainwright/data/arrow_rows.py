@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PlacedRow: TypeAlias = tuple[Path, int, Row]  # (file, line, row)
 
 _CHUNK_ROWS = 2000
+_CHUNK_CHARACTERS = 8 * 2**20
 _SPILL_BYTES = 64 * 2**20  # held in memory before it goes to a mapped file
 
 
@@ -31,7 +32,7 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
 
     def chunks() -> Iterator[pa.Table]:
         rows = read()
-        while chunk := list(islice(rows, _CHUNK_ROWS)):
+        while chunk := _chunk(rows):
             columns = dict.fromkeys(key for _, _, row in chunk for key in row)
             yield pa.table({key: pa.array([row.get(key) for _, _, row in chunk]) for key in columns})
 
@@ -39,6 +40,18 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
         return join_tables(chunks())
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise _explain(read(), error) from None
+
+
+def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
+    """The next rows, few where they hold long texts."""
+    chunk: list[PlacedRow] = []
+    characters = 0
+    for placed in islice(rows, _CHUNK_ROWS):
+        chunk.append(placed)
+        characters += sum(len(value) for value in placed[2].values() if isinstance(value, str))
+        if characters > _CHUNK_CHARACTERS:
+            break
+    return chunk
 
 
 def join_tables(tables: Iterable[pa.Table]) -> pa.Table:

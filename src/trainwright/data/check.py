@@ -78,7 +78,8 @@ def check_rows(
         RequestError: the source is missing, or none of its rows has a layout that is known.
     """
     found = Checked(source)
-    rows = iterate_source(source, limit, key)
+    documents = wanted == "documents"
+    rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
     if not first:
         raise RequestError(f"{key}: {source} holds no rows")
@@ -95,7 +96,7 @@ def check_rows(
     except RequestError as error:  # of the file itself
         found.problem(str(error))
     if not found.wrong:
-        read_rows(source, limit, key)  # the values of a column are to be of one type
+        read_rows(source, limit, key, documents)  # the values of a column are to be of one type
     return found
 
 

@@ -7,7 +7,7 @@ A dataset directory holds flat arrays and a small JSON file:
     offsets.npy   int64  [documents+1]  where each document begins
     members.npy   int64  [examples, k]  the documents of each example; not there where a document is an example
     roles.npy     int8   [documents]    what each document is to its example; not there where all are the same
-    dataset.json  fingerprint, report, and which arrays there are
+    dataset.json  fingerprint, report, which arrays there are, and the parts of a mixture
 
 An example of a preference task is two documents, which are always in one micro-batch.
 """
@@ -18,12 +18,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trainwright.data.mixture import Part
 
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 
@@ -32,7 +34,8 @@ _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 class TokenDataset:
     """Examples as flat arrays; ``report`` carries whatever the preparation counted.
 
-    ``members`` may name a document in any number of examples.
+    ``members`` may name a document in any number of examples. ``mixture``: the sources whose examples follow each
+    other here, where an epoch has of each as many as its share.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -42,6 +45,7 @@ class TokenDataset:
     report: dict[str, Any] = field(default_factory=dict)
     members: npt.NDArray[np.int64] | None = None
     roles: npt.NDArray[np.int8] | None = None
+    mixture: tuple[Part, ...] | None = None
 
     def __len__(self) -> int:
         return self.document_count if self.members is None else len(self.members)
@@ -119,8 +123,7 @@ class TokenDataset:
         arrays = {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
         for name, array in arrays.items():
             np.save(scratch / f"{name}.npy", array)
-        about = {"fingerprint": self.fingerprint, "report": self.report, "arrays": list(arrays)}
-        (scratch / "dataset.json").write_text(json.dumps(about))
+        write_about(scratch, self.fingerprint, self.report, list(arrays), self.mixture)
         shutil.rmtree(directory, ignore_errors=True)
         scratch.rename(directory)
 
@@ -130,4 +133,14 @@ class TokenDataset:
         about = json.loads((directory / "dataset.json").read_text())
         arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
         arrays["offsets"] = np.asarray(arrays["offsets"])
-        return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"])
+        mixture = tuple(Part(*part) for part in about["mixture"]) if about["mixture"] else None
+        return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"], mixture=mixture)
+
+
+def write_about(
+    directory: Path, fingerprint: str, report: dict[str, Any], arrays: list[str], mixture: tuple[Part, ...] | None
+) -> None:
+    """Write what makes a directory of ``arrays`` a dataset."""
+    parts = None if mixture is None else [astuple(part) for part in mixture]
+    about = {"fingerprint": fingerprint, "report": report, "arrays": arrays, "mixture": parts}
+    (directory / "dataset.json").write_text(json.dumps(about))

@@ -75,6 +75,7 @@ def layout_of(columns: Sequence[str], first_rows: Sequence[Row], wanted: str, la
     """
     if wanted == "auto":
         return detect_format(columns, first_rows, layouts)
+    wanted = "text" if wanted == "documents" else wanted
     check_format(columns, wanted)
     return wanted
 

@@ -68,9 +68,13 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     """Counted over a tokenised source."""
     import numpy as np
 
+    from trainwright.data.mixture import drawn
+
     lengths = np.diff(dataset.offsets)
     if dataset.members is not None:
         lengths = lengths[dataset.members].sum(1)
+    if dataset.mixture is not None:
+        lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
     lengths.sort()
     places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
     targets = int(np.count_nonzero(dataset.targets)) / max(1, dataset.token_count)

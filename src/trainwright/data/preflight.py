@@ -11,7 +11,8 @@ from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, place_of
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import DataSection, Recipe
+    from trainwright.recipe.data_schema import SourceSection
+    from trainwright.recipe.schema import Recipe
 
 # As all rows of the built-in data sets are.
 _BUILT_IN_ROWS = {
@@ -29,9 +30,9 @@ def check_data(recipe: Recipe) -> None:
     """
     data = recipe.data
     kind = kind_of_rows(recipe)
-    layouts = [_layout(data.train, "data.train", data, kind, data.limit)]
-    if isinstance(data.validation, str):
-        layouts.append(_layout(data.validation, "data.validation", data, kind, None))
+    layouts = [_layout(source, key, kind) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    if data.validation_source is not None:
+        layouts.append(_layout(data.validation_source, "data.validation", kind))
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 
@@ -44,13 +45,14 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
         )
 
 
-def _layout(source: str, key: str, data: DataSection, kind: Kind, limit: int | None) -> str | None:
-    rows = [_BUILT_IN_ROWS[source]] if source in _BUILT_IN_ROWS else check_source(source, key)
-    rows = rows[:limit]
+def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
+    source, documents = section.source, section.format == "documents"
+    rows = [_BUILT_IN_ROWS[source]] if source in _BUILT_IN_ROWS else check_source(source, key, documents)
+    rows = rows[: section.limit]
     if not rows:
         return None
     try:
-        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, data.format)
+        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, section.format)
     except RequestError as error:
         raise RequestError(f"{key}: {source}: {error}") from None
     for index, row in enumerate(rows):
@@ -59,5 +61,5 @@ def _layout(source: str, key: str, data: DataSection, kind: Kind, limit: int | N
         except NoTarget:
             pass  # left out, and counted, when the data is prepared
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(source, index)}: {error}") from None
+            raise RequestError(f"{key}: {place_of(source, index, documents)}: {error}") from None
     return layout

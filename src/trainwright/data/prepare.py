@@ -31,9 +31,9 @@ from trainwright.errors import MachineError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import DataSection
+    from trainwright.recipe.data_schema import DataSection, SourceSection
 
-VERSION = 3  # of everything that decides tokens and targets; raised when any of it changes
+VERSION = 4  # of everything that decides tokens and targets; raised when any of it changes
 
 
 @dataclass(frozen=True)
@@ -117,56 +117,32 @@ def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
 def _build(
     root: Path, key: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int, identity: str
 ) -> tuple[Prepared, str]:
-    from trainwright.data.split import split
-    from trainwright.data.token_rows import tokenize_source
-
-    separate = data.validation if isinstance(data.validation, str) else None
-    content = [_content(source) for source in (data.train, *([separate] if separate else []))]
+    separate = data.validation_source
+    sources = [*data.sources, *([separate] if separate else [])]
+    content = [_content(source) for source in sources]
     # The names are only for the summary that is kept with the tokens; it must not speak of another file.
-    names = [data.train, separate]
+    names = [source.source for source in sources]
     settings = {**_settings(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
     fingerprint = _digest(settings)[:32]
     directory = root / fingerprint
     opened = _open(directory, "reused")
     if opened is None:
-        rows = tokenize_source(data.train, tokenizer, data, kind, key="data.train", limit=data.limit)
-        lines = rows.summary("train")
-        validation: TokenDataset | None
-        if separate is not None:
-            held = tokenize_source(separate, tokenizer, data, kind, key="data.validation", limit=None)
-            lines += held.summary("validation")
-            train, validation = rows.dataset(range(len(rows))), held.dataset(range(len(held)))
-            if both := len(set(rows.hashes) & set(held.hashes)):
-                lines.append(f"validation: {both:,} of its examples are also trained on")
-        else:
-            assert not isinstance(data.validation, str)
-            kept, aside = split(rows.hashes, data.validation, seed)
-            train, validation = rows.dataset(kept), rows.dataset(aside) if aside else None
-        lines.append(_split_line(train, validation, separate, seed))
-        _save(directory, train, validation, {"summary": lines, "format": rows.format})
+        _make(directory, data, tokenizer, kind, seed)
         opened = _open(directory, "made now")
         assert opened is not None
     _write_atomically(key, json.dumps({"fingerprint": fingerprint}))
     return opened
 
 
-def _split_line(train: TokenDataset, validation: TokenDataset | None, separate: str | None, seed: int) -> str:
-    line = f"split: {len(train):,} examples ({train.token_count:,} tokens) to train on"
-    if validation is None:
-        return f"{line}, none to validate"
-    how = f"of {separate}" if separate else f"held back by seed {seed}, duplicates on one side"
-    return f"{line}, {len(validation):,} ({validation.token_count:,} tokens) to validate, {how}"
-
-
-def _save(directory: Path, train: TokenDataset, validation: TokenDataset | None, about: dict[str, Any]) -> None:
+def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int) -> None:
     """All of it under its name or nothing."""
+    from trainwright.data.splitting import tokenize_and_split
+
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        train.save(scratch / "train")
-        if validation is not None:
-            validation.save(scratch / "validation")
-        (scratch / "about.json").write_text(json.dumps({**about, "validation": validation is not None}))
+        about = tokenize_and_split(scratch, data, tokenizer, kind, seed)
+        (scratch / "about.json").write_text(json.dumps(about))
         scratch.chmod(0o755)  # mkdtemp's own is private, and a cache may be shared
         if directory.exists():  # what is there is not whole, or it would have been used
             shutil.rmtree(directory)
@@ -198,11 +174,13 @@ def _writable(root: Path) -> Iterator[None]:
 
 def _settings(data: DataSection, seed: int) -> dict[str, Any]:
     """What of the recipe decides the datasets. A separate validation source counts by its content."""
+    each = [[source.format, source.limit, source.weight] for source in data.sources]
     return {
         "version": VERSION,
         "format": data.format,
+        "sources": each if len(each) > 1 else each[0][:2],
         "max_length": data.max_length,
-        "limit": data.limit,
+        "long_documents": data.long_documents,
         "validation": "source" if isinstance(data.validation, str) else data.validation,
         "seed": seed if isinstance(data.validation, (int, float)) else None,
     }
@@ -210,32 +188,32 @@ def _settings(data: DataSection, seed: int) -> dict[str, Any]:
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
     """What tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
-    sources = [data.train] + ([data.validation] if isinstance(data.validation, str) else [])
-    keys = ("data.train", "data.validation")
-    looks = [_look(source, key) for source, key in zip(sources, keys, strict=False)]
-    return {**_settings(data, seed), "sources": looks, "tokenizer": identity, "python": sys.version}
+    looks = [_look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    if data.validation_source is not None:
+        looks.append(_look(data.validation_source, "data.validation"))
+    return {**_settings(data, seed), "sources of rows": looks, "tokenizer": identity, "python": sys.version}
 
 
-def _look(source: str, key: str) -> Any:
+def _look(source: SourceSection, key: str) -> Any:
     """What tells a source from a changed one without reading it."""
-    if source in BUILT_IN:
+    if source.source in BUILT_IN:
         from trainwright.data.pydoc_rows import pydoc_key
 
-        return [source, pydoc_key()]
-    files = source_files(source, key)
+        return [source.source, pydoc_key()]
+    files = source_files(source.source, key, source.format == "documents")
     if files is None:
-        return ["hub", source]
+        return ["hub", source.source]
     stats = [(file.resolve(), file.stat()) for file in files]
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
-def _content(source: str) -> Any:
+def _content(source: SourceSection) -> Any:
     """What a source holds, wherever it lies."""
-    if source in BUILT_IN:
+    if source.source in BUILT_IN:
         return _look(source, "")
-    files = source_files(source)
+    files = source_files(source.source, documents=source.format == "documents")
     if files is None:
-        return ["hub", source]
+        return ["hub", source.source]
     digests = []
     for file in files:
         with file.open("rb") as opened:

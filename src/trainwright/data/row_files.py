@@ -33,7 +33,7 @@ def iterate_rows(path: Path) -> Iterator[LocatedRow]:
 
 def _json(path: Path) -> Iterator[LocatedRow]:
     """An array of objects, or an object that holds one such list; also JSONL under the wrong name."""
-    text = _text(path)
+    text = read_text(path)
     start = _skip_space(text, 0)
     if text[start : start + 1] == "{":
         first, newline, rest = text[start:].partition("\n")
@@ -164,7 +164,8 @@ READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
 }
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A whole file. Raises RequestError with the line that is no UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

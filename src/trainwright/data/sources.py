@@ -5,7 +5,8 @@ rows.jsonl  an object a line (also .ndjson)
 rows.csv    a header and text fields (.tsv: separated by tabs)
 rows.parquet
 text.txt    a row {"text"} a paragraph (also .md)
-directory/  all files of one of these kinds, in the order of their names
+code.py     a row {"text"} a file (also .docx and other code); text as well where documents are asked for
+directory/  all files of one of these kinds, in the order of their names; with none of rows in it, its documents
 owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
 pydoc       the running interpreter's own documentation: questions and answers
 pydoc-pairs the same with a right and a wrong answer to each question
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from trainwright.data import documents as whole_files
 from trainwright.data.formats import with_text_content
 from trainwright.data.row_files import READERS, Row, iterate_rows
 from trainwright.errors import RequestError
@@ -44,11 +46,12 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
 _SPLIT_NAMES = re.compile(r"(train|training|test|valid|validation|val|dev|eval)([-_.].*)?", re.IGNORECASE)
 
 
-def read_rows(source: str, limit: int | None = None, key: str = "data.train") -> Dataset:
+def read_rows(source: str, limit: int | None = None, key: str = "data.train", documents: bool = False) -> Dataset:
     """The rows of ``source``, at most the first ``limit`` of them; large ones are mapped from disk.
 
     Args:
         key: the recipe key that names the source, for messages.
+        documents: a text file is one row, not one a paragraph, and a directory is all documents in and under it.
 
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
@@ -57,16 +60,19 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train") ->
         from datasets import Dataset
 
         return Dataset.from_list(built_in_rows(source)[:limit])
-    files = source_files(source, key)
+    files = source_files(source, key, documents)
     if files is None:
         return _hub_rows(source, limit, key)
-    table = _parquet_table(files, limit) if files[0].suffix.lower() == _PARQUET else _row_table(files, limit)
+    whole = is_documents(source, documents)
+    table = _parquet_table(files, limit) if files[0].suffix.lower() == _PARQUET else _row_table(files, limit, whole)
     if not table.num_rows or not table.num_columns:
         raise RequestError(f"{key}: {source} holds no rows")
     return _dataset(table)
 
 
-def iterate_source(source: str, limit: int | None = None, key: str = "data.train") -> Iterator[tuple[str, Row]]:
+def iterate_source(
+    source: str, limit: int | None = None, key: str = "data.train", documents: bool = False
+) -> Iterator[tuple[str, Row]]:
     """``(place, row)`` of each row, at most of the first ``limit``; no more of the source is in memory at a time.
 
     A JSON file (.json), the Hub and pydoc are held whole. The place is the row's file and line, or its number from 1.
@@ -74,13 +80,14 @@ def iterate_source(source: str, limit: int | None = None, key: str = "data.train
     Raises:
         RequestError: the source is missing, empty or not parseable.
     """
-    files = None if source in BUILT_IN else source_files(source, key)
+    files = None if source in BUILT_IN else source_files(source, key, documents)
+    placed: Iterator[tuple[str, Row]]
     if files is None:
         placed = ((f"{source}: row {number}", dict(row)) for number, row in enumerate(read_rows(source, limit, key), 1))
     elif files[0].suffix.lower() == _PARQUET:
         placed = chain.from_iterable(map(_parquet_rows, files))
     else:
-        placed = ((f"{file}:{line}", row) for file, line, row in _placed_rows(files))
+        placed = ((f"{file}:{line}", row) for file, line, row in _placed_rows(files, is_documents(source, documents)))
     return islice(placed, limit)
 
 
@@ -91,7 +98,7 @@ def built_in_rows(source: str) -> list[Row]:
     return list(pydoc_pairs() if source == PYDOC_PAIRS else pydoc_rows())
 
 
-def check_source(source: str, key: str = "data.train") -> list[Row]:
+def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:
     """Look at a source without reading all of it; returns its first rows, or none for the Hub and what is built in.
 
     Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no
@@ -100,24 +107,25 @@ def check_source(source: str, key: str = "data.train") -> list[Row]:
     Raises:
         RequestError: as ``read_rows``.
     """
-    files = None if source in BUILT_IN else source_files(source, key)
+    files = None if source in BUILT_IN else source_files(source, key, documents)
     if files is None:
         return []
     first: list[Row] = []
-    for file in files:
+    whole = is_documents(source, documents)
+    for file in files[:8] if whole else files:
         if file.suffix.lower() == _PARQUET:
             rows = [row for table in _parquet_batches(file) for row in table.slice(0, 8).to_pylist()][:8]
         else:
-            rows = [row for _, _, row in islice(_placed_rows([file]), _CHECKED_ROWS)]
+            rows = [row for _, _, row in islice(_placed_rows([file], whole), _CHECKED_ROWS)]
         if not rows:
             raise RequestError(f"{key}: {file} holds no rows")
-        first = first or rows[:8]
+        first = (first + rows)[:8] if whole else first or rows[:8]
     return first
 
 
-def place_of(source: str, index: int) -> str:
+def place_of(source: str, index: int, documents: bool = False) -> str:
     """Where row ``index`` of ``read_rows(source)`` stands: its file and line, or the number of the row, from 1."""
-    files = None if source in BUILT_IN else source_files(source)
+    files = None if source in BUILT_IN else source_files(source, documents=documents)
     if files is None:
         return f"{source}: row {index + 1}"
     if files[0].suffix.lower() == _PARQUET:
@@ -126,16 +134,25 @@ def place_of(source: str, index: int) -> str:
             if index < count:
                 return f"{file}: row {index + 1}"
             index -= count
-    for file, line, _ in islice(_placed_rows(files), index, None):
+    for file, line, _ in islice(_placed_rows(files, is_documents(source, documents)), index, None):
         return f"{file}:{line}"
     return source  # it has become shorter since
 
 
-def source_files(source: str, key: str = "data.train") -> list[Path] | None:
+def is_documents(source: str, documents: bool = False) -> bool:
+    """Whether each file of a local source is one row: because that is asked for, or as it could be nothing else."""
+    path = Path(source).expanduser()
+    if documents or path.suffix.lower() in whole_files.ALONE:
+        return True
+    return path.is_dir() and not _row_files(path) and bool(whole_files.document_files(path))
+
+
+def source_files(source: str, key: str = "data.train", documents: bool = False) -> list[Path] | None:
     """The files of a local source in the order they are read; None if it names a dataset of the Hub."""
     path = Path(source).expanduser()
     if path.is_dir():
-        files = _directory_files(path, key)
+        whole = is_documents(source, documents)
+        files = _documents_in(path, key) if whole else _directory_files(path, key)
     elif path.exists():
         files = [path]
     elif _is_hub_id(source):
@@ -143,8 +160,12 @@ def source_files(source: str, key: str = "data.train") -> list[Path] | None:
     else:
         raise RequestError(f"{key}: {_missing(path)}")
     for file in files:
-        if file.suffix.lower() not in _SUFFIXES:
-            raise RequestError(f"{key}: {file}: rows are read from {', '.join(_SUFFIXES)} files")
+        if documents and file.suffix.lower() not in whole_files.SUFFIXES:
+            raise RequestError(f"{key}: {file}: documents are text, Markdown, code and .docx files")
+        if file.suffix.lower() not in _SUFFIXES and file.suffix.lower() not in whole_files.ALONE:
+            raise RequestError(
+                f"{key}: {file}: rows are read from {', '.join(_SUFFIXES)} files, and code and .docx whole"
+            )
         if not file.stat().st_size:
             raise RequestError(f"{key}: {file} is empty")
         if not os.access(file, os.R_OK):
@@ -152,13 +173,21 @@ def source_files(source: str, key: str = "data.train") -> list[Path] | None:
     return files
 
 
+def _documents_in(path: Path, key: str) -> list[Path]:
+    if files := whole_files.document_files(path):
+        return files
+    raise RequestError(f"{key}: {path} holds no document: no text, Markdown, code or .docx file")
+
+
+def _row_files(path: Path) -> list[Path]:
+    """The files of rows in a directory; its README is none."""
+    kinds = {suffix for suffix in _SUFFIXES if suffix != ".md"}
+    files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    return sorted(file for file in files if file.suffix.lower() in kinds)
+
+
 def _directory_files(path: Path, key: str) -> list[Path]:
-    files = sorted(
-        file
-        for file in path.iterdir()
-        if file.is_file() and not file.name.startswith(".") and file.suffix.lower() in _SUFFIXES
-    )
-    files = [file for file in files if file.suffix.lower() != ".md"]  # a directory's README is no data
+    files = _row_files(path)
     kinds = sorted({file.suffix.lower() for file in files})
     if not files:
         raise RequestError(f"{key}: {path} holds no {', '.join(_SUFFIXES)} file")
@@ -187,19 +216,20 @@ def _missing(path: Path) -> str:
     return f"no file {path}{meant}"
 
 
-def _row_table(files: list[Path], limit: int | None) -> pa.Table:
+def _row_table(files: list[Path], limit: int | None, whole: bool) -> pa.Table:
     from trainwright.data.arrow_rows import table_of_rows
 
     def read() -> Iterator[PlacedRow]:
-        return islice(_placed_rows(files), limit)
+        return islice(_placed_rows(files, whole), limit)
 
     if next(read(), None) is None:
         raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
     return table_of_rows(read)
 
 
-def _placed_rows(files: list[Path]) -> Iterator[PlacedRow]:
-    return ((file, line, with_text_content(row)) for file in files for line, row in iterate_rows(file))
+def _placed_rows(files: list[Path], whole: bool) -> Iterator[PlacedRow]:
+    read = whole_files.read_document if whole else iterate_rows
+    return ((file, line, with_text_content(row)) for file in files for line, row in read(file))
 
 
 def _parquet_batches(file: Path) -> Iterator[pa.Table]:

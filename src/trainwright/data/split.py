@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from trainwright.errors import RequestError
 
+Indices = npt.NDArray[np.int64]
 
-def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) -> tuple[list[int], list[int]]:
+
+def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) -> tuple[Indices, Indices]:
     """``(train, validation)`` indices, each in order and every example in exactly one.
 
     Who is held back depends on the seed and on an example's own content, so examples that are equal land on
@@ -21,26 +27,34 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     Raises:
         RequestError: nothing would be left to train on, or to validate on.
     """
-    everything = range(len(hashes))
-    if validation is None:
-        return list(everything), []
     total = len(hashes)
+    everything = np.arange(total, dtype=np.int64)
+    if not validation:
+        return everything, everything[:0]
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if wanted >= total:
         raise RequestError(
             f"data.validation: {validation} of {total:,} examples leaves none to train on; lower it, or set it to null"
         )
-    groups: dict[bytes, list[int]] = {}
-    for index, content in enumerate(hashes):
-        groups.setdefault(content, []).append(index)
-    aside: list[int] = []
-    for content in sorted(groups, key=lambda content: hashlib.sha256(f"{seed}/".encode() + content).digest()):
-        if len(aside) + len(groups[content]) <= wanted:
-            aside += groups[content]
-    if not aside:
+    prefix = f"{seed}/".encode()
+    ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
+    order = np.argsort(ranks, kind="stable")
+    borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # of examples that are equal
+    held = np.zeros(total, dtype=np.bool_)
+    count = 0
+    for begin, end in pairwise(borders):
+        if count + end - begin <= wanted:
+            held[order[begin:end]] = True
+            count += end - begin
+        if count == wanted:
+            break
+    if not count:
         raise RequestError(
             f"data.validation: the examples are too much alike to hold {wanted:,} of them back; "
             "remove the duplicates, or set it to null"
         )
-    held = set(aside)
-    return [index for index in everything if index not in held], sorted(aside)
+    return everything[~held], everything[held]
+
+
+def _rank(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

@@ -7,7 +7,6 @@ position in the data is one integer.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.dataset import TokenDataset
+from trainwright.data.mixture import drawn, permuted
 from trainwright.data.packing import best_fit_decreasing
 
 
@@ -78,7 +78,7 @@ class GlobalBatch:
 
 
 class Stream:
-    """Global batches of a dataset, epoch after epoch, each example once an epoch.
+    """Global batches of a dataset, epoch after epoch, each example once an epoch; of a mixture, by its shares.
 
     Args:
         global_batch_size: examples a step.
@@ -151,9 +151,10 @@ class Stream:
 
     def seen(self) -> list[int]:
         """Every example that a global batch has, in the order of the dataset."""
-        if self.total_examples is None or self.total_examples >= len(self.dataset):
+        all_in_an_epoch = self.dataset.mixture is None or not self._shuffle
+        if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
-        return sorted(example for step in range(len(self)) for example in self.examples(step))
+        return sorted({example for step in range(len(self)) for example in self.examples(step)})
 
     def global_batch(self, step: int) -> GlobalBatch:
         """Global batch ``step``, divided into micro-batches."""
@@ -187,8 +188,9 @@ class Stream:
         if self._order[0] != epoch:
             order = np.arange(len(self.dataset), dtype=np.int64)
             if self._shuffle:
-                key = f"{self._seed}/{self.dataset.fingerprint}/{epoch}".encode()
-                seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
-                order = np.random.Generator(np.random.PCG64(seed)).permutation(order)
+                key = f"{self._seed}/{self.dataset.fingerprint}"
+                order = permuted(len(self.dataset), f"{key}/{epoch}")
+                if self.dataset.mixture is not None:
+                    order = drawn(self.dataset.mixture, epoch, key)[order]
             self._order = (epoch, order)
         return self._order[1]

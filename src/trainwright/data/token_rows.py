@@ -4,50 +4,85 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.dataset import TokenDataset
 from trainwright.data.formats import NoTarget, unused_columns
 from trainwright.data.kinds import Kind
 from trainwright.data.row_files import Row
 from trainwright.data.sources import place_of, read_rows
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
+from trainwright.data.token_files import TokenSpool, header
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import DataSection
+    from trainwright.recipe.data_schema import DataSection, SourceSection
 
 _BATCH = 256  # rows rendered and tokenised at a time
+_BATCH_CHARACTERS = 2**20  # and no more text than this, but for one row
+_DIGEST = 16  # bytes
+
+
+class Hashes(Sequence[bytes]):
+    """Digests of one size, end to end."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._bytes) // _DIGEST
+
+    def __getitem__(self, index: Any) -> Any:
+        return bytes(self._bytes[index * _DIGEST : (index + 1) * _DIGEST])
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[index] for index in range(len(self)))
+
+    def append(self, digest: bytes) -> None:
+        self._bytes += digest
+
+    def distinct(self) -> npt.NDArray[np.bytes_]:
+        """The digests that there are, each once, in order."""
+        return np.unique(self.chosen(None))
+
+    def chosen(self, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bytes_]:
+        """Some of the digests, or all."""
+        everything = np.frombuffer(bytes(self._bytes), dtype=f"S{_DIGEST}")
+        return everything if indices is None else everything[indices]
 
 
 @dataclass
 class TokenRows:
     """The examples of one source, each of the same number of documents.
 
-    ``tokens``, ``targets`` and ``roles`` are of documents, in the order of the examples; ``hashes`` are of examples, of
-    tokens and roles, and equal where these are.
+    A row is an example, or, where it was split, several that stand together. ``hashes`` are of the rows that are
+    examples, of tokens and roles, and equal where these are.
     """
 
     source: str
     format: str
     max_length: int
     detected: bool
+    splits: bool
+    spool: TokenSpool
     rows: int = 0
-    tokens: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    targets: list[npt.NDArray[np.bool_]] = field(default_factory=list)
-    roles: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
+    examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that is any
+    documents_per_example: int = 1
+    hashes: Hashes = field(default_factory=Hashes)
     truncated: int = 0
     cut_tokens: int = 0
+    divided: int = 0  # rows that became several examples
     longest: int = 0  # before truncation
     without_target: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # rows that are no examples, by the reason in words
@@ -55,27 +90,51 @@ class TokenRows:
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.hashes)
+        return len(self.spool) // self.documents_per_example
 
     def add(self, documents: Sequence[Encoded], roles: Sequence[int]) -> None:
-        """Take one row in: cut its documents, and leave it out if nothing of one remains to be predicted."""
+        """Take one row in: cut or split it, and leave it out if nothing of one document remains to be predicted."""
         self.rows += 1
+        self.documents_per_example = len(documents)
         lengths = [len(ids) for ids, _ in documents]
-        cut = [length - self.max_length for length in lengths if length > self.max_length]
         self.longest = max(self.longest, *lengths)
+        tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in documents]
+        targets = [np.asarray(flags, dtype=np.bool_) for _, flags in documents]
+        if self.splits and lengths[0] > self.max_length and len(documents) == 1:
+            self._add_windows(tokens[0], targets[0], roles[0])
+            return
+        cut = [length - self.max_length for length in lengths if length > self.max_length]
         self.truncated += bool(cut)
         self.cut_tokens += sum(cut)
-        tokens = [np.asarray(ids[: self.max_length], dtype=np.int32) for ids, _ in documents]
-        targets = [np.asarray(flags[: self.max_length], dtype=np.bool_) for _, flags in documents]
+        tokens = [ids[: self.max_length] for ids in tokens]
+        targets = [flags[: self.max_length] for flags in targets]
         if not all(flags[1:].any() for flags in targets):  # nothing precedes the first token to predict it from
             self.without_target += 1
             return
-        self.tokens += tokens
-        self.targets += targets
-        self.roles += roles
-        digest = hashlib.blake2b(digest_size=16)
+        for ids, flags, role in zip(tokens, targets, roles, strict=True):
+            self.spool.add(ids, flags, role)
+        self._added(1, tokens, roles)
+
+    def _add_windows(self, ids: npt.NDArray[np.int32], flags: npt.NDArray[np.bool_], role: int) -> None:
+        # Each window begins with the last token of the one before: it has no prediction there, and had one here.
+        begins = range(0, len(ids) - 1, self.max_length - 1)
+        windows = [(ids[at : at + self.max_length], flags[at : at + self.max_length]) for at in begins]
+        kept = [(part, marks) for part, marks in windows if marks[1:].any()]
+        if not kept:
+            self.without_target += 1
+            return
+        if len(kept) < len(windows):
+            self.remarks["have parts of data.max_length tokens without a target, which are left out"] += 1
+        for part, marks in kept:
+            self.spool.add(part, marks, role)
+        self.divided += len(kept) > 1
+        self._added(len(kept), [ids], [role])
+
+    def _added(self, examples: int, tokens: Sequence[npt.NDArray[np.int32]], roles: Sequence[int]) -> None:
+        self.examples_of_row.append(examples)
+        digest = hashlib.blake2b(digest_size=_DIGEST)
         for ids, role in zip(tokens, roles, strict=True):
-            digest.update(_header(len(ids), role) + ids.tobytes())
+            digest.update(header(len(ids), role) + ids.tobytes())
         self.hashes.append(digest.digest())
 
     def leave_out(self, why: str) -> None:
@@ -85,26 +144,15 @@ class TokenRows:
 
     @property
     def duplicates(self) -> int:
-        """Examples whose tokens an earlier one has."""
-        return len(self.hashes) - len(set(self.hashes))
+        """Rows whose tokens an earlier one has."""
+        return len(self.hashes) - len(self.hashes.distinct())
 
-    def dataset(self, indices: Sequence[int]) -> TokenDataset:
-        """Some of the examples; the fingerprint is of their tokens, targets and roles and of nothing else."""
-        each = len(self.tokens) // len(self)
-        kept = [index * each + place for index in indices for place in range(each)]
-        tokens, targets, roles = ([values[i] for i in kept] for values in (self.tokens, self.targets, self.roles))
-        digest = hashlib.sha256()
-        for ids, flags, role in zip(tokens, targets, roles, strict=True):
-            digest.update(_header(len(ids), role) + ids.astype("<i4").tobytes() + flags.tobytes())
-        return TokenDataset(
-            np.concatenate(tokens),
-            np.concatenate(targets),
-            np.cumsum([0, *map(len, tokens)], dtype=np.int64),
-            digest.hexdigest()[:32],
-            self.report(),
-            members=None if each == 1 else np.arange(len(kept), dtype=np.int64).reshape(-1, each),
-            roles=np.asarray(roles, dtype=np.int8) if any(roles) else None,
-        )
+    def documents_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The documents that some ``rows`` (of those that are examples) became, in order."""
+        counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.documents_per_example
+        begins = np.cumsum(counts) - counts
+        within = np.arange(int(counts[rows].sum())) - np.repeat(np.cumsum(counts[rows]) - counts[rows], counts[rows])
+        return np.repeat(begins[rows], counts[rows]) + within
 
     def report(self) -> dict[str, Any]:
         """The counts, over the whole source."""
@@ -113,11 +161,12 @@ class TokenRows:
             "format": self.format,
             "rows": self.rows,
             "examples": len(self),
-            "tokens": sum(map(len, self.tokens)),
-            "target_tokens": sum(int(flags[1:].sum()) for flags in self.targets),
+            "tokens": self.spool.token_count,
+            "target_tokens": self.spool.target_tokens,
             "longest": self.longest,
             "truncated": self.truncated,
             "cut_tokens": self.cut_tokens,
+            "divided": self.divided,
             "without_target": self.without_target,
             "left_out": dict(self.left_out),
             "duplicates": self.duplicates,
@@ -130,12 +179,17 @@ class TokenRows:
         lines = [
             f"{name}: {self.source}, {self.rows:,} rows of {self.format} ({how})",
             f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
-            f"longest {'row' if len(self) == len(self.tokens) else 'side'} {self.longest:,} tokens",
+            f"longest {'row' if self.documents_per_example == 1 else 'side'} {self.longest:,} tokens",
         ]
         if self.truncated:
             lines.append(
                 f"{name}: {self.truncated:,} of {self.rows:,} rows cut to data.max_length "
                 f"{self.max_length:,}, {self.cut_tokens:,} tokens lost"
+            )
+        if self.divided:
+            lines.append(
+                f"{name}: {self.divided:,} of {self.rows:,} rows split at data.max_length {self.max_length:,}; "
+                f"{len(self):,} examples in all"
             )
         if self.without_target:
             lines.append(f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept")
@@ -147,36 +201,61 @@ class TokenRows:
 
 
 def tokenize_source(
-    source: str, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, limit: int | None
+    source: SourceSection, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, spool: Path
 ) -> TokenRows:
-    """Read ``source`` and encode each row.
+    """Read ``source`` and encode each row; the tokens wait in files in the directory ``spool``.
 
     Raises:
         RequestError: the source, its layout or a row is wrong (with the row's file and line), or no row has a
         target.
     """
-    rows = read_rows(source, limit, key)
+    name, documents = source.source, source.format == "documents"
+    rows = read_rows(name, source.limit, key, documents)
     columns = rows.column_names
     try:
-        layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), data.format)
+        layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
     except RequestError as error:
-        raise RequestError(f"{key}: {source}: {error}") from None
-    found = TokenRows(source, layout, data.max_length, detected=data.format == "auto")
+        raise RequestError(f"{key}: {name}: {error}") from None
+    splits = data.long_documents == "split" or (data.long_documents == "auto" and layout == "text")
+    found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
     if unused := unused_columns(columns, layout):
         found.notes.append(f"not used: the columns {', '.join(unused)}")
     rows = rows.remove_columns(unused)
     encoder = None if layout == "text" else ChatEncoder(tokenizer)
     encode = functools.partial(encode_texts, tokenizer) if encoder is None else encoder.encode
-    for start in range(0, len(rows), _BATCH):
-        _take_in(_rows_of(rows[start : start + _BATCH]), start, kind, found, encode, key)
+    place = functools.partial(place_of, name, documents=documents)
+    start = 0
+    for batch in _batches(rows):
+        _take_in(batch, start, kind, found, encode, lambda index: f"{key}: {place(index)}")
+        start += len(batch)
     if not len(found):
-        raise RequestError(f"{key}: {source}: {_nothing_left(found)}")
+        raise RequestError(f"{key}: {name}: {_nothing_left(found)}")
     found.notes += _encoder_notes(encoder) if encoder else _text_notes(tokenizer)
     return found
 
 
+def _batches(rows: Dataset) -> Iterator[list[Row]]:
+    """Rows to tokenise together: what a tokenizer returns is a hundred times its text."""
+    for start in range(0, len(rows), _BATCH):
+        batch: list[Row] = []
+        characters = 0
+        for row in _rows_of(rows[start : start + _BATCH]):
+            size = sum(len(value) for value in row.values() if isinstance(value, str))
+            if batch and characters + size > _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+            batch.append(row)
+            characters += size
+        yield batch
+
+
 def _take_in(
-    rows: list[Row], start: int, kind: Kind, found: TokenRows, encode: Callable[[list[Any]], list[Encoded]], key: str
+    rows: list[Row],
+    start: int,
+    kind: Kind,
+    found: TokenRows,
+    encode: Callable[[list[Any]], list[Encoded]],
+    place: Callable[[int], str],
 ) -> None:
     """Encode some rows, the first of them row ``start`` of the source, into ``found``."""
     texts: list[Any] = []
@@ -189,14 +268,14 @@ def _take_in(
             found.leave_out(str(reason))
             continue
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(found.source, index)}: {error}") from None
+            raise RequestError(f"{place(index)}: {error}") from None
         roles[index] = [role for role, _ in documents]
         texts += [text for _, text in documents]
         owners += [index] * len(documents)
     try:
         encoded = iter(encode(texts))
     except TurnsError as error:
-        raise RequestError(f"{key}: {place_of(found.source, owners[error.index])}: {error}") from None
+        raise RequestError(f"{place(owners[error.index])}: {error}") from None
     for own in roles.values():
         found.add(list(islice(encoded, len(own))), own)
 
@@ -209,11 +288,6 @@ def _nothing_left(found: TokenRows) -> str:
             return f"none of {found.rows:,} rows has a target {cut}"
         reasons.append(f"{found.without_target:,}: no target {cut}")
     return f"none of {found.rows:,} rows has anything to train on ({'; '.join(reasons)})"
-
-
-def _header(length: int, role: int) -> bytes:
-    """What tells where a document ends, and what it is."""
-    return length.to_bytes(8, "little") + (role.to_bytes(1, "little") if role else b"")
 
 
 def _encoder_notes(encoder: ChatEncoder) -> list[str]:

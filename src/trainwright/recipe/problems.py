@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -32,6 +32,7 @@ _EXPECTED = {
     "model_attributes_type": "a mapping",
     "tuple_type": "a list",
     "too_long": "a list of {max_length}",
+    "too_short": "a list of at least {min_length}",
     "greater_than": "a number above {gt}",
     "greater_than_equal": "a number of at least {ge}",
     "less_than": "a number below {lt}",
@@ -78,11 +79,17 @@ def field_path(loc: tuple[int | str, ...]) -> KeyPath:
     """The path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
     path: KeyPath = ()
     model: type[BaseModel] | None = Recipe
+    items: type[BaseModel] | None = None  # of the list that may be at `path`
     for part in loc:
+        if items is not None and not isinstance(part, int):
+            continue
         if model is None and not isinstance(part, int):
             break
         path = (*path, part)
-        model = _section(model, part)
+        if isinstance(part, int):
+            model, items = items, None
+        else:
+            model, items = _section(model, part), _items(model, part)
     return path
 
 
@@ -168,9 +175,7 @@ def _nearest(path: KeyPath) -> KeyPath | None:
 
 
 def _keys(path: KeyPath) -> list[str]:
-    section: type[BaseModel] | None = Recipe
-    for part in path:
-        section = _section(section, part)
+    section = _section_at(path)
     keys = list(section.model_fields) if section is not None else []
     return keys if path else [*keys, "include"]
 
@@ -182,10 +187,29 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
+def _section_at(path: KeyPath) -> type[BaseModel] | None:
+    section: type[BaseModel] | None = Recipe
+    items: type[BaseModel] | None = None
+    for part in path:
+        section, items = (items, None) if isinstance(part, int) else (_section(section, part), _items(section, part))
+    return section
+
+
+def _items(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
+    """The section that each item of the list at ``key`` is, or None where there is no list of sections."""
+    field = model.model_fields.get(key) if model is not None else None
+    return _listed(field.annotation) if field is not None else None
+
+
+def _listed(kind: Any) -> type[BaseModel] | None:
+    inside = get_args(kind)
+    if get_origin(kind) is list:
+        return inside[0] if isinstance(inside[0], type) and issubclass(inside[0], BaseModel) else None
+    return next((found for part in inside if (found := _listed(part)) is not None), None)
+
+
 def _description(path: KeyPath) -> str:
     *above, key = path
-    section: type[BaseModel] | None = Recipe
-    for part in above:
-        section = _section(section, part)
+    section = _section_at(tuple(above))
     field = section.model_fields.get(str(key)) if section is not None else None
     return (field.description or "") if field is not None else ""

@@ -275,7 +275,9 @@ class EvaluateSection(Section):
     json_schema: Text | None = Field(
         None, description="For the metric json_schema: a file with the JSON Schema that answers should follow."
     )
-    generation_limit: Count = Field(64, description="How many validation rows are answered for metrics, drawn from all.")
+    generation_limit: Count = Field(
+        64, description="How many validation rows are answered for metrics, drawn from all."
+    )
     max_new_tokens: Count = Field(64, description="Longest answer to a prompt or a validation row, in tokens.")
 
 

@@ -1,0 +1,60 @@
+"""Several sources in one stream, each with a share of the examples of every epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Part:
+    """``examples`` of a dataset that are one source's, of which an epoch sees ``drawn``."""
+
+    examples: int
+    drawn: int
+
+
+def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[Part, ...]:
+    """An epoch of as many examples as the sources have together, divided by their weights (largest remainders)."""
+    return tuple(map(Part, sizes, shares(sum(sizes), weights)))
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """``total`` divided in proportion to ``weights``, by largest remainders, of equal ones the earlier."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    whole = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: (whole[i] - exact[i], i))
+    for i in order[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def drawn(parts: Sequence[Part], epoch: int, key: str) -> npt.NDArray[np.int64]:
+    """The examples of one epoch, not yet in its order: a pure function of the arguments.
+
+    Each source is gone through in rounds of an order of their own, and an epoch goes on where the one before stopped,
+    so no example is seen twice more often than another of its source.
+    """
+    found: list[npt.NDArray[np.int64]] = []
+    begin = 0
+    for place, part in enumerate(parts):
+        first, last = epoch * part.drawn, (epoch + 1) * part.drawn
+        for turn in range(first // part.examples, -(-last // part.examples)):
+            order = permuted(part.examples, f"{key}/{place}/{turn}")
+            at = turn * part.examples
+            found.append(begin + order[max(0, first - at) : last - at])
+        begin += part.examples
+    return np.concatenate(found)
+
+
+def permuted(size: int, key: str) -> npt.NDArray[np.int64]:
+    """0 to size - 1 in an order that depends on ``key`` alone."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    order: npt.NDArray[np.int64] = np.random.Generator(np.random.PCG64(seed)).permutation(
+        np.arange(size, dtype=np.int64)
+    )
+    return order

@@ -1,0 +1,115 @@
+"""The section ``data`` of a recipe: what a model is trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from trainwright.recipe.fields import Count, Positive, Section, Text, ValidationRows, whole
+
+DataFormat = Literal[
+    "auto",
+    "messages",
+    "conversations",
+    "prompt_completion",
+    "instruction",
+    "question_answer",
+    "text",
+    "documents",
+    "preference",
+    "labelled",
+]
+
+
+class SourceSection(Section):
+    """One source of a mixture."""
+
+    source: Text = Field(description="The rows: a file, a directory, a Hugging Face dataset or what is built in.")
+    weight: Positive = Field(
+        1.0,
+        description="The source's share of the examples of every epoch is its weight over the sum of all weights; its "
+        "rows are repeated, or passed over in some epochs, evenly and in an order of their own.",
+    )
+    format: DataFormat = Field(
+        "auto", description="How a row is laid out. auto: found from the first rows and printed."
+    )
+    limit: Count | None = Field(None, description="Use only the first this many rows.")
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list) else "one"
+
+
+Sources = Annotated[
+    Annotated[Text, Tag("one")] | Annotated[Annotated[list[SourceSection], Field(min_length=1)], Tag("several")],
+    Discriminator(_one_or_several),
+]
+
+
+class DataSection(Section):
+    """What the model is trained on. Relative paths start at the directory the command is run in."""
+
+    train: Sources = Field(
+        description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet or text file, a directory of such files, a "
+        "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
+        "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each. "
+        "Documents of text, Markdown, code or Word are read whole. A list of {source, weight, format, limit} is a "
+        "mixture."
+    )
+    validation: ValidationRows = Field(
+        0.05,
+        description="The rows held back to measure on: a fraction of train (of a mixture, of each source), a number of "
+        "its rows (of a mixture, from each by weight), or a source of their own. null: none.",
+    )
+    format: DataFormat = Field(
+        "auto",
+        description="How a row is laid out. auto: found from the first rows and printed. documents: a file is a row.",
+    )
+    max_length: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
+        1024,
+        description="Longest example in tokens, of a pair each side; what is longer is cut, counted and reported, or "
+        "split as long_documents says.",
+    )
+    long_documents: Literal["auto", "cut", "split"] = Field(
+        "auto",
+        description="What becomes of an example of more than max_length tokens. cut: its end is lost. split: it is "
+        "several, each beginning with the last token of the one before, so that every token is learnt once. auto: "
+        "plain text is split, and conversations are cut.",
+    )
+    pack_length: Count | None = Field(
+        None,
+        description="Put several examples into one row of at most this many tokens, none seeing another. "
+        "At least max_length, and twice that for pairs. null: one example a row.",
+    )
+    limit: Count | None = Field(
+        None,
+        description="Use only the first this many rows of train, those held back for validation among them. A "
+        "validation source of its own is read whole.",
+    )
+
+    @property
+    def sources(self) -> tuple[SourceSection, ...]:
+        """What is trained on, one or several."""
+        if isinstance(self.train, str):
+            return (SourceSection(source=self.train, format=self.format, limit=self.limit),)
+        return tuple(self.train)
+
+    @property
+    def source_keys(self) -> tuple[str, ...]:
+        """The recipe keys of ``sources``, for messages."""
+        if isinstance(self.train, str):
+            return ("data.train",)
+        return tuple(f"data.train[{index}]" for index in range(len(self.train)))
+
+    @property
+    def validation_source(self) -> SourceSection | None:
+        """What is validated on where it is a source of its own."""
+        if not isinstance(self.validation, str):
+            return None
+        return SourceSection(source=self.validation, format=self.format)
+
+    @property
+    def name(self) -> str:
+        """What is trained on, for messages."""
+        return " + ".join(source.source for source in self.sources)
