@@ -104,7 +104,8 @@ def check_directory(directory: Path, key: str) -> None:
     """Raise RequestError unless ``directory`` holds a whole model with its weights in safetensors."""
     files = sorted(p.name for p in directory.iterdir())
     if "config.json" not in files:
-        hint = "it holds an adapter, not a model" if "adapter_config.json" in files else _holds(files)
+        hint = "it holds an adapter, not a model; name its base here, and it in model.adapter.start_from"
+        hint = hint if "adapter_config.json" in files else _holds(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
     for shard in _weight_files(directory, files, key):
         _check_safetensors(shard, key)

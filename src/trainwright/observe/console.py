@@ -111,7 +111,10 @@ class ConsoleObserver:
         if event["status"] == "finished" and event.get("path"):
             model = event["path"]
             rows.append(("model", f"{model}/"))
-            rows.append(("use it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
+            if (Path(model) / "adapter_config.json").is_file():
+                rows.append(("use it", f'PeftModel.from_pretrained(base, "{model}")'))
+            else:
+                rows.append(("use it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {self._run / 'tensorboard'}"))
         return rows

@@ -1,0 +1,259 @@
+"""A run with an adapter is the same on any number of processes, goes on where it ended, and leaves what PEFT loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
+from tests.support.training import Case, Trained, train
+from trainwright.engine.checkpoint import CheckpointError, Checkpoints
+from trainwright.engine.read_back import check_checkpoint
+from trainwright.machine.detect import detect
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.load import load_config
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+from trainwright.planning.resolve import resolve
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import ModelSection
+from trainwright.tasks.registry import build_task
+
+FEW = (
+    "model.dropout=0",
+    "optimizer.learning_rate=3e-3",
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "train.max_steps=8",
+    "train.micro_batch_size=2",
+    "data.validation=8",
+)
+GPT2 = ("model.config=null", "model.config={model_type: gpt2, n_embd: 64, n_layer: 2, n_head: 4, n_positions: 512}")
+ADAPTERS: dict[str, tuple[str, ...]] = {
+    "lora": ("model.adapter={type: lora, rank: 4}",),
+    "rslora": ("model.adapter={type: rslora, rank: 4}",),
+    "dora": ("model.adapter={type: dora, rank: 4}",),
+    "nf4": ("model.adapter={type: qlora, rank: 4}",),
+    "int8": ("model.adapter={type: qlora, quantisation: int8, rank: 4}",),
+    "dora on nf4": ("model.adapter={type: dora, quantisation: nf4, rank: 4}",),
+    "lora with dropout": ("model.adapter={type: lora, rank: 4, dropout: 0.2}",),
+    "lora and a tied head": ("model.adapter={type: lora, rank: 4, modules_to_save: [lm_head]}",),
+    "lora in bf16": ("model.adapter={type: lora, rank: 4}", "train.mixed_precision=bf16"),
+    "nf4 in bf16": ("model.adapter={type: qlora, rank: 4}", "train.mixed_precision=bf16"),
+    "nf4 recomputed": ("model.adapter={type: qlora, rank: 4}", "train.activation_checkpointing=full"),
+    "lora on gpt2": (*GPT2, "model.adapter={type: lora, rank: 4}"),
+    "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
+}
+# DeepSpeed takes numbers alone.
+UNQUANTISED = tuple(name for name in ADAPTERS if not {"nf4", "int8"} & set(name.split()))
+
+
+def case(name: str, strategy: str, *more: str) -> Case:
+    return Case((*FEW, *ADAPTERS[name], f"parallel.strategy={strategy}", *more))
+
+
+@pytest.fixture(scope="module")
+def alone(runs: Runs) -> dict[str, Trained]:
+    """Every adapter on one process."""
+    return train(runs, {name: case(name, "single") for name in ADAPTERS}, 1)
+
+
+def assert_same(trained: Trained, single: Trained, name: str) -> None:
+    tolerance = 2e-3 if "bf16" in name else 1e-5
+    assert difference(trained.column("loss"), single.column("loss")) < tolerance
+    assert trained.metrics()[-1]["loss"] == pytest.approx(single.metrics()[-1]["loss"], rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_losses_fall(alone: dict[str, Trained], name: str) -> None:
+    losses = alone[name].column("loss")
+    assert losses[-1] < losses[0] - 0.03
+    first, last = alone[name].metrics()[0], alone[name].metrics()[-1]
+    assert last["loss"] < first["loss"] - 0.03
+
+
+@pytest.fixture(scope="module")
+def in_two(runs: Runs) -> dict[tuple[str, str], Trained]:
+    """Every adapter on two processes, whole and in shards."""
+    cases = {(strategy, name): case(name, strategy) for strategy in ("ddp", "fsdp") for name in ADAPTERS}
+    return train(runs, cases, 2)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_as_one_does(
+    alone: dict[str, Trained], in_two: dict[tuple[str, str], Trained], strategy: str, name: str
+) -> None:
+    assert_same(in_two[strategy, name], alone[name], name)
+
+
+def test_only_what_is_trained_is_kept_in_checkpoints(
+    alone: dict[str, Trained], in_two: dict[tuple[str, str], Trained]
+) -> None:
+    layer = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 2 * (64 + 128) + (128 + 64))
+    # The weight, the two moments of AdamW, and the number of its steps for each matrix.
+    expected = 2 * layer * 12 + 2 * 14 * 4
+    for name in ("lora", "nf4", "int8"):
+        assert alone[name].bytes == [expected]
+        assert sum(in_two["fsdp", name].bytes) == pytest.approx(expected, rel=0.01)
+        assert max(in_two["fsdp", name].bytes) < 0.51 * expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained], runs: Runs, strategy: str) -> None:
+    trained = train(runs, {name: case(name, strategy) for name in UNQUANTISED}, 2)
+    for name in UNQUANTISED:
+        assert_same(trained[name], alone[name], name)
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("nf4", "single"), ("dora", "ddp"), ("nf4", "fsdp"), ("lora", "fsdp")])
+def test_a_run_goes_on_bit_for_bit(
+    alone: dict[str, Trained],
+    in_two: dict[tuple[str, str], Trained],
+    runs: Runs,
+    name: str,
+    strategy: str,
+) -> None:
+    whole = alone[name] if strategy == "single" else in_two[strategy, name]
+    directory = runs.new_directory("checkpoints")
+    begun = replace(case(name, strategy), checkpoints=str(directory))
+    processes = 1 if strategy == "single" else 2
+    first = train(runs, {0: replace(begun, until=5)}, processes)[0]
+    copy = Path(shutil.copytree(directory, runs.new_directory("checkpoints")))
+    second = train(runs, {0: begun}, processes)[0]
+    assert first.column("loss") + second.column("loss") == whole.column("loss")
+    assert second.metrics() == whole.metrics()[-len(second.metrics()) :]
+    # And on other processes, spread in another way, to rounding.
+    other = {"single": ("fsdp", 2), "ddp": ("fsdp", 2), "fsdp": ("single", 1)}[strategy]
+    elsewhere = train(runs, {0: replace(case(name, other[0]), checkpoints=str(copy))}, other[1])[0]
+    assert difference(elsewhere.column("loss"), whole.column("loss")[5:]) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `tiny` as plain transformers writes it."""
+    directory = tmp_path_factory.mktemp("base")
+    config = load_recipe(TINY).model.config
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(load_config(ModelSection(config=config, tokenizer="bytes"))).save_pretrained(
+        directory
+    )
+    bytes_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def on(base: Path, *more: str) -> tuple[str, ...]:
+    fresh = ("model.config=null", "model.tokenizer=null", f"model.name={base}")
+    return (ON_ROWS, *FEW, *fresh, "parallel.num_processes=2", *more)
+
+
+def test_a_run_leaves_an_adapter_and_says_how_much_is_trained(runs: Runs, base: Path) -> None:
+    run = runs.trained(*on(base, "model.adapter=qlora", "parallel.strategy=fsdp"))
+    start = events(run, "start")[0]
+    model = AutoModelForCausalLM.from_pretrained(base)
+    added = sum(t.numel() for t in load_file(run / "final" / "adapter_model.safetensors").values())
+    assert start["trainable_parameters"] == added
+    assert start["parameters"] == model.num_parameters() + added
+    assert events(run, "finish")[-1]["status"] == "finished"
+    adapted = PeftModel.from_pretrained(model, run / "final")
+    assert sum(p.numel() for n, p in adapted.named_parameters() if ".lora_" in n) == added
+    assert {p.name for p in (run / "final").iterdir()} >= {"adapter_config.json", "base_model.json", "tokenizer.json"}
+
+
+def test_a_run_goes_on_from_the_adapter_of_another(runs: Runs, base: Path) -> None:
+    first = runs.trained(*on(base, "model.adapter={type: lora, rank: 4}"))
+    start = ("model.adapter={type: lora}", f"model.adapter.start_from={first}")
+    for stack in ("false", "true"):
+        second = runs.trained(*on(base, *start, f"model.adapter.stack={stack}"))
+        ended = events(first, "evaluate")[-1]["metrics"]["loss"]
+        begun, last = (events(second, "evaluate")[i]["metrics"]["loss"] for i in (0, -1))
+        assert begun == pytest.approx(ended, rel=1e-5)
+        assert last < begun - 0.01
+        rank = 4 if stack == "false" else 20
+        assert json.loads((second / "final" / "adapter_config.json").read_text())["r"] == rank
+
+
+def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(base, tmp_path / "mine"))
+    run = runs.trained(*on(mine, "model.adapter=lora", "train.max_steps=4"))
+    weights = load_file(mine / "model.safetensors")
+    weights["model.norm.weight"] += 0.1
+    save_file(weights, mine / "model.safetensors", {"format": "pt"})
+    ended = runs.resume(run, "train.max_steps=8").wait()
+    assert ended.code == 2, ended.stderr
+    assert "the frozen weights are not those of" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.adapter.targets=[q_proj, queries]",),
+            "queries matches no linear module of LlamaForCausalLM; there are ",
+        ),
+        (("model.adapter.start_from=nowhere",), "nowhere has no adapter_config.json (no such directory)"),
+        (("model.adapter.stack=true",), "there is no adapter to stack on"),
+        (
+            ("parallel.strategy=zero2", "model.adapter.quantisation=nf4"),
+            "nf4 weights are not; set parallel.strategy to",
+        ),
+        (("model.adapter.type=none", "model.adapter.rank=3"), "has no effect without an adapter"),
+        (("model.adapter.type=none", "model.adapter.quantisation=int8"), "without an adapter nothing would be trained"),
+        (("model.adapter.double_quantisation=false",), "has no effect with quantisation none; it belongs to nf4"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    runs: Runs, base: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    started = runs.train(*on(base, "model.adapter=lora", *overrides))
+    ended = started.wait()
+    assert ended.code == 2, ended.stdout + ended.stderr
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert started.run is not None and not started.run.exists()
+
+
+@pytest.mark.parametrize("change", ["value", "zero", "shard"])
+def test_a_checkpoint_that_is_not_the_adapter_is_not_kept(runs: Runs, tmp_path: Path, change: str) -> None:
+    recipe = load_recipe(TINY, [ON_ROWS, *FEW, "model.adapter=lora", "parallel.num_processes=1"])
+    task = build_task(resolve(recipe, detect()).recipe, runs.directory / "cache")
+    alone = World(0, 1, 0, 1, torch.device("cpu"))
+    trained = {f"model.{name}": p.detach() for name, p in task.module.named_parameters() if p.requires_grad}
+    if change != "zero":
+        for name, tensor in trained.items():
+            tensor.add_(0.01) if ".lora_B." in name else None
+    shards = {name: Shard.whole(tensor) for name, tensor in trained.items()}
+    saved = Checkpoints(tmp_path, keep_last=1, keep_best=False).save(alone, 1, shards, {}, "")
+    if change == "value":
+        next(iter(trained.values()))[0, 0] += 1
+    if change == "shard":
+        lost = next(iter(shards))
+        shards[f"{lost}.other"] = shards.pop(lost)
+    with pytest.raises(CheckpointError, match="is not read as it should be"):
+        check_checkpoint(task, alone, saved.path, shards)
+    assert not saved.path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_a_real_model_learns_from_its_recipe(runs: Runs, name: str) -> None:
+    recipe = ROOT / "recipes" / "sft" / f"{name}.yaml"
+    few = ("train.max_steps=6", "train.global_batch_size=4", "data.limit=300", "evaluate.prompts=[Hi]")
+    run = runs.trained(*few, "parallel.num_processes=1", recipe=recipe)
+    first, last = (events(run, "evaluate")[i]["metrics"]["loss"] for i in (0, -1))
+    assert last < first - 0.02
+    assert column(run, "loss")[0] < 5, "the model knows how to speak"
+    base = json.loads((run / "final" / "base_model.json").read_text())
+    assert base["name"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    start = events(run, "start")[0]
+    assert start["parameters"] - start["trainable_parameters"] == 134_515_008
