@@ -22,6 +22,7 @@ _SLOT_SECONDS = 0.02  # of one case in one round; at least one call
 _LAUNCHES = 400
 _MOST_ROUNDS = 12
 _MOST_CALLS = 200
+_JOINT = 4  # times as long: processes that wait for each other come back in irregular times
 
 
 def measure(device_type: str, seconds: float, output: Path) -> int:
@@ -60,10 +61,11 @@ class _Stopped(Exception):
 def _measured(
     world: World, cases: list[tuple[str, Case]], seconds: float, parts: dict[str, float]
 ) -> list[tuple[Case, float]]:
-    """Each case with its seconds, the mean over the ranks; a machine too slow for all has no held-out ones.
+    """Each case with its seconds, the mean over the ranks.
 
     In rounds over all cases, so that what else the machine does meanwhile does not fall on a few of them; the best
-    round counts, which is the one that was disturbed least. ``parts`` is told the time that each took.
+    round counts, which is the one that was disturbed least. The first one is gone through to its end, in haste where
+    the machine is slow. ``parts`` is told the time that each took.
     """
     best = [math.inf] * len(cases)
     end = time.perf_counter() + seconds
@@ -76,23 +78,22 @@ def _measured(
                 raise _Stopped
             if late and number:
                 break
-            if not (late and case.held_out):
-                best[index] = min(best[index], _seconds(world, case))
+            best[index] = min(best[index], _seconds(world, case, 0.0 if late else _SLOT_SECONDS))
             parts[part] += time.perf_counter() - begun
     ranks = world.gather_floats(best)
     means = [statistics.mean(row[i] for row in ranks) for i in range(len(cases))]
-    return [(case, mean) for (_, case), mean in zip(cases, means, strict=True) if math.isfinite(mean)]
+    return [(case, mean) for (_, case), mean in zip(cases, means, strict=True)]
 
 
-def _seconds(world: World, case: Case) -> float:
-    """Seconds of one call, after one that is not counted."""
+def _seconds(world: World, case: Case, slot: float) -> float:
+    """Seconds of one call, over ``slot`` seconds of calls after one that is not counted."""
     run = case.build()
     run()
     on_gpu = world.device.type == "cuda"
     once = _on_gpu(run, 1) if on_gpu else _in_turn(run, 1)
-    count = max(1, min(_MOST_CALLS, int(_SLOT_SECONDS / max(once, 1e-7))))
     if case.joint:
-        count = world.broadcast(count)
+        once, slot = world.broadcast(once), slot * _JOINT
+    count = max(1, min(_MOST_CALLS, int(slot / max(once, 1e-7))))
     return _on_gpu(run, count) if on_gpu else _in_turn(run, count)
 
 

@@ -24,7 +24,7 @@ from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Targe
 _WIDTH: dict[MixedPrecision, int] = {"no": 4, "bf16": 2, "fp16": 2}
 _PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
 # What the matrices of a block do; a family may have several of them in one.
-_TARGETS: dict[str, frozenset[Target]] = {
+ADAPTED: dict[str, frozenset[Target]] = {
     "query": frozenset({"query"}),
     "key": frozenset({"key"}),
     "value": frozenset({"value"}),
@@ -108,16 +108,15 @@ class _Step:
         run, plain = passes(self.shapes, choice.activation_checkpointing), passes(self.shapes)
         forward = [self._work(part, backward=False) for part in run.blocks]
         backward = [self._work(part, backward=True) for part in run.blocks]
-        once = sum((self._work(part, backward=True) for part in plain.blocks), Work())
+        once = [self._work(part, backward=True) for part in plain.blocks]
         ends = self._ends(run)
-        blocks = sum((*forward, *backward), Work())
-        again = blocks - sum(forward, Work()) - once
+        again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), Work())
+        passed = sum((*forward, *once), Work())
         update = self._update()
-        computed = (blocks + ends) * passes_a_step
+        computed = (passed + again + ends) * passes_a_step
         exchange = Exchange(choice, self.rates, self.width, self.per_node, self.speeds.overlap)
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
-        passed = blocks - again
         parts = {
             "matrix products": passes_a_step * passed.products,
             "attention": passes_a_step * passed.attention,
@@ -229,7 +228,7 @@ def adapter_parameters(a: Architecture, kind: BlockKind, adapter: Adapter) -> in
     weights = block_weights(a, kind, 4, True).parameters
     total = 0
     for name, weight in weights.items():
-        if weight.k > 1 and _TARGETS.get(name, frozenset()) & set(adapter.targets):
+        if weight.k > 1 and ADAPTED.get(name, frozenset()) & set(adapter.targets):
             total += adapter.rank * (weight.n + weight.k) + (weight.n if adapter.kind == "dora" else 0)
     return total
 

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainwright.doctor.calibrate import calibrate, process_counts
+from trainwright.doctor.calibrate_fits import curve_of, fit
+from trainwright.doctor.calibrate_table import lines
+from trainwright.machine.calibration import (
+    FORMS,
+    Calibration,
+    Curve,
+    Sample,
+    Setting,
+    as_json,
+    calibration_file,
+    current_calibration,
+    from_json,
+    load_calibration,
+    save_calibration,
+    versions,
+)
+from trainwright.machine.detect import Gpu, Machine, detect
+
+MACHINE = Machine("here", "Some CPU", 8, 2**34, ())
+SHAPES = [(64, 512, 512), (1024, 128, 512), (1024, 576, 1536), (2048, 256, 64), (512, 2048, 2048), (32, 4096, 64)]
+
+
+def calibration(**changed: object) -> Calibration:
+    curve = Curve("amount", (Sample((1.0,), 3.0), Sample((2.0,), 7.0, held_out=True)), (1.0, 2.0))
+    setting = Setting(2, 4, {"collective/all_reduce": curve}, launch=1e-6, overlap=0.5)
+    made = Calibration("a machine", "2026-01-01T00:00:00+00:00", versions(MACHINE), (setting,), {"products": 1.5}, 0.25)
+    return replace(made, **changed)  # type: ignore[arg-type]
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_samples() -> None:
+    wanted = (2e-5, 0.0, 1e-11, 3e-10, 0.0, 4e-10)
+    seconds = [sum(c * t for c, t in zip(wanted, FORMS["product"](*shape), strict=True)) for shape in SHAPES]
+    samples = [Sample(shape, each) for shape, each in zip(SHAPES, seconds, strict=True)]
+    assert fit("product", samples) == pytest.approx(wanted, rel=1e-6, abs=1e-16)
+
+
+def test_a_fit_has_nothing_below_zero() -> None:
+    # Half the bytes in less than half the time: by a line alone the start would be negative.
+    start, each = fit("amount", [Sample((1e6,), 1e-3), Sample((2e6,), 3e-3)])
+    assert start == 0.0 and 1e-9 < each < 1.5e-9
+
+
+def test_what_is_held_out_is_not_fitted_and_tells_the_error() -> None:
+    rows = [{"sizes": (float(n),), "seconds": 1.0 + n, "held_out": False} for n in (1, 2, 4)]
+    curve = curve_of("collective/broadcast", [*rows, {"sizes": (3.0,), "seconds": 8.0, "held_out": True}])
+    assert curve.coefficients == pytest.approx((1.0, 1.0))
+    assert curve.errors == pytest.approx([0.5])
+
+
+def test_a_table_is_met_at_its_samples_and_goes_on_in_proportion() -> None:
+    curve = Curve("table", (Sample((100.0,), 1e-3), Sample((400.0,), 4e-3), Sample((1600.0,), 64e-3)))
+    assert [curve.seconds(size) for size in (100, 400, 1600)] == pytest.approx([1e-3, 4e-3, 64e-3])
+    assert curve.seconds(200) == pytest.approx(2e-3)
+    assert curve.seconds(800) == pytest.approx(16e-3)
+    assert curve.seconds(3200) == pytest.approx(128e-3)
+    assert curve.seconds(10) == pytest.approx(1e-3)  # a kernel has a start
+    assert curve.seconds(0) == 0.0
+
+
+def test_a_calibration_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "some" / "calibration.json"
+    save_calibration(calibration(), file)
+    assert load_calibration(file) == calibration()
+    assert from_json(json.loads(json.dumps(as_json(calibration())))) == calibration()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"form": 0}', '{"form": 99, "settings": []}'])
+def test_a_file_of_another_layout_is_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "calibration.json"
+    assert load_calibration(file) is None
+    file.write_text(text)
+    assert load_calibration(file) is None
+
+
+def test_a_calibration_is_of_one_machine(tmp_path: Path) -> None:
+    gpu = Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30, (9, 0))
+    machines = [
+        MACHINE,
+        replace(MACHINE, cpu_cores=4),
+        replace(MACHINE, cpu_name="Other"),
+        replace(MACHINE, gpus=(gpu,)),
+    ]
+    assert len({calibration_file(machine, tmp_path) for machine in machines}) == len(machines)
+    busy = replace(MACHINE, hostname="there", memory_free_bytes=1, disk_free_bytes=2)
+    assert calibration_file(busy, tmp_path) == calibration_file(MACHINE, tmp_path)
+
+
+def test_a_calibration_is_out_of_date_with_another_torch(tmp_path: Path) -> None:
+    file = calibration_file(MACHINE, tmp_path)
+    save_calibration(calibration(), file)
+    assert current_calibration(MACHINE, tmp_path) == calibration()
+    old = calibration(versions={**versions(MACHINE), "torch": "2.0.1"})
+    save_calibration(old, file)
+    assert current_calibration(MACHINE, tmp_path) is None
+    assert old.outdated(MACHINE) == (f"torch 2.0.1 then, {versions(MACHINE)['torch']} now",)
+
+
+def test_the_nearest_setting_is_that_of_the_nearest_number_of_processes() -> None:
+    settings = tuple(Setting(n, 1, {}) for n in (1, 4, 32))
+    found = calibration(settings=settings)
+    assert [found.nearest(n).processes for n in (1, 2, 3, 8, 16, 64)] == [1, 1, 4, 4, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"),
+    [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (8, (1, 2, 4, 8)), (6, (1, 2, 4, 6)), (64, (1, 4, 16, 64))],
+)
+def test_processes_are_measured_from_one_to_one_a_core(cores: int, counts: tuple[int, ...]) -> None:
+    assert process_counts(replace(MACHINE, cpu_cores=cores)) == counts
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    machine = detect()
+    found = calibrate(machine, seconds=0.0)  # one round over everything, in haste
+    assert found.outdated(machine) == ()
+    assert [setting.processes for setting in found.settings] == list(process_counts(machine))
+    for setting in found.settings:
+        for name, curve in setting.curves.items():
+            assert all(0 < sample.seconds < 10 for sample in curve.samples), name
+            assert curve.errors and all(math.isfinite(error) for error in curve.errors), name
+            assert all(curve.seconds(*sample.sizes) > 0 for sample in curve.samples), name
+        rates = [
+            2 * 1024**3 / setting.curves[f"product/fp32/{way}"].seconds(1024, 1024, 1024)
+            for way in ("forward", "input", "weight")
+        ]
+        assert all(1e8 < rate < 1e15 for rate in rates)
+        assert ("collective/all_reduce" in setting.curves) == (setting.processes > 1)
+        assert 0 <= setting.overlap <= 1 and setting.launch > 0
+    file = calibration_file(machine, tmp_path)
+    save_calibration(found, file)
+    assert current_calibration(machine, tmp_path) == found
+    text = "\n".join(lines(found))
+    assert "matrix products, GFLOP/s" in text and "off by" in text

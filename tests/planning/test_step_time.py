@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainwright.machine.calibration import Calibration, Curve, Setting
+from trainwright.machine.describe import Cluster, parse_machine
+from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.rates import Group, rates_of
+from trainwright.planning.step_time import StepTime, model_operations, step_time
+from trainwright.planning.step_time_batch import typical_batch
+from trainwright.planning.workload import Adapter, Choice, Workload
+
+H100 = parse_machine("8xH100")
+NODES = parse_machine("4x8xH100@8x400Gb")
+
+
+def llama(**changed: Any) -> Architecture:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "tie_word_embeddings": True,
+    }
+    found = from_config({**config, **changed})
+    assert found is not None
+    return found
+
+
+LARGE = llama(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    tie_word_embeddings=False,
+)
+
+
+def workload(architecture: Architecture = LARGE, **changed: Any) -> Workload:
+    made = Workload(architecture, row_tokens=4096, global_batch_rows=64, batch_tokens=64 * 4096)
+    return replace(made, **changed)
+
+
+def choice(strategy: Any = "fsdp", processes: int = 8, **changed: Any) -> Choice:
+    rows = 64 // processes
+    made = Choice(strategy, processes, min(2, rows), max(1, rows // 2), "bf16")
+    return replace(made, **changed)
+
+
+def timed(made: Choice | None = None, work: Workload | None = None, cluster: Cluster = H100) -> StepTime:
+    return step_time(work or workload(), made or choice(), cluster, rates_of(cluster))
+
+
+# Worked by hand: queries and output 64 x 64, keys and values 64 x 32, and three matrices of 64 x 176.
+BLOCK = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176
+
+
+def test_operations_are_six_of_each_parameter_and_token_and_attention() -> None:
+    tokens, targets, length = 4 * 32, 96, 32
+    small = workload(llama(), row_tokens=32, global_batch_rows=4, batch_tokens=tokens, target_fraction=targets / tokens)
+    products = 6 * tokens * 2 * BLOCK + 6 * targets * 256 * 64
+    pairs = 4 * (length * (length + 1) // 2)
+    attention = 12 * 2 * 64 * pairs
+    assert model_operations(small) == products + attention
+
+
+def test_operations_of_documents_in_packs_are_those_inside_documents() -> None:
+    whole = workload(llama(), row_tokens=64, global_batch_rows=1, batch_tokens=64)
+    parts = replace(whole, document_tokens=16)
+    attention = 12 * 2 * 64 * (64 * 65 // 2 - 4 * (16 * 17 // 2))
+    assert model_operations(whole) - model_operations(parts) == attention
+
+
+def test_operations_of_an_adapter_leave_out_the_gradients_of_what_is_frozen() -> None:
+    full = workload(llama(), row_tokens=32, global_batch_rows=1, batch_tokens=32)
+    lora = replace(full, adapter=Adapter("lora", 4, ("query", "down")))
+    frozen = 2 * 32 * (2 * BLOCK + 256 * 64)
+    added = 6 * 32 * 2 * 4 * ((64 + 64) + (64 + 176))
+    assert model_operations(full) - model_operations(lora) == frozen - added
+
+
+def test_operations_of_a_window_end_with_it() -> None:
+    a = llama(model_type="mistral", sliding_window=8)
+    work = workload(a, row_tokens=32, global_batch_rows=1, batch_tokens=32)
+    seen = sum(min(position, 8) for position in range(1, 33))
+    assert model_operations(work) == 6 * 32 * (2 * BLOCK + 256 * 64) + 12 * 2 * 64 * seen
+
+
+def test_operations_of_experts_are_those_that_a_token_goes_to() -> None:
+    sparse = llama(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    work = workload(sparse, row_tokens=32, global_batch_rows=1, batch_tokens=32)
+    block = BLOCK - 3 * 64 * 176 + 2 * 3 * 64 * 176 + 8 * 64
+    assert model_operations(work) == 6 * 32 * (2 * block + 256 * 64) + 12 * 2 * 64 * (32 * 33 // 2)
+
+
+def test_parts_add_up_and_rates_follow() -> None:
+    time = timed()
+    assert time.seconds == pytest.approx(sum(time.parts.values()))
+    assert all(seconds >= 0 for seconds in time.parts.values())
+    assert time.tokens_per_second == pytest.approx(64 * 4096 / time.seconds)
+    assert time.mfu == pytest.approx(time.operations / (8 * 989.4e12 * time.seconds))
+    assert time.joules == pytest.approx(8 * 700 * time.seconds)
+    assert time.as_json()["parts"] == time.parts
+
+
+def test_one_process_exchanges_nothing() -> None:
+    assert timed(choice("single", 1), cluster=parse_machine("H100")).parts["communication"] == 0.0
+
+
+def test_more_of_a_machine_is_not_slower() -> None:
+    base = timed()
+    for changed in (
+        replace(H100, card=replace(H100.card, memory_bandwidth=2 * H100.card.memory_bandwidth)),
+        replace(H100, card=replace(H100.card, watts=1000)),
+        replace(H100, link=replace(H100.link, bandwidth=2 * H100.link.bandwidth)),
+    ):
+        assert timed(cluster=changed).seconds < base.seconds
+
+
+def test_a_slower_network_is_slower_and_replicas_inside_nodes_need_less_of_it() -> None:
+    slow = parse_machine("4x8xH100@100Gb")
+    spread, kept_inside = (choice("fsdp", 32, gradient_accumulation_steps=4, replicate_size=n) for n in (1, 4))
+    waits = [timed(made, cluster=c).parts["communication"] for c in (NODES, slow) for made in (spread, kept_inside)]
+    assert waits[2] > 2 * waits[0]
+    assert waits[3] < waits[2] / 2
+
+
+def test_recomputation_costs_by_how_much_is_recomputed() -> None:
+    options: list[Any] = ["none", "selective", 4, 2, "full"]
+    times = {option: timed(choice(activation_checkpointing=option)) for option in options}
+    again = [times[option].parts["recomputation"] for option in options]
+    assert again[0] == 0.0
+    assert again[3] == pytest.approx(again[4] / 2) and again[2] == pytest.approx(again[4] / 4)
+    assert 0 < again[1] < again[4] / 2
+    # All of a block's forward pass once more.
+    products = times["none"].parts["matrix products"] / 3
+    assert again[4] > products
+
+
+def test_smaller_micro_batches_are_not_faster() -> None:
+    halves = timed(choice(micro_batch_size=1, gradient_accumulation_steps=8))
+    whole = timed(choice(micro_batch_size=8, gradient_accumulation_steps=1))
+    assert halves.seconds > whole.seconds
+
+
+def test_weights_that_stay_gathered_save_gathering() -> None:
+    freed, kept = timed(choice()), timed(choice(reshard_after_forward=False))
+    assert kept.parts["communication"] < freed.parts["communication"]
+
+
+def test_compiling_saves_memory_traffic_alone() -> None:
+    eager, compiled = timed(), timed(choice(compile=True))
+    assert compiled.parts["matrix products"] == eager.parts["matrix products"]
+    assert compiled.parts["memory-bound operations"] < 0.8 * eager.parts["memory-bound operations"]
+
+
+def test_a_small_model_on_a_gpu_waits_for_python() -> None:
+    small = workload(llama(), row_tokens=64, global_batch_rows=8, batch_tokens=512)
+    time = timed(choice("ddp", 8, micro_batch_size=1, gradient_accumulation_steps=1), small)
+    assert time.parts["launches"] > time.seconds / 2
+    assert timed().parts["launches"] == 0.0
+
+
+def test_offloading_costs_time() -> None:
+    for strategy, offload in (
+        ("fsdp", {"offload_parameters": True}),
+        ("zero2", {"offload_optimizer": True}),
+        ("zero3", {"offload_parameters": True, "offload_optimizer": True}),
+        ("fsdp", {"activation_offload": True}),
+    ):
+        without, with_it = timed(choice(strategy)), timed(choice(strategy, **offload))
+        assert with_it.parts["offload"] > 0 == without.parts["offload"]
+        assert with_it.seconds > without.seconds
+
+
+def test_a_frozen_model_is_faster_to_train() -> None:
+    lora = timed(work=workload(adapter=Adapter("lora", 16)))
+    assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.75
+    assert lora.parts["optimizer"] < timed().parts["optimizer"] / 5
+
+
+def test_the_busiest_process_decides() -> None:
+    # Three packs for two processes: one has two of them.
+    work = Workload(llama(), row_tokens=1000, global_batch_rows=3, batch_tokens=2500)
+    assert typical_batch(work, choice("ddp", 2, micro_batch_size=1, gradient_accumulation_steps=2)).tokens == 1000
+    alone = typical_batch(work, choice("single", 1, micro_batch_size=3, gradient_accumulation_steps=1))
+    assert alone.tokens == 2500
+
+
+def test_padded_rows_are_as_long_as_the_longest_beside_them() -> None:
+    work = Workload(llama(), 100, 16, packed=False, document_tokens=60, longest_document=100, batch_tokens=16 * 60)
+    lengths = [
+        typical_batch(work, choice("single", 1, micro_batch_size=rows, gradient_accumulation_steps=16 // rows)).length
+        for rows in (1, 4, 16)
+    ]
+    assert lengths[0] == 60 and lengths[2] == 100 and 60 < lengths[1] < 100
+
+
+def test_collectives_are_those_of_a_ring() -> None:
+    rates, size = rates_of(H100), 1e9
+    sent = 0.8 * 450e9
+    gather = 25e-6 + 7 * 3.4e-6 + 7 / 8 * size / sent
+    assert rates.collective("all_gather", size, Group(1, 8)) == pytest.approx(gather)
+    assert rates.collective("reduce_scatter", size, Group(1, 8)) == pytest.approx(gather)
+    assert rates.collective("all_reduce", size, Group(1, 8)) == pytest.approx(
+        25e-6 + 14 * 3.4e-6 + 14 / 8 * size / sent
+    )
+    assert rates.collective("all_gather", size, Group(1, 1)) == 0.0
+    assert rates.collective("all_gather", 0, Group(1, 8)) == 0.0
+
+
+def test_between_nodes_the_slower_of_link_and_network_decides() -> None:
+    size, rates = 1e9, rates_of(NODES)
+    across = 3 / 4 * size / (0.75 * 50e9 * 8)
+    inside = 31 / 32 * size / (0.8 * 450e9)
+    latency = 25e-6 + 3 * 14e-6 + 28 * 3.4e-6
+    assert rates.collective("all_gather", size, Group(4, 8)) == pytest.approx(latency + max(across, inside))
+    slow = rates_of(parse_machine("4x8xH100@400Gb"))
+    assert slow.collective("all_gather", size, Group(4, 8)) == pytest.approx(latency + 8 * across)
+    # One device of each node has its own adapter and no more.
+    alone = rates.collective("all_reduce", size, Group(4, 1))
+    assert alone == pytest.approx(25e-6 + 4 * 14e-6 + 2 * 3 / 4 * size / (0.75 * 50e9))
+
+
+def test_a_measured_collective_is_taken_to_other_numbers_of_ranks_by_its_ring() -> None:
+    measured = Setting(8, None, {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))})
+    rates = rates_of(H100, Calibration("", "", {}, (measured,), {}))
+    assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(140e-6 + 1.4e-3)
+    # 2 steps in place of 14, and each link carries 1 in place of 7/4 of the bytes.
+    assert rates.collective("all_reduce", 1e6, Group(1, 2)) == pytest.approx(20e-6 + 0.8e-3)
+
+
+def test_power_bounds_what_a_card_sustains() -> None:
+    weaker = replace(H100, card=replace(H100.card, watts=350))
+    slower = timed(cluster=weaker).parts["matrix products"] / timed().parts["matrix products"]
+    assert 1.3 < slower < 2.0
