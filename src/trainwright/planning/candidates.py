@@ -92,11 +92,16 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
 
 def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout]:
     """The simpler ones first: where two are as fast, the first is taken."""
-    for layout in _all_layouts(processes, cluster, wishes.fixed.get("strategy")):
-        if wishes.allows("strategy", layout.strategy) and all(
-            wishes.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS
-        ):
-            yield layout
+    asked = wishes.fixed.get("strategy")
+    found = [
+        layout
+        for layout in _all_layouts(processes, cluster, asked)
+        if wishes.allows("strategy", layout.strategy)
+        and all(wishes.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS)
+    ]
+    if not found and asked is not None and wishes.fixed.get("replicate_size", 1) == 1:  # not worth choosing, but meant
+        found.append(Layout(asked, **{key: wishes.fixed[key] for key in _LAYOUT_KEYS if key in wishes.fixed}))
+    yield from found
     if "replicate_size" in wishes.fixed and wishes.fixed["replicate_size"] > 1:
         yield from _with_replicas(processes, wishes)
 

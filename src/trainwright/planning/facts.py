@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,7 @@ from trainwright.data.lengths import Lengths, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
 
@@ -61,9 +63,12 @@ def facts_of(recipe: Recipe) -> Facts:
     lengths = _lengths(recipe, assumptions)
     data, train = recipe.data, recipe.train
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
+    architecture = architecture_of(recipe.model)
+    if architecture.family not in FAMILIES:
+        assumptions.append(f"{architecture.family} is not known here, and planned as a llama of its sizes")
     return Facts(
         Workload(
-            architecture=architecture_of(recipe.model),
+            architecture=architecture,
             row_tokens=fullest,
             global_batch_rows=rows,
             packed=data.pack_length is not None,
@@ -142,11 +147,12 @@ def architecture_of_file(file: Path) -> Architecture:
 
 
 def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
+    """Of a family that is not known here, what its sizes would be in a llama; its name stays its own."""
     found = from_config(config, origin)
     if found is None:
-        from trainwright.planning.tracing import traced_architecture
-
-        found = traced_architecture(config, origin)
+        found = from_config({**config, "model_type": "llama"}, origin)
+        assert found is not None
+        return replace(found, family=str(config["model_type"]))
     return found
 
 

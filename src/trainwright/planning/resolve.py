@@ -13,6 +13,7 @@ from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, installed, make_plan, wishes_of
+from trainwright.recipe.checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.schema import Recipe
 
@@ -38,6 +39,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         MachineError: a precision the device cannot compute in.
     """
     remarks: list[str] = []
+    recipe = _with_implied_strategy(recipe, remarks)
     _check_offload(recipe, machine)
     _check_processes(recipe, machine, nodes, remarks, check_gpus)
     _check_precision(recipe, machine, remarks)
@@ -50,6 +52,15 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     for section, chosen in plan.values().items():
         values[section].update(chosen)
     return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
+
+
+def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
+    """A key that only one strategy reads asks for that strategy."""
+    if (implied := implied_strategy(recipe.parallel)) is None:
+        return recipe
+    name, key = implied
+    remarks.append(f"parallel.strategy {name}: {key} belongs to it")
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
 
 
 def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 from trainwright.planning.architecture import Architecture
@@ -32,16 +32,16 @@ class Moment:
     live: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pass:
-    """A part of a model run forwards and backwards. Bytes are those of activations: no parameters, none of their gradients.
+    """A part of a model, run forwards and backwards. Bytes are of activations, not of parameters and their gradients.
 
     ``forward_peak``: most bytes during the forward pass, the part's input counted in. ``kept``: bytes that wait for
     the backward pass, without the output. ``keeps_input``: whether the input is among them. ``output``: its bytes.
     ``moments``: of the gradients, in the order in which they come. ``backward_peak``: most bytes in the backward
     pass, what was kept and the incoming gradient counted in. ``evaluation_peak``: most bytes without gradients.
-    ``held``: bytes that stay until the end of the model's forward pass, and no longer; ``holds_output``: the output
-    is among what does, if nothing keeps it longer.
+    ``gradients``: how many numbers those of the parameters are. ``held``: bytes that stay until the end of the
+    model's forward pass, and no longer; ``holds_output``: the output is among what does, if nothing keeps it longer.
     ``forward``, ``backward``: the kernels, recomputation counted in the latter.
     """
 
@@ -56,6 +56,10 @@ class Pass:
     holds_output: bool
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+
+    @cached_property
+    def gradients(self) -> int:
+        return sum(moment.numel for moment in self.moments)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""How much memory a choice needs on the fullest device, by what holds it and by phase. Imports no torch.
+
+The live bytes of tensors follow from the operations of the model and from what the strategies do, moment by moment;
+what the process, the driver and the libraries take beside them are lines of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainwright.machine.describe import Cluster
+from trainwright.planning import memory_fsdp, memory_replicated, memory_zero
+from trainwright.planning.memory_adapters import adapted_passes, adapter_base, saved_by_quantising
+from trainwright.planning.memory_inventory import Inventory, inventory
+from trainwright.planning.memory_overhead import divided, loading, overhead
+from trainwright.planning.memory_walk import Flow, Held, Peak, Walk
+from trainwright.planning.operations import Device, MicroBatch, Setting, passes
+from trainwright.planning.workload import Choice, Workload
+
+_WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
+# parallel/norms.py: squared at a time on a CPU.
+_NORM_BYTES = 4 * 2**18
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process; of the one that needs most.
+
+    ``parts``: live tensors at the fullest moment of the run, by what holds them. ``phases``: most live tensors of each
+    phase: load, forward, backward, optimizer, evaluation, checkpoint. ``overhead``: what is no tensor of the run.
+    ``host``: in the host's memory, for a process that computes on a GPU.
+    """
+
+    parts: Mapping[str, int]
+    phases: Mapping[str, int]
+    overhead: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def tensors(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def total(self) -> int:
+        return self.tensors + sum(self.overhead.values())
+
+
+def micro_batch(workload: Workload, choice: Choice) -> MicroBatch:
+    """The largest micro-batch of a process."""
+    rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
+    mean = max(1, round(workload.document))
+    if not workload.packed:
+        # Neighbours in length share a micro-batch: the fullest one has the longest rows, if there are others.
+        share = min(1.0, rows / max(1.0, workload.global_batch_rows))
+        filled = round(rows * (longest - share * (longest - mean)))
+        masked = rows > 1 and mean < longest
+        targets = _targets(workload, filled, rows)
+        return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
+    tokens = rows * row
+    longest = min(longest, tokens)
+    others, rest = divmod(tokens - longest, mean)
+    documents = [(mean, others), (longest, 1), (rest, 1)]
+    kept = tuple((length, count) for length, count in documents if length and count)
+    return MicroBatch(1, tokens, kept, _targets(workload, tokens, sum(n for _, n in kept)), packed=True, masked=False)
+
+
+def _targets(workload: Workload, tokens: int, documents: int) -> int:
+    """A document's first token is not predicted."""
+    return max(0, min(tokens - documents, round(tokens * workload.target_fraction)))
+
+
+def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
+    """What ``choice`` needs for ``workload`` on a device of ``cluster``."""
+    setting = _setting(workload, choice, cluster)
+    held = inventory(workload.architecture, setting.width, setting.trainable)
+    parts = passes(setting, choice.activation_checkpointing)
+    if workload.adapter is not None:
+        parts = adapted_passes(setting, choice.activation_checkpointing, workload)
+    walk = Walk(parts, workload.architecture.tied, setting.width)
+    flow = _flow(held, setting, choice)
+    walk.step(flow, choice.gradient_accumulation_steps)
+    if workload.evaluates:
+        walk.evaluate(flow)
+    base, host = divided(choice, cluster, _lasting(held, setting, workload, choice))
+    between = sum(base.values())
+    norm = min(_NORM_BYTES, 4 * held.largest_trained) if cluster.device == "cpu" else 0
+    step = max(_step(held, setting, choice), flow.held.total + norm)
+    phases = {
+        "load": _load(held, choice, cluster, base, host),
+        "forward": between + walk.forward.total,
+        "backward": between + walk.backward.total,
+        "optimizer": between + (0 if host else step),
+        "evaluation": between + walk.evaluation.total,
+        "checkpoint": between,
+    }
+    optimizer = Peak()
+    optimizer.note(Held(gradients=step), 0, 0)
+    fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
+    moment = fullest.parts()
+    held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
+    return Memory(held_then, phases, overhead(choice, cluster, between, max(phases.values())), host)
+
+
+def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choice) -> Mapping[str, int]:
+    """What stays from step to step, by what it is."""
+    base = dict(_base(held, setting.width, choice, workload.optimizer_slots))
+    if workload.adapter is not None:
+        base["parameters"] -= saved_by_quantising(workload, choice, setting.width)
+        for name, count in adapter_base(workload, choice, setting.width).items():
+            base[name] = base.get(name, 0) + count
+    return base
+
+
+def _setting(workload: Workload, choice: Choice, cluster: Cluster) -> Setting:
+    device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
+    width = _WIDTHS[choice.mixed_precision]
+    return Setting(workload.architecture, micro_batch(workload, choice), device, width, workload.adapter is None)
+
+
+def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:
+    width, on_cpu = setting.width, not setting.device.is_gpu
+    if choice.strategy in ("single", "ddp"):
+        return memory_replicated.ReplicatedFlow(held, width, choice.num_processes > 1)
+    if choice.strategy == "fsdp":
+        return memory_fsdp.FsdpFlow(held, width, choice.shards, choice.reshard_after_forward)
+    if choice.strategy == "zero3":
+        return memory_zero.Stage3Flow(held, width, on_cpu)
+    return memory_zero.Stage12Flow(held, int(choice.strategy[-1]), width, choice.shards, on_cpu)
+
+
+def _base(held: Inventory, width: int, choice: Choice, slots: int) -> Mapping[str, int]:
+    if choice.strategy in ("single", "ddp"):
+        return memory_replicated.base(held, width, slots)
+    if choice.strategy == "fsdp":
+        return memory_fsdp.base(held, width, choice.shards, slots)
+    return memory_zero.base(held, int(choice.strategy[-1]), width, choice.shards, slots)
+
+
+def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
+    width = setting.width
+    if choice.strategy in ("single", "ddp"):
+        return memory_replicated.step(held, width, choice.num_processes > 1, choice.gradient_accumulation_steps)
+    if choice.strategy == "fsdp":
+        return 4 * sum(unit.own_trained for unit in memory_fsdp.units(held, choice.shards).values())
+    return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
+
+
+def _load(held: Inventory, choice: Choice, cluster: Cluster, base: Mapping[str, int], host: dict[str, int]) -> int:
+    """On a device while the weights come in; on a GPU machine they come by way of the host's memory."""
+    whole = choice.strategy not in ("fsdp", "zero3")
+    if cluster.device == "cpu":
+        return 4 * held.numel
+    host["weights while loading"] = max(0, loading(choice, held.numel, whole) - sum(host.values()))
+    return base.get("parameters", 0)

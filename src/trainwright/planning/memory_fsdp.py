@@ -1,0 +1,165 @@
+"""What `fsdp` holds (parallel/fsdp.py; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py).
+
+A block is gathered into one buffer and copied out of it into its parameters. Forwards the buffer stays until the next
+block is copied out; backwards the next block's buffer is filled while a block runs, and the buffer that a block's
+gradients are reduced from stays until the next block's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainwright.planning.memory_inventory import OUTSIDE, Inventory
+from trainwright.planning.memory_walk import Flow, Held
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Numbers of a unit, each parameter padded to equal rows on every rank. ``own``: those of the fullest rank."""
+
+    padded: int
+    trained: int
+    own: int
+    own_trained: int
+
+
+@lru_cache(maxsize=128)
+def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
+    """By number; OUTSIDE is the model itself."""
+    sums: dict[int, list[int]] = {}
+    for weight in inventory.weights:
+        unit = sums.setdefault(weight.unit, [0, 0, 0, 0])
+        rows = -(-weight.rows // shards)
+        unit[0] += rows * shards * weight.columns
+        unit[2] += rows * weight.columns
+        if weight.trainable:
+            unit[1] += rows * shards * weight.columns
+            unit[3] += rows * weight.columns
+    return {number: Unit(*values) for number, values in sums.items()}
+
+
+class FsdpFlow(Flow):
+    """``width``: bytes of a number of gathered weights. ``reshard``: they are freed after the forward pass."""
+
+    def __init__(self, inventory: Inventory, width: int, shards: int, reshard: bool) -> None:
+        self._units = units(inventory, shards)
+        self._last_block = max(self._units)
+        self._width = width
+        self._shards = shards
+        self._reshard = reshard
+        self._whole = 0  # bytes of gathered parameters
+        self._buffer = 0  # what a gathering has left, or has filled for the next unit
+        self._gradients = 0  # of whole parameters
+        self._summed = 0  # of shards
+        self._reducing = 0
+        self._first = self._last = True
+
+    @property
+    def held(self) -> Held:  # type: ignore[override]
+        return Held(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
+
+    def begin(self, first: bool, last: bool) -> None:
+        self._first, self._last = first, last
+        if first:
+            self._whole = self._buffer = self._gradients = self._summed = self._reducing = 0
+
+    def forward(self, unit: int) -> Held:
+        if self._reshard or self._first:
+            if self._reshard and unit > 0:
+                self._whole -= self._bytes(unit - 1)
+            return self._copied_out(unit, *self._gathering(unit), keep=True)
+        return self.held
+
+    def head(self) -> Held:
+        if self._reshard and self._last_block != OUTSIDE:
+            self._whole -= self._bytes(self._last_block)
+        return self.held
+
+    def forward_ended(self) -> None:
+        self._buffer = 0
+
+    def backward(self, unit: int) -> Held:
+        if not self._reshard:
+            return self.held
+        if unit == OUTSIDE:
+            return self._prefetch(self._last_block)
+        before = self._buffer
+        self._buffer = 0
+        most = self._copied_out(unit, before, self.held, keep=False)
+        return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        if self._reshard or self._first:
+            self._gradients += self._width * numel
+            return self.held
+        most = Held(self._gradients + self._summed + self._width * numel, self._whole + self._buffer, self._reducing)
+        return most
+
+    def unit_ended(self, unit: int) -> Held:
+        if self._reshard or self._last:
+            return self._reduce(unit)
+        return self._keep(unit)
+
+    def end(self) -> Held:
+        most = self.held
+        self._reducing = 0
+        return most
+
+    def _bytes(self, unit: int) -> int:
+        return self._units[unit].padded * self._width
+
+    def _gathering(self, unit: int) -> tuple[int, Held]:
+        """Bytes of the buffer that ``unit`` is gathered into, and what is held then."""
+        size = self._bytes(unit) if self._shards > 1 else 0
+        cast = self._units[unit].own * self._width if self._width < _FP32 else 0
+        return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + cast, self._reducing)
+
+    def _copied_out(self, unit: int, buffer: int, gathering: Held, keep: bool) -> Held:
+        self._whole += self._bytes(unit)
+        self._buffer = buffer
+        most = max(gathering, self.held, key=lambda held: held.total)
+        if not keep:
+            self._buffer = 0
+        return most
+
+    def _prefetch(self, unit: int) -> Held:
+        if unit == OUTSIDE:
+            return self.held
+        size, most = self._gathering(unit)
+        self._buffer += size
+        return most
+
+    def _reduce(self, unit: int) -> Held:
+        """Sum a unit's gradients over the ranks, each of which keeps its rows."""
+        sizes = self._units[unit]
+        self._whole -= self._bytes(unit)
+        own = _FP32 * sizes.own_trained
+        gradients = self._width * sizes.trained if self._reshard or self._first else _FP32 * sizes.trained
+        self._reducing = _FP32 * sizes.trained
+        most = self.held
+        self._gradients -= min(gradients, self._gradients)
+        reduced = self.held._replace(gradients=self.held.gradients + own)
+        if self._first or not self._reshard:
+            self._summed += own
+        return max(most, reduced, key=lambda held: held.total)
+
+    def _keep(self, unit: int) -> Held:
+        """Have a unit's gradients in fp32 until those of later micro-batches are added."""
+        if not self._first:
+            return self.held
+        sizes = self._units[unit]
+        self._gradients += (_FP32 - self._width) * sizes.trained
+        return self.held
+
+
+def base(inventory: Inventory, width: int, shards: int, slots: int) -> dict[str, int]:
+    """What is held between steps: this rank's rows, which are masters where they are trained."""
+    found = units(inventory, shards).values()
+    own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
+    return {
+        "parameters": _FP32 * trained + width * (own - trained),
+        "optimizer state": _FP32 * slots * trained + _FP32 * inventory.trained_count,
+    }

@@ -1,0 +1,100 @@
+"""What `single` and `ddp` hold (parallel/replicated.py, parallel/gradients.py)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+
+from trainwright.planning.memory_inventory import Inventory
+from trainwright.planning.memory_walk import Flow, Held
+
+_FP32 = 4
+_BUCKET_BYTES = 25 * 2**20
+# Elements converted to fp32 at a time in an optimizer step over low-precision weights.
+_STEP_ELEMENTS = 16 * 2**20
+
+
+class ReplicatedFlow(Flow):
+    """Gradients of a whole model: ``width`` bytes as autograd makes them, fp32 once there is anything to sum."""
+
+    def __init__(self, inventory: Inventory, width: int, exchange: bool) -> None:
+        self._inventory = inventory
+        self._width = width
+        self._ends = _bucket_ends(inventory) if exchange else ()
+        self._own = 0  # bytes in the parameters' own gradients
+        self._sums = 0  # bytes in sums of the micro-batches before, or over the ranks
+        self._arrived = self._started = 0  # numbers whose gradients are there; buckets that are exchanged
+        self._first = self._last = True
+
+    @property
+    def held(self) -> Held:  # type: ignore[override]
+        return Held(self._own + self._sums)
+
+    def begin(self, first: bool, last: bool) -> None:
+        self._first, self._last = first, last
+        self._arrived = self._started = 0
+        if first:
+            self._own = self._sums = 0
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        if self._width < _FP32 or self._first:
+            self._own += self._width * numel
+        self._arrived += numel
+        return self._exchange() if self._last and self._ends else self.held
+
+    def end(self) -> Held:
+        if self._width == _FP32 or (self._first and self._last) or (self._last and self._ends):
+            return self.held
+        trained = _FP32 * self._inventory.trained
+        most = Held(max(trained, self._own + self._sums) + _FP32 * self._inventory.largest_trained)
+        self._own, self._sums = 0, trained
+        return most
+
+    def _exchange(self) -> Held:
+        """Copy the gradients of every bucket that is full into one, and let go of them."""
+        full = bisect_right(self._ends, self._arrived, lo=self._started)
+        if full == self._started:
+            return self.held
+        begin = self._ends[self._started - 1] if self._started else 0
+        numel, first = self._ends[full - 1] - begin, self._ends[self._started] - begin
+        most = Held(self._own + self._sums, buckets=_FP32 * first)
+        self._own -= self._width * numel
+        if self._width == _FP32 or self._first:
+            self._sums += _FP32 * numel
+        self._started = full
+        return most
+
+
+@lru_cache(maxsize=64)
+def _bucket_ends(inventory: Inventory) -> tuple[int, ...]:
+    """Where each bucket ends, in numbers from the last parameter on: about the order in which gradients come."""
+    ends: list[int] = []
+    room = 0
+    for weight in reversed(inventory.weights):
+        if weight.trainable:
+            size = _FP32 * weight.numel
+            if size > room:
+                ends.append(ends[-1] if ends else 0)
+                room = _BUCKET_BYTES
+            ends[-1] += weight.numel
+            room -= size
+    return tuple(ends)
+
+
+def base(inventory: Inventory, width: int, slots: int) -> dict[str, int]:
+    """What is held between steps: the weights, fp32 masters of trained ones, what the optimizer keeps of them."""
+    trained = inventory.trained
+    return {
+        "parameters": inventory.numel * width,
+        "master weights": trained * _FP32 if width < _FP32 else 0,
+        "optimizer state": trained * _FP32 * slots + _FP32 * inventory.trained_count,
+    }
+
+
+def step(inventory: Inventory, width: int, exchange: bool, micro_batches: int) -> int:
+    """Most bytes of gradients in an optimizer step."""
+    total, largest = inventory.trained, inventory.largest_trained
+    if width == _FP32 or exchange or micro_batches > 1:
+        return _FP32 * total
+    part = min(total, _STEP_ELEMENTS)
+    return width * (total - part) + _FP32 * part + width * largest

@@ -1,0 +1,196 @@
+"""The live bytes of an optimizer step, from one moment to the next: forwards over a model's parts, and back.
+
+What is alive is what the parts keep and work in (``operations.Pass``) and what a strategy holds of parameters and
+gradients meanwhile (``Flow``). The walk is over blocks, not over operations: those of equal blocks are looked at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainwright.planning.operations import Pass, Passes
+
+_ENDS = 5
+
+
+class Held(NamedTuple):
+    """Bytes that a strategy holds beside what it holds between steps."""
+
+    gradients: int = 0
+    gathered: int = 0
+    buckets: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.gathered + self.buckets
+
+
+class Flow:
+    """What a strategy holds in the course of a pass. This one holds nothing; strategies say otherwise.
+
+    Units are the blocks by their number, and -1, all that is outside of them. ``held``: now. What a method returns is
+    the most that is held while it runs.
+    """
+
+    held = Held()
+
+    def begin(self, first: bool, last: bool) -> None:
+        """A pass over a micro-batch begins, the first or the last of its step."""
+
+    def forward(self, unit: int) -> Held:
+        """``unit`` is about to run forwards; ``held`` is then what it runs with."""
+        return self.held
+
+    def head(self) -> Held:
+        """The blocks have run, and the loss is about to be computed."""
+        return self.held
+
+    def forward_ended(self) -> None:
+        """The loss is computed."""
+
+    def backward(self, unit: int) -> Held:
+        """``unit`` is about to run backwards."""
+        return self.held
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """The gradient of a parameter is there; without a name, those of all of the unit's."""
+        return self.held
+
+    def unit_ended(self, unit: int) -> Held:
+        """All gradients of ``unit`` are there."""
+        return self.held
+
+    def end(self) -> Held:
+        """The backward pass has ended."""
+        return self.held
+
+
+class Peak:
+    """Most bytes of a phase, and what they were."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._what = (Held(), 0, 0, False)
+
+    def note(self, held: Held, kept: int, work: int, loss: bool = False) -> None:
+        total = held.gradients + held.gathered + held.buckets + kept + work
+        if total > self.total:
+            self.total = total
+            self._what = (held, kept, work, loss)
+
+    def parts(self) -> dict[str, int]:
+        """By what holds them."""
+        held, kept, work, loss = self._what
+        return {
+            "gradients": held.gradients,
+            "gathered parameters": held.gathered,
+            "gradient buckets": held.buckets,
+            "activations kept": kept,
+            "loss working set" if loss else "activations worked on": work,
+        }
+
+
+@dataclass
+class Walk:
+    """Goes over the passes of a step. ``width``: bytes of a number of the gradients that autograd makes."""
+
+    parts: Passes
+    tied: bool
+    width: int
+    forward: Peak = field(default_factory=Peak)
+    backward: Peak = field(default_factory=Peak)
+    evaluation: Peak = field(default_factory=Peak)
+
+    def step(self, flow: Flow, micro_batches: int) -> None:
+        """All passes of a step; those in the middle are alike."""
+        numbers = [0, 1, micro_batches - 1] if micro_batches > 2 else range(micro_batches)
+        for number in numbers:
+            flow.begin(number == 0, number == micro_batches - 1)
+            self._forwards(flow)
+            self._backwards(flow)
+
+    def evaluate(self, flow: Flow) -> None:
+        """A pass without gradients."""
+        embedding, head, peak = self.parts.embedding, self.parts.head, self.evaluation
+        flow.begin(True, False)
+        peak.note(flow.forward(-1), 0, 0)
+        peak.note(flow.held, 0, embedding.evaluation_peak)
+        tables = embedding.kept + embedding.held + (embedding.output if embedding.holds_output else 0)
+        looked_at = set(self._looked_at())
+        for unit, block in enumerate(self.parts.blocks):
+            most = flow.forward(unit)
+            if unit in looked_at:
+                peak.note(most, tables, block.output)
+                peak.note(flow.held, tables, block.evaluation_peak)
+        peak.note(flow.head(), tables, head.evaluation_peak, loss=True)
+        flow.forward_ended()
+
+    def _looked_at(self) -> range | list[int]:
+        """Blocks that are gone through moment by moment. In the middle of many, what is alive grows or shrinks evenly
+        from block to block, so that the most is at one of the ends."""
+        count = len(self.parts.blocks)
+        if count <= 3 * _ENDS:
+            return range(count)
+        return [*range(_ENDS), *range(count - _ENDS, count)]
+
+    def _forwards(self, flow: Flow) -> None:
+        parts, peak = self.parts, self.forward
+        embedding = parts.embedding
+        peak.note(flow.forward(-1), 0, 0)
+        peak.note(flow.held, 0, embedding.forward_peak)
+        kept = embedding.kept
+        held = embedding.held
+        if embedding.holds_output and parts.blocks and not parts.blocks[0].keeps_input:
+            held += embedding.output
+        looked_at = set(self._looked_at())
+        for unit, block in enumerate(parts.blocks):
+            most = flow.forward(unit)
+            if unit in looked_at:
+                # The first block's input is what is held already.
+                work = held - embedding.output if unit == 0 and held >= embedding.output else held
+                peak.note(most, kept, held + block.output)
+                peak.note(flow.held, kept, work + block.forward_peak)
+            kept += block.kept
+        peak.note(flow.head(), kept, parts.head.forward_peak, loss=True)
+        flow.forward_ended()
+
+    def _backwards(self, flow: Flow) -> None:
+        parts, peak = self.parts, self.backward
+        kept = parts.embedding.kept + sum(block.kept for block in parts.blocks)
+        peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
+        waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)
+        looked_at = set(self._looked_at())
+        for unit in range(len(parts.blocks) - 1, -1, -1):
+            block = parts.blocks[unit]
+            kept -= block.kept
+            if unit not in looked_at:
+                flow.backward(unit)
+                flow.arrive(unit, "", block.gradients)
+                flow.unit_ended(unit)
+                continue
+            peak.note(_with(flow.backward(unit), waiting), kept, block.kept + block.output)
+            self._moments(flow, unit, block, kept, waiting)
+            peak.note(_with(flow.unit_ended(unit), waiting), kept, block.output)
+        kept -= parts.embedding.kept
+        self._moments(flow, -1, parts.embedding, kept, waiting)
+        peak.note(flow.unit_ended(-1), 0, 0)
+        peak.note(flow.end(), 0, 0)
+
+    def _moments(self, flow: Flow, unit: int, part: Pass, kept: int, waiting: int, loss: bool = False) -> int:
+        """The gradients of a part as they come. Returns the bytes of what waits to be added to another gradient."""
+        peak = self.backward
+        for moment in part.moments:
+            peak.note(_with(flow.held, waiting), kept, moment.peak, loss)
+            if loss and self.tied and moment.name == "embedding":
+                waiting = moment.numel * self.width
+                continue
+            if unit == -1 and moment.name == "embedding":
+                waiting = 0
+            peak.note(_with(flow.arrive(unit, moment.name, moment.numel), waiting), kept, moment.live, loss)
+        peak.note(_with(flow.held, waiting), kept, part.backward_peak, loss)
+        return waiting
+
+
+def _with(held: Held, waiting: int) -> Held:
+    return held._replace(gradients=held.gradients + waiting) if waiting else held

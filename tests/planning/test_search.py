@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.detect import Machine
+from trainwright.planning.candidates import Wishes, layouts, micro_batches, worlds
+from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.plan import Plan, make_plan, wishes_of
+from trainwright.planning.workload import Adapter, Workload
+from trainwright.recipe.loading import recipe_of
+
+SMALL, LARGE, HUGE = "HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
+
+
+def work(name: str, rows: int = 64, tokens: int = 2048, **more: Any) -> Workload:
+    return Workload(find_model(name).architecture(), row_tokens=tokens, global_batch_rows=rows, **more)
+
+
+def plan(
+    name: str, on: str, rows: int = 64, tokens: int = 2048, fixed: dict[str, Any] | None = None, **more: Any
+) -> Plan:
+    return make_plan(Wishes(fixed or {}), work(name, rows, tokens, **more), parse_machine(on))
+
+
+def two_cores(memory: int = 24 * 2**30) -> Cluster:
+    return cluster_of(Machine("here", "a CPU", 2, memory, (), memory_free_bytes=memory))
+
+
+def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
+    assert plan(SMALL, "8xH100").chosen.choice.strategy == "ddp"
+    assert plan(SMALL, "1xH100").chosen.choice.strategy == "single"
+    large = plan(LARGE, "8xH100")
+    assert large.chosen.choice.strategy in ("fsdp", "zero1", "zero2", "zero3")
+    lost = [one for one in large.found.judged if one.choice.strategy == "ddp" and one.choice.num_processes == 8]
+    assert lost and not any(one.fits for one in lost)
+
+
+@pytest.mark.parametrize("on", ["1xRTX4090", "4xA100-40GB", "8xH100", "4x8xH100"])
+@pytest.mark.parametrize("rows", [1, 7, 64, 100])
+def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: int) -> None:
+    for one in plan(SMALL, on, rows).found.judged:
+        choice = one.choice
+        assert choice.num_processes <= max(1, rows)
+        share = math.ceil(rows / choice.micro_batch_size)
+        assert choice.gradient_accumulation_steps == math.ceil(
+            math.ceil(rows / choice.num_processes) / choice.micro_batch_size
+        )
+        assert choice.gradient_accumulation_steps * choice.num_processes >= share
+
+
+def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
+    made = plan(LARGE, "4xA100-80GB")
+    assert made.fits and made.chosen.time is not None
+    times = [one.time.seconds for one in made.found.judged if one.runs and one.time]
+    assert made.chosen.time.seconds <= 1.02 * min(times)
+    assert made.chosen.needed_bytes <= made.chosen.available_bytes < parse_machine("1xA100-80GB").usable_bytes
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"strategy": "zero3"},
+        {"strategy": "fsdp", "replicate_size": 2},
+        {"strategy": "fsdp", "reshard_after_forward": False},
+        {"micro_batch_size": 2},
+        {"gradient_accumulation_steps": 4},
+        {"activation_checkpointing": "full"},
+        {"mixed_precision": "no"},
+        {"num_processes": 4},
+        {"strategy": "zero2", "offload_optimizer": True},
+    ],
+)
+def test_what_the_user_fixed_is_kept(fixed: dict[str, Any]) -> None:
+    made = plan(SMALL, "8xH100", fixed=fixed)
+    assert made.fits
+    for one in made.found.judged:
+        assert {key: getattr(one.choice, key) for key in fixed} == fixed
+
+
+def test_more_memory_is_never_slower() -> None:
+    small, large = parse_machine("2xA100-40GB"), parse_machine("2xA100-80GB")
+    large = replace(large, card=replace(small.card, memory_bytes=large.card.memory_bytes), link=small.link)
+    seconds = []
+    for cluster in (small, large):
+        time = make_plan(Wishes({}), work("Qwen/Qwen2.5-1.5B", tokens=4096), cluster).chosen.time
+        assert time is not None
+        seconds.append(time.seconds)
+    assert seconds[1] <= seconds[0] * 1.02
+
+
+def test_numbers_go_to_the_host_only_where_nothing_fits_without() -> None:
+    assert not plan(SMALL, "1xRTX4090").chosen.layout.offloads
+    made = plan("Qwen/Qwen2.5-3B", "1xRTX4090", rows=8)
+    assert made.fits and made.chosen.layout.offloads
+    assert 0 < made.chosen.host_needed_bytes <= made.chosen.host_available_bytes
+
+
+def test_where_nothing_fits_the_ways_out_do_and_are_told() -> None:
+    made = plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"})
+    assert not made.fits
+    changes = [way.change for way in made.ways_out]
+    assert 0 < len(changes) <= 3
+    assert any("lora" in change for change in changes)
+    assert all(way.judged.fits and way.judged.needed_bytes <= way.judged.available_bytes for way in made.ways_out)
+    with pytest.raises(MachineError) as refused:
+        made.refuse_shortage()
+    assert all(change in str(refused.value) for change in changes)
+    assert "--force" in str(refused.value)
+
+
+def test_a_quantised_base_fits_where_nothing_else_does() -> None:
+    assert not plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"}).fits
+    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter=Adapter("lora", 16), quantisation="nf4")
+    assert adapted.fits and adapted.chosen.choice.strategy == "single"
+
+
+def test_processes_of_a_cpu_share_its_memory() -> None:
+    judged = make_plan(Wishes({"num_processes": 2}), work(SMALL, 4, 512), two_cores()).found.judged
+    assert {one.choice.threads for one in judged} == {1}
+    for one in judged:
+        assert one.needed_bytes == 2 * one.memory.total
+
+
+def test_what_is_not_installed_is_not_chosen() -> None:
+    missing = {"zero1": "not here", "zero2": "not here", "zero3": "not here"}
+    made = make_plan(Wishes({}), work(LARGE), parse_machine("8xH100"), available=lambda name: missing.get(name))
+    assert made.chosen.missing is None and not made.chosen.choice.strategy.startswith("zero")
+    asked = make_plan(
+        Wishes({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"), available=lambda name: missing.get(name)
+    )
+    assert not asked.fits and "not here" in str(asked.chosen.missing)
+
+
+def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
+    cluster = parse_machine("4x8xH100")
+    assert worlds(work(SMALL, 1000), cluster, Wishes({})) == (32, 16, 8, 1)
+    assert worlds(work(SMALL, 20), cluster, Wishes({})) == (16, 8, 1)
+    assert worlds(work(SMALL, 3), cluster, Wishes({})) == (3, 1)
+    assert worlds(work(SMALL, 1000), cluster, Wishes({}, lambda n: n % 5 == 0)) == (30,)
+
+
+def test_replicas_are_whole_nodes() -> None:
+    cluster = parse_machine("8x8xH100")
+    sizes = {layout.replicate_size for layout in layouts(64, cluster, Wishes({}))}
+    assert sizes == {1, 2, 4, 8}
+
+
+def test_micro_batches_that_contradict_are_none() -> None:
+    assert micro_batches(work(SMALL, 8, packed=False), 2, Wishes({"gradient_accumulation_steps": 3})) == []
+    assert micro_batches(work(SMALL, 8, packed=False), 2, Wishes({"gradient_accumulation_steps": 2})) == [(2, 2)]
+    with pytest.raises(RequestError, match="gradient_accumulation_steps 3"):
+        fixed = {"gradient_accumulation_steps": 3, "num_processes": 2}
+        make_plan(Wishes(fixed), work(SMALL, 8, packed=False), parse_machine("2xH100"))
+
+
+def test_wishes_are_what_a_recipe_says() -> None:
+    base = ["task=sft", "model.name=x", "data.train=pydoc"]
+    assert wishes_of(recipe_of(base, "test")).fixed == {}
+    asked = ["parallel.strategy=fsdp", "parallel.reshard_after_forward=true", "train.micro_batch_size=2"]
+    fixed = wishes_of(recipe_of([*base, *asked], "test")).fixed
+    assert fixed == {"strategy": "fsdp", "reshard_after_forward": True, "micro_batch_size": 2}
+
+
+def test_every_number_of_a_plan_is_in_its_json() -> None:
+    import json
+
+    made = plan(LARGE, "8xH100", steps=100)
+    content = json.loads(json.dumps(made.as_json()))
+    assert content["fits"] and content["chosen"]["strategy"] == made.chosen.choice.strategy
+    assert content["predicted"]["memory_bytes"] == made.chosen.memory.total
+    assert set(content["predicted"]) == {"memory_bytes", "tensors_bytes", "step_time", "tokens_per_second"}
+    assert len(content["candidates"]) == len(made.found.judged)
