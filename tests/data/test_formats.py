@@ -132,7 +132,7 @@ def test_columns_that_are_not_used() -> None:
             "turn 2 is system after assistant",
         ),
         ("messages", {"messages": [USER, BOT, BOT]}, "turn 2 is assistant after assistant"),
-        ("messages", {"messages": [USER, {**BOT, "tool_calls": [{"id": 1}]}]}, "has tool_calls"),
+        ("messages", {"messages": [USER, {**BOT, "tool_calls": [{"id": 1}]}]}, r"tool_calls\[0\] has no name"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text"),
         (
             "prompt_completion",

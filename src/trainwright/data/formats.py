@@ -27,9 +27,12 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from trainwright.data.row_files import Row, kind_of
+from trainwright.data.tool_calls import as_text, calls_of, tools_of
 from trainwright.errors import RequestError
 
-Message: TypeAlias = dict[str, Any]  # {"role": str, "content": str}, and "target": False where not trained on
+# {"role": str, "content": str}, "target": False where not trained on, "tool_calls" as in tool_calls.py, "name" and
+# "tool_call_id" of a tool's turn; the first of a conversation has its "tools", if there are any.
+Message: TypeAlias = dict[str, Any]
 Example: TypeAlias = list[Message] | str
 
 # In the order in which they are looked for: the more telling first.
@@ -114,7 +117,7 @@ def check_format(columns: Sequence[str], layout: str) -> None:
 
 def unused_columns(columns: Sequence[str], layout: str) -> list[str]:
     """Columns that no part of an example is made from."""
-    used = {*REQUIRED[layout], *_OPTIONAL.get(layout, ()), *(() if layout == "text" else ("system",))}
+    used = {*REQUIRED[layout], *_OPTIONAL.get(layout, ()), *(() if layout == "text" else ("system", "tools"))}
     return [column for column in columns if column not in used]
 
 
@@ -153,12 +156,16 @@ def conversation(messages: list[Message], row: Row, remarks: set[str]) -> list[M
     messages = _from_the_user_on(messages, remarks)
     _check_order(messages)
     _skip_empty(messages, remarks)
+    if tools := tools_of(row):
+        messages = [{**messages[0], "tools": tools}, *messages[1:]]
     return messages
 
 
 def with_text_content(row: Row) -> Row:
-    """The row with every turn's list of text parts joined to one text, as a column is of one type throughout."""
+    """The row with lists of text parts joined to one text, and tools as text: a column is of one type throughout."""
     turns = [field for field in _TURN_FIELDS if isinstance(row.get(field), list)]
+    if isinstance(row.get("tools"), list):
+        row = {**row, "tools": as_text(row["tools"])}
     return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
 
 
@@ -177,7 +184,7 @@ def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Messag
 def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
     """An empty answer is no target; NoTarget where there is no other."""
     answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
-    empty = [message for message in answers if not message["content"].strip()]
+    empty = [message for message in answers if not message["content"].strip() and "tool_calls" not in message]
     if len(empty) == len(answers):
         raise NoTarget(_EMPTY if answers else _UNASKED)
     for message in empty:
@@ -258,20 +265,27 @@ def _turn(item: Any, place: str) -> Message:
     role = _ROLES.get(str(said).lower())
     if role is None:
         raise RequestError(f"{place} has the role {said!r}; known are {', '.join(_ROLES)}")
-    for extra in ("tool_calls", "reasoning_content", "thinking"):
+    for extra in ("reasoning_content", "thinking"):
         if item.get(extra):
             raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
-    text = _content(content, place)
+    calls = calls_of(item, place)
+    if calls and role != "assistant":
+        raise RequestError(f"{place} has tool_calls and is the {role}'s; only the assistant calls tools")
+    text = _content("" if content is None else content, place)
     # An empty system turn switches some models' default off; an empty answer is no mistake of the asker's.
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
-    message = {"role": role, "content": text}
+    message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
+    if role == "tool":
+        message |= {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
     return {**message, "target": False} if item.get("target") is False and role == "assistant" else message
 
 
 def _joined(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return turn
+    if isinstance(turn.get("tool_calls"), list):
+        turn = {**turn, "tool_calls": as_text(turn["tool_calls"])}
     lists = {key: _text_of(turn[key]) for key in _CONTENTS if isinstance(turn.get(key), list)}
     return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.data_schema import DataSection, SourceSection
 
-VERSION = 4  # of everything that decides tokens and targets; raised when any of it changes
+VERSION = 5  # of everything that decides tokens and targets; raised when any of it changes
 
 
 @dataclass(frozen=True)

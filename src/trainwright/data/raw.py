@@ -24,6 +24,7 @@ from trainwright.data.pairs import CHOSEN
 from trainwright.data.raw_index import DUPLICATES, RowIndex
 from trainwright.data.row_files import Row
 from trainwright.data.sources import iterate_source
+from trainwright.data.tool_calls import as_row
 from trainwright.errors import RequestError
 
 SPLITS = ("train", "validation", "test")
@@ -220,11 +221,11 @@ def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
         return {"chosen": example, "rejected": documents[1][1]}
     if layout == "labelled":
         return {"prompt": example[:-1], "completion": example[-1:], "label": role == CHOSEN}
-    return {"text": example} if isinstance(example, str) else {"messages": example}
+    return {"text": example} if isinstance(example, str) else as_row(example)
 
 
 def _turns(row: Row) -> list[Any]:
-    return [turn for value in row.values() if isinstance(value, list) for turn in value]
+    return [turn for key, value in row.items() if isinstance(value, list) and key != "tools" for turn in value]
 
 
 def _rank(text: str, seed: int) -> bytes:

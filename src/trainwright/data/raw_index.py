@@ -98,5 +98,5 @@ def _signature(text: str) -> Any:
 
 
 def _texts(row: Row) -> list[str]:
-    turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
+    turns = [turn for key, value in row.items() if isinstance(value, list) and key != "tools" for turn in value]
     return [str(turn["content"]) for turn in turns if turn["role"] != "system"] or [str(row.get("text", ""))]

@@ -12,6 +12,7 @@ from pathlib import Path
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import EXAMPLES
 from trainwright.data.sources import iterate_source
+from trainwright.data.tool_calls import as_row
 from trainwright.errors import RequestError
 
 
@@ -68,7 +69,7 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
                     messages, found.replaced = [{**messages[0], "content": system}, *messages[1:]], found.replaced + 1
                 else:
                     found.kept += 1
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                file.write(json.dumps(as_row(messages), ensure_ascii=False) + "\n")
         scratch.rename(out)
     finally:
         scratch.unlink(missing_ok=True)

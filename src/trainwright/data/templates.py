@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.formats import Message
 from trainwright.data.plain_templates import fixed_date, install_template
+from trainwright.data.tool_calls import names_in
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class ChatEncoder:
             return []
         rows = [self._prepared(conversation) for conversation in conversations]
         texts, spans = self._marked_spans(rows) if self._marked else self._found_spans(rows)
+        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            self._check_tools(row, text, index)
         encoded = self._tokenizer(
             texts,
             add_special_tokens=False,  # the template writes them
@@ -130,7 +133,17 @@ class ChatEncoder:
         self.folded += 1
         system, first, *rest = conversation
         text = f"{system['content']}\n\n{first['content']}" if system["content"].strip() else first["content"]
-        return [{**first, "content": text}, *rest]
+        return [{**system, **first, "content": text}, *rest]
+
+    def _check_tools(self, conversation: list[Message], text: str, index: int) -> None:
+        """A template that leaves tools or calls out would have the model learn something else than is written."""
+        for names, what in zip(names_in(conversation), ("tools", "calls of tools"), strict=True):
+            if missing := next((name for name in names if name not in text), None):
+                raise TurnsError(
+                    f"the chat template of {self.name} does not write {what}, such as {missing}; set "
+                    "model.chat_template to one that does, or remove them from the row",
+                    index,
+                )
 
     def _examine(self) -> None:
         """Learn from tiny conversations what the template writes around a turn."""
@@ -151,12 +164,17 @@ class ChatEncoder:
 
     def _render(self, conversations: Sequence[Sequence[Message]], *, generation_prompt: bool = False) -> list[str]:
         def render(some: Sequence[Sequence[Message]]) -> Any:
-            plain = [[{"role": m["role"], "content": m["content"]} for m in one] for one in some]
             return self._tokenizer.apply_chat_template(
-                plain, chat_template=self._template, tokenize=False, add_generation_prompt=generation_prompt
+                [_plain(one) for one in some],
+                tools=_tools(some[0]),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
             )
 
         try:
+            if any(_tools(one) for one in conversations):  # which are of one conversation each
+                return [text for one in conversations for text in render([one])]
             return list(render(conversations))
         except Exception as error:  # a template may raise anything; find whose fault it is
             for index, conversation in enumerate(conversations):
@@ -171,11 +189,14 @@ class ChatEncoder:
 
         texts, marks = [], []
         for index, row in enumerate(rows):
-            plain = [{"role": m["role"], "content": m["content"]} for m in row]
             variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
             try:
                 result: Any = render_jinja_template(
-                    [plain], chat_template=self._template, return_assistant_tokens_mask=True, **variables
+                    [_plain(row)],
+                    tools=_tools(row),
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=True,
+                    **variables,
                 )
             except Exception as error:
                 raise self._refusal(str(error) or repr(error), index) from None
@@ -252,6 +273,16 @@ class ChatEncoder:
 
     def _refusal(self, why: str, index: int) -> TurnsError:
         return TurnsError(f"the chat template of {self.name} refuses the conversation: {why}", index)
+
+
+def _plain(conversation: Sequence[Message]) -> list[Message]:
+    """What a template is to see of the turns."""
+    keys = ("role", "content", "tool_calls", "name", "tool_call_id")
+    return [{key: turn[key] for key in keys if key in turn} for turn in conversation]
+
+
+def _tools(conversation: Sequence[Message]) -> list[Any] | None:
+    return next((turn["tools"] for turn in conversation if "tools" in turn), None)
 
 
 def _common(one: str, other: str) -> str:
