@@ -87,12 +87,20 @@ def test_one_process_has_nothing_to_be_compared_with(runs: Runs) -> None:
 
 
 def test_a_side_that_fails_ends_it_with_its_reason(runs: Runs, tmp_path: Path) -> None:
-    """A class that the model does not have is found by the workers of the second side."""
+    overrides = ("parallel.num_processes=2", "optimizer.learning_rate=1.0e+30", "optimizer.warmup_steps=0")
+    ended = runs.command("verify", str(TINY), ON_ROWS, *overrides, "--steps", "3", TMPDIR=str(tmp_path)).wait()
+    assert ended.code == 4
+    assert "training stopped: loss" in ended.stderr and "ddp x 2" not in ended.stdout
+    (kept,) = leftovers(tmp_path)
+    assert f"what both sides wrote is kept in {tmp_path / kept}" in ended.stderr
+
+
+def test_a_class_that_the_model_does_not_have_is_found_before_either_side(runs: Runs, tmp_path: Path) -> None:
     overrides = ("parallel.num_processes=2", "parallel.strategy=fsdp", "parallel.wrap=[Nothing]")
     ended = runs.command("verify", str(TINY), ON_ROWS, *overrides, "--steps", "1", TMPDIR=str(tmp_path)).wait()
-    assert ended.code == 2
-    assert "parallel.wrap: Nothing is not in the model" in ended.stderr
-    assert leftovers(tmp_path) == []
+    assert ended.code == 2 and "single:" not in ended.stdout
+    assert "parallel.wrap: Nothing is not in the model; what can be wrapped is " in ended.stderr
+    assert "LlamaDecoderLayer" in ended.stderr and leftovers(tmp_path) == []
 
 
 def test_a_signal_ends_it_with_75_and_nothing_is_left(runs: Runs, tmp_path: Path) -> None:

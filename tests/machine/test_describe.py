@@ -108,10 +108,11 @@ def test_gpus_that_bridges_join_in_pairs_are_as_fast_as_their_slots() -> None:
     assert cluster_of(machine(*[gpu(span=2)] * 2)).link.kind == "nvlink"
 
 
-def test_a_gpu_that_is_not_in_the_catalogue_has_to_be_measured() -> None:
+def test_a_gpu_that_is_not_in_the_catalogue_is_taken_for_the_one_most_like_it() -> None:
     cluster = cluster_of(machine(gpu("NVIDIA Abacus"), gpu("NVIDIA Abacus")))
-    assert cluster.card.rate("bf16") is None
-    assert "calibrate" in cluster.assumptions[0]
+    assert cluster.card.name == "NVIDIA Abacus" and cluster.card.source is None
+    assert cluster.card.rate("bf16") == 312e12
+    assert "as fast as A100" in cluster.assumptions[0] and "calibrate" in cluster.assumptions[0]
 
 
 def test_gpus_that_differ_are_taken_for_the_smallest() -> None:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.models.cut import cut_model, layer_count, parameter_count
+from trainwright.models.cut import cut_config, cut_model, layer_count, parameter_count, varied_layers
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.recipe.schema import ModelSection
 
@@ -26,6 +26,23 @@ SMALL = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("llama", 2),
+        ("gemma3_text", 7),  # every sixth attends to all
+        ("qwen3_next", 4),
+        ("deepseek_v3", 4),  # the first three are dense
+        ("jamba", 8),
+    ],
+)
+def test_a_few_layers_have_one_of_every_kind(kind: str, layers: int) -> None:
+    config = CONFIG_MAPPING[kind]()
+    assert varied_layers(config) == layers
+    assert layer_count(cut_config(config, layers)) == layers
+    assert varied_layers(CONFIG_MAPPING["llama"](num_hidden_layers=1)) == 1
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -30,17 +30,20 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
     for overrides in cases:
         print(overrides, file=sys.stderr)
         (task, strategy), (_, other) = (built(world, overrides) for _ in range(2))
-        for steps in (0, 20):
-            for _ in range(steps):  # until it has something to say
+        said = False
+        for _ in range(6):  # until it has something to say
+            for _ in range(4):
                 assert step(task, strategy) == step(task, other)
             reasons: list[str] = []
             whole = generate(task, strategy, reasons.append)
-            assert not reasons and len(whole) == 3 and (not steps or all(text for _, text in whole)), whole
+            said = said or any(text for _, text in whole)
+            assert not reasons and len(whole) == 3
             assert generate(task, strategy, reasons.append, room=0) == whole
             (reason,) = reasons
             assert "all weights together take 0." in reason and "has room for 0.0 MiB" in reason, reason
             generate(task, other, reasons.append)
             assert step(task, strategy) == step(task, other), "what was gathered for texts has changed the training"
+        assert said, "all texts were empty"
         holds_little_between_passes(strategy)
     leave()
 
@@ -50,10 +53,12 @@ def built(world: World, overrides: Iterable[str]) -> tuple[Task, Strategy]:
         load_recipe(TINY, [ON_ROWS, f"parallel.num_processes={world.size}", *PROMPTS, *overrides]), detect()
     )
     task = build_task(recipe.recipe, cache_root())
+    if task.weights is not None:
+        task.weights.load(world.rank)
     parallel, train = recipe.recipe.parallel, recipe.recipe.train
     factory = optimizer_factory(recipe.recipe.optimizer)
     dtype = DTYPES[str(train.mixed_precision)]
-    return task, build_strategy(parallel, world, task.module, task.blocks(), factory, dtype)
+    return task, build_strategy(parallel, world, task.module, task.blocks(), factory, dtype, task.weights)
 
 
 def step(task: Task, strategy: Strategy) -> float:
@@ -64,7 +69,7 @@ def step(task: Task, strategy: Strategy) -> float:
         torch.manual_seed(micro.index)
         strategy.backward(task.loss(strategy.module, micro, world.device).total / 100, last=position == len(share))
     norm = strategy.gradient_norm()
-    strategy.step(1e-2, 1.0)
+    strategy.step(1e-3, 1.0)
     return norm
 
 

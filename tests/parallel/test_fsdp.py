@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.runs import Runs, difference
+from tests.parallel.conftest import from_directory
+from tests.support.runs import ON_ROWS, Runs, difference, events
 from tests.support.strategies import PASSES, PRECISIONS, TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, Trained, train
 
@@ -113,6 +115,35 @@ def test_anything_can_be_sharded(runs: Runs, processes: int, settings: dict[str,
     runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=processes)
 
 
+FSDP = "parallel.strategy=fsdp"
+FP32 = "train.mixed_precision=no"
+
+
+def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories: dict[str, Path]) -> None:
+    named = {kind: [FSDP, FP32, *from_directory(path)] for kind, path in model_directories.items()}
+    cases = {
+        "GivenWeights": [FSDP, FP32],
+        "GivenWeights of a tied model, offloaded": [FSDP, FP32, "parallel.offload_parameters=true"],
+        "FileWeights": named["as it is"],
+        "FileWeights in units": [*named["as it is"], "parallel.wrap=[LlamaMLP, LlamaDecoderLayer]"],
+        "GivenWeights of a renamed model": named["renamed"],
+        "NoneType": named["stored twice"],
+    }
+    kinds = [name.split()[0] for name in cases]
+    where = "tests.parallel.loading:weights_are_those_of_one_process"
+    runs.function(where, list(cases.values()), kinds, processes=3)
+    runs.function(where, [cases["GivenWeights"], cases["FileWeights"]], ["GivenWeights", "FileWeights"], processes=1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's account of memory")
+def test_no_rank_has_memory_for_the_whole_model_but_one_that_gives_it_to_all(runs: Runs, tmp_path: Path) -> None:
+    large = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14}  # 99 million parameters
+    sizes = [f"model.config.{key}={value}" for key, value in large.items()]
+    runs.function("tests.parallel.loading:peak", [FSDP, FP32, *sizes], str(tmp_path), processes=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first < 1.25 and second < 0.75, (first, second)
+
+
 def test_parameters_without_rows_for_every_rank_survive_a_checkpoint(runs: Runs, tmp_path: Path) -> None:
     where = "tests.parallel.odd_models:continue_from_checkpoints"
     runs.function(where, ["fsdp"], str(tmp_path), False, processes=4)
@@ -143,6 +174,26 @@ def test_texts_do_not_need_room_for_a_whole_copy(runs: Runs) -> None:
 )
 def test_classes_that_cannot_be_wrapped_are_refused(runs: Runs, wrap: list[str], words: list[str]) -> None:
     runs.function("tests.parallel.odd_models:refuse", "fsdp", {"wrap": wrap}, {}, ["parallel.wrap", *words])
+
+
+def test_a_class_that_is_not_there_is_found_before_workers_start(runs: Runs) -> None:
+    overrides = ("parallel.strategy=fsdp", "parallel.num_processes=2", "parallel.wrap=[LlamaDecoder]")
+    started = runs.train(*overrides)
+    ended = started.wait()
+    assert ended.code == 2
+    assert "LlamaDecoder is not in the model; what can be wrapped is " in ended.stderr
+    assert "LlamaDecoderLayer" in ended.stderr and "rank" not in ended.stderr
+    assert started.run is not None and not started.run.exists()
+
+
+def test_a_key_that_one_strategy_reads_chooses_it(runs: Runs) -> None:
+    few = (ON_ROWS, "train.max_steps=2", "parallel.num_processes=2")
+    start = events(runs.trained(*few, "parallel.wrap=[LlamaDecoderLayer]"), "start")[0]
+    assert start["strategy"] == "fsdp"
+    assert "parallel.strategy fsdp: parallel.wrap belongs to it" in start["reasons"]
+    ended = runs.train(*few, "parallel.offload_optimizer=true").wait()
+    assert ended.code == 2
+    assert "parallel.offload_optimizer: belongs to zero1, zero2, zero3; set parallel.strategy" in ended.stderr
 
 
 @pytest.mark.parametrize(

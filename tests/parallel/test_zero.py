@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.parallel.conftest import from_directory
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from tests.support.strategies import PASSES, PRECISIONS, TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, Trained, train
@@ -120,6 +121,21 @@ def test_what_is_exported_is_what_one_process_exports(runs: Runs, stage: str) ->
 
 OFFLOADED = {"offload_optimizer": True}
 OFFLOADED_3 = {"offload_optimizer": True, "offload_parameters": True}
+
+
+def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories: dict[str, Path]) -> None:
+    settings = {kind: from_directory(path) for kind, path in model_directories.items()}
+    fp32, bf16 = (["parallel.strategy=zero3", f"train.mixed_precision={name}"] for name in ("no", "bf16"))
+    cases = {
+        "GivenWeights": fp32,
+        "GivenWeights, masters beside": bf16,
+        "FileWeights": [*fp32, *settings["as it is"]],
+        "FileWeights, masters beside": [*bf16, *settings["as it is"]],
+        "NoneType": [*fp32, *settings["stored twice"]],
+    }
+    kinds = [name.split(",")[0] for name in cases]
+    where = "tests.parallel.loading:weights_are_those_of_one_process"
+    runs.function(where, list(cases.values()), kinds, processes=2)
 
 
 def test_anything_can_be_sharded(runs: Runs) -> None:

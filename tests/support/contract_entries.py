@@ -34,7 +34,12 @@ def _go(kind: str, run: Path, rank: int) -> None:
     if kind == "setting" and tampered:
         torch.set_float32_matmul_precision("high")
     recipe = load_recipe(run / "recipe.yaml", ["train.seed=1"] if kind == "recipe" and tampered else [])
-    task = build_task(recipe, cache_root())
+    parallel = recipe.parallel
+    if kind == "another strategy":
+        parallel = ParallelSection(strategy="ddp", num_processes=parallel.num_processes)
+    task = build_task(recipe.model_copy(update={"parallel": parallel}), cache_root())
+    if task.weights is not None:
+        task.weights.load(rank)
     if kind == "weights" and tampered:
         with torch.no_grad():
             next(task.module.parameters()).mul_(1.001)
@@ -42,13 +47,10 @@ def _go(kind: str, run: Path, rank: int) -> None:
     try:
         agree(recipe, task, world, "cuda" if kind == "device" else "cpu")
         dtype = torch.bfloat16 if kind == "dtype" and tampered else torch.float32
-        parallel = recipe.parallel
-        if kind == "another strategy":
-            parallel = ParallelSection(strategy="ddp", num_processes=world.size)
         if kind == "alone" and tampered:
             world = World(rank=0, size=1, local_rank=0, local_size=1, device=world.device)
         strategy = build_strategy(
-            parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
+            parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype, task.weights
         )
         strategy.world = _joined(world)
         check_layout(recipe, torch.float32, strategy)

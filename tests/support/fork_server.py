@@ -11,6 +11,7 @@ import json
 import os
 import select
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def _child(request: dict[str, Any]) -> None:
         _redirect(request)
         os.chdir(request["cwd"])
         os.environ.update(request["environment"])
+        tempfile.tempdir = None  # some library has asked for it already, and it may be another one in this environment
         if request["cores"] is not None:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: request["cores"]])
         if "function" in request:

@@ -86,6 +86,8 @@ def _train(world: World, overrides: Iterable[str], run: Path, until: int | None,
     fixed = (ON_ROWS, f"parallel.num_processes={world.size}", f"logging.run_directory={run}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe
     task = build_task(recipe, cache_root())
+    if task.weights is not None:
+        task.weights.load(world.rank)
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
     )
@@ -96,6 +98,7 @@ def _train(world: World, overrides: Iterable[str], run: Path, until: int | None,
         task.blocks(),
         optimizer_factory(recipe.optimizer),
         DTYPES[str(recipe.train.mixed_precision)],
+        task.weights,
     )
     seen: list[Event] = []
     trainer = Trainer(

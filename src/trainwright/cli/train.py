@@ -75,8 +75,7 @@ def train(
     if accelerate_config is not None:
         from trainwright.launch.accelerate.recipe import meaning_here
 
-        machines = {"nodes": nodes, "node_rank": node_rank, "rendezvous": rendezvous}
-        meaning = meaning_here(accelerate_config, words, **machines)
+        meaning = meaning_here(accelerate_config, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
         if meaning.nodes > 1:
             nodes, node_rank, rendezvous = meaning.nodes, meaning.node_rank, meaning.rendezvous
     count = nodes or 1

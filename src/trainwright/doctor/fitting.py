@@ -13,8 +13,6 @@ from trainwright.recipe.schema import ModelSection
 _BYTES = 16
 # What is left over is for activations, and for whatever else the machine does.
 _USABLE = 0.8
-# Enough for every kind of layer that models alternate between.
-_MOST_LAYERS = 8
 
 
 def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tuple[ModelSection, str | None]:
@@ -29,7 +27,7 @@ def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tup
     Raises:
         MachineError: not even one layer fits, or there is no cutting it.
     """
-    from trainwright.models.cut import cut_model, layer_count, parameter_count
+    from trainwright.models.cut import MOST_LAYERS, cut_model, layer_count, parameter_count
     from trainwright.models.load import load_config
 
     config = load_config(model)
@@ -43,7 +41,7 @@ def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tup
     )
     layers = layer_count(config)
     try:
-        for kept in range(min(_MOST_LAYERS, layers - 1), 0, -1):
+        for kept in range(min(MOST_LAYERS, layers - 1), 0, -1):
             if parameter_count(config, kept) * _BYTES <= memory * _USABLE:
                 cut = cut_model(model, kept, directory)
                 return cut, f"cut to its first {kept} of {layers} layers on both sides: {problem}"

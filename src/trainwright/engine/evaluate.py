@@ -11,17 +11,21 @@ from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
 
 
-def evaluate(task: Task, strategy: Strategy, again: Callable[[Shortage | None], bool]) -> dict[str, float]:
-    """Metrics over the validation split, each example counted once.
+def evaluate(
+    task: Task, strategy: Strategy, again: Callable[[Shortage | None], bool], tell: Callable[[str], None]
+) -> dict[str, float]:
+    """Metrics over the validation split, each example counted once, and of the answers that the recipe wants.
 
-    ``again`` is told on every rank how memory ran out there, if it did, and says whether all begin again.
+    Args:
+        again: told on every rank how memory ran out there, if it did; says whether all begin again.
+        tell: as for ``generate``.
     """
     while True:
         sums = attempt(lambda: _statistics(task, strategy))
         if not again(sums if isinstance(sums, Shortage) else None):
             break
     assert not isinstance(sums, Shortage)
-    return task.metrics(strategy.world.sum(sums))
+    return task.metrics(strategy.world.sum(sums)) | task.answer_metrics(strategy, tell)
 
 
 def _statistics(task: Task, strategy: Strategy) -> list[float]:
@@ -54,16 +58,12 @@ def generate(
     world, prompts = strategy.world, task.prompts
     if not prompts:
         return []
-    texts: dict[int, str] = {}
     with strategy.whole(room) as (module, in_step):
         if in_step is not None:
             tell(in_step)
-        for first in range(0, len(prompts), world.size):
-            index = first + world.rank
-            if index < len(prompts):
-                texts[index] = task.generate(module, prompts[index])
-            elif in_step is not None:  # to keep the others company
-                task.generate(module, prompts[-1])
+        # In step, ranks run the module equally often by answering the same.
+        mine = range(len(prompts)) if in_step is not None else range(world.rank, len(prompts), world.size)
+        texts = {index: task.generate(module, prompts[index]) for index in mine}
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

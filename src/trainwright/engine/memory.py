@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 import resource
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +13,7 @@ import psutil
 import torch
 
 from trainwright.errors import TrainingError
+from trainwright.machine.allocator import return_freed_memory
 
 T = TypeVar("T")
 
@@ -75,8 +74,7 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+    return_freed_memory()
 
 
 def peak_memory(device: torch.device) -> float:

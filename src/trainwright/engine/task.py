@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.models.weights import Weights
 from trainwright.parallel.strategy import Strategy
 
 
@@ -29,11 +30,12 @@ class Task(Protocol):
     """A model, the stream of its examples, and how they meet."""
 
     module: nn.Module
+    weights: Weights | None  # what fills the module where its parameters are on the meta device; None: it is whole
     stream: Stream
     validation: Stream | None
     prompts: Sequence[str]
-    base: str | None  # fingerprint of the frozen weights that an adapter is trained on; None: all weights are trained
     start: str | None  # fingerprint of the weights of the start, known once begun; None: no loss asks for them later
+    base: str | None  # fingerprint of the frozen weights that an adapter is trained on; None: all weights are trained
 
     def blocks(self) -> list[nn.Module]:
         """The repeated units of the module, in order."""
@@ -60,6 +62,13 @@ class Task(Protocol):
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Metrics of the validation split from the statistics summed over it; `loss` is lower when better."""
+
+    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
+        """Metrics of the model's answers to validation rows; none where none are wanted. Every rank calls this.
+
+        Args:
+            tell: gets the reason where the ranks generate in step, which is slower.
+        """
 
     def generate(self, module: nn.Module, prompt: str) -> str:
         """What the model answers to a prompt, greedily."""

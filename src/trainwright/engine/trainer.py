@@ -81,6 +81,7 @@ class Trainer:
         self._scaled = recipe.train.mixed_precision == "fp16"
         self.progress = Progress(loss_scale=_FIRST_LOSS_SCALE if self._scaled else 1.0)
         self._saved_step: int | None = None
+        self._told_of_room = False
         self._halving = Halving(recipe, recipe_text, task, strategy, events, keep_recipe)
         self._measured = Measured(self.world.device)
 
@@ -261,14 +262,22 @@ class Trainer:
         step, progress, improved = self.progress.step, self.progress, False
         if self.task.validation is not None:
             begun = time.monotonic()
-            metrics = evaluate(self.task, self.strategy, functools.partial(self._halving.evaluation, step))
+            metrics = evaluate(
+                self.task, self.strategy, functools.partial(self._halving.evaluation, step), self._tell_of_room
+            )
             self.events.emit("evaluate", step=step, metrics=metrics, seconds=time.monotonic() - begun)
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step
-        for prompt, text in generate(self.task, self.strategy):
+        for prompt, text in generate(self.task, self.strategy, self._tell_of_room):
             self.events.emit("generate", step=step, prompt=prompt, text=text)
         return improved and self.recipe.checkpoint.keep_best is True
+
+    def _tell_of_room(self, reason: str) -> None:
+        if not self._told_of_room:
+            self._told_of_room = True
+            action = "texts are generated with the weights gathered in every pass, which is slower"
+            self.events.emit("fault", kind="memory", rank=0, detail=reason, action=action, step=self.progress.step)
 
     def _checkpoint(self, *, last_chance: bool) -> None:
         """Write a checkpoint; when that fails the earlier ones are still there and training goes on.

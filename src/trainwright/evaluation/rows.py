@@ -101,11 +101,11 @@ def read(source: str, layout: str = "auto", limit: int | None = None, *, key: st
     return rows
 
 
-def subset(rows: Rows, count: int | None) -> list[int]:
-    """Places of ``count`` of the rows, in order, drawn without regard to what is in them; of all where None."""
-    if count is None or count >= len(rows):
-        return list(range(len(rows)))
-    return sorted(np.random.default_rng(_SEED).choice(len(rows), count, replace=False).tolist())
+def drawn(total: int, count: int | None) -> list[int]:
+    """``count`` of ``total`` places, in order, and the same each time; all of them where it is None."""
+    if count is None or count >= total:
+        return list(range(total))
+    return sorted(np.random.default_rng(_SEED).choice(total, count, replace=False).tolist())
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from trainwright.evaluation.measure import Measured, measure
 from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import ANSWERS, Judge, judges
 from trainwright.evaluation.report import Report
-from trainwright.evaluation.rows import EncodedRows, Rows, encode, held_back, read, subset
+from trainwright.evaluation.rows import EncodedRows, Rows, drawn, encode, held_back, read
 from trainwright.inference.batching import Done
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
@@ -164,7 +164,7 @@ def _rows(asked: Asked, found: Found) -> tuple[Rows, str, int | None]:
         if asked.max_length is not None:
             longest = asked.max_length
     if asked.quick:
-        rows = rows.chosen(subset(rows, QUICK_ROWS))
+        rows = rows.chosen(drawn(len(rows), QUICK_ROWS))
     return rows, "--data" if asked.data is not None else _RUNS_OWN, longest
 
 
@@ -183,8 +183,10 @@ def _rows_of_run(found: Found) -> tuple[Rows, int]:
     assert validation is not None, "data.validation is set"
     if isinstance(data.validation, str):
         rows = read(data.validation, data.format, key="data.validation", lenient=True)
-    else:
+    elif isinstance(data.train, str):
         rows = read(data.train, data.format, data.limit, key="data.train", lenient=True)
+    else:
+        raise RequestError(f"--data: {found.origin} is of a run on a mixture of sources; name the rows to measure on")
     rows = held_back(rows, tokenizer, validation, data.max_length, _RUNS_OWN)
     if not len(rows):
         raise RequestError(f"--data: the validation rows of {found.origin} are not in its data any more; name the rows")
@@ -193,7 +195,7 @@ def _rows_of_run(found: Found) -> tuple[Rows, int]:
 
 def _asked_places(asked: Asked, rows: Rows) -> list[int]:
     everything = asked.full or asked.quick or asked.limit is not None
-    return subset(rows, None if everything else USUAL_ANSWERS)
+    return drawn(len(rows), None if everything else USUAL_ANSWERS)
 
 
 def _check_references(rows: Rows, judged: dict[str, Judge], places: list[int], key: str) -> None:

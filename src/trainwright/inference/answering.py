@@ -33,6 +33,7 @@ def answer_all(
     *,
     rows: int | None = None,
     done: Done = lambda examples: None,
+    together: bool = False,
 ) -> list[Answer]:
     """An answer to every prompt (its token ids), in their order, on every rank. Every rank must call.
 
@@ -41,6 +42,7 @@ def answer_all(
     Args:
         model: whole, in evaluation mode, on the world's device.
         rows: prompts of a batch.
+        together: see ``over_ranks``.
 
     Raises:
         RequestError: a prompt is empty or leaves no position to answer in.
@@ -54,7 +56,7 @@ def answer_all(
         chosen = [prompts[index] for index in batch]
         return answer_batch(model, tokenizer, chosen, sampling, stop, examples=batch)
 
-    return over_ranks(world, batches, costs, work, done)
+    return over_ranks(world, batches, costs, work, done, together=together)
 
 
 def batches_of(

@@ -38,6 +38,8 @@ def over_ranks(
     costs: Sequence[float],
     work: Work[T],
     done: Done = lambda examples: None,
+    *,
+    together: bool = False,
 ) -> list[T]:
     """The results of all examples in the order of their indices, on every rank. Every rank must call.
 
@@ -47,6 +49,7 @@ def over_ranks(
     Args:
         batches: indices from 0, each in one batch.
         costs: of every batch, in any unit.
+        together: every rank does everything, in the same order, as each pass of the model takes all of them.
 
     Raises:
         MachineError: on every rank, where memory runs out with a single example.
@@ -54,7 +57,8 @@ def over_ranks(
     found: dict[int, T] = {}
     shortage: str | None = None
     largest = max(map(len, batches), default=0)
-    for batch in (batches[number] for number in _dealt(costs, world.size)[world.rank]):
+    shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
+    for batch in (batches[number] for number in shares[0 if together else world.rank]):
         waiting = [list(part) for part in _parts(batch, largest)]
         while waiting and shortage is None:
             part = waiting.pop(0)

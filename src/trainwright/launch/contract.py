@@ -111,7 +111,7 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
         **{("settings", name): value for name, value in _settings().items()},
         **{("recipe", name): value for name, value in _keys(recipe)},
     }
-    if (weights := _fingerprint(task.module)) is not None:
+    if (weights := _fingerprint(task.module) if task.weights is None else task.weights.fingerprint()) is not None:
         found["weights", "fingerprint"] = weights
     planned: dict[tuple[str, str], Any] = {
         ("processes", "number"): recipe.parallel.num_processes,
@@ -274,12 +274,10 @@ def _gpu(device: torch.device) -> str | None:
     return f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _fingerprint(module: nn.Module) -> str | None:
-    """Of the names, shapes and a sample of the weights; None where they are not in memory yet."""
+def _fingerprint(module: nn.Module) -> str:
+    """Of the names, shapes and a sample of the weights."""
     digest = hashlib.sha256()
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if tensor.is_meta:
-            return None
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
         digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())

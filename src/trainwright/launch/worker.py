@@ -70,7 +70,10 @@ def run_worker(
     deepspeed_config.check(recipe)
     check_libraries(recipe.model.adapter)
     # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
+    seat = seat or Seat.from_variables()
     task = build_task(recipe, cache)
+    if task.weights is not None:
+        task.weights.load(seat.rank)
     sizes = count_parameters(task.module)  # before they are cut up
     world = join(usable_device(detect(), seat), seat)
     try:
@@ -82,7 +85,13 @@ def run_worker(
             compile_blocks(task.blocks())
         dtype = _DTYPES[recipe.train.mixed_precision]
         strategy = build_strategy(
-            recipe.parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
+            recipe.parallel,
+            world,
+            task.module,
+            task.blocks(),
+            optimizer_factory(recipe.optimizer),
+            dtype,
+            task.weights,
         )
         layout = check_layout(recipe, dtype, strategy)
         events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)

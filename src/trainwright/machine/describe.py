@@ -6,11 +6,12 @@ of 200 Gb/s. Imports no torch.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
 from trainwright.errors import RequestError
-from trainwright.machine.catalogue import Card, card_of_gpu, find_card
+from trainwright.machine.catalogue import Card, card_of_gpu, cards, find_card
 from trainwright.machine.detect import Gpu, Machine
 from trainwright.machine.links import Link, network, pcie
 from trainwright.machine.processor import cpu_card
@@ -102,7 +103,7 @@ def parse_machine(text: str) -> Cluster:
 def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = None) -> Cluster:
     """``machine`` as detected, or ``nodes`` like it joined by ``network_bits`` a second each.
 
-    A GPU that is not in the catalogue has no rates: what needs them has to be measured.
+    A GPU that is not in the catalogue has the rates of the one in it that is most like it.
     """
     assumptions: list[str] = []
     gpus = machine.gpus
@@ -167,20 +168,32 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
     known = card_of_gpu(gpu.name, gpu.memory_bytes)
     if known is not None:
         return replace(known, memory_bytes=gpu.memory_bytes, host_link=host_link)
-    assumptions.append(f"{gpu.name} is not in the catalogue: `trainwright machine calibrate` measures its rates")
-    return Card(
+    like = min(
+        (card for card in cards() if card.vendor == "NVIDIA"),
+        key=lambda card: (_apart(card.capability, gpu.capability), abs(math.log(card.memory_bytes / gpu.memory_bytes))),
+    )
+    assumptions.append(
+        f"{gpu.name} is not in the catalogue, and taken to be as fast as {like.name}; `trainwright machine calibrate` "
+        "measures it"
+    )
+    return replace(
+        like,
         name=gpu.name,
-        vendor="NVIDIA",
         architecture="unknown",
         capability=gpu.capability,
         memory_bytes=gpu.memory_bytes,
         nominal_bytes=gpu.memory_bytes,
-        memory_bandwidth=0.0,
-        rates={},
         link=gpu.link or host_link,
         host_link=host_link,
-        watts=0,
+        aliases=(),
+        note=None,
+        source=None,
     )
+
+
+def _apart(one: tuple[int, int], other: tuple[int, int]) -> int:
+    """How far two compute capabilities are from each other."""
+    return abs(10 * (one[0] - other[0]) + one[1] - other[1])
 
 
 def _slowest(gpus: tuple[Gpu, ...]) -> Link | None:

@@ -198,7 +198,7 @@ class Adapter:
         """The settings that were saved, for a model that has an adapter already: modules it replaced are not again."""
         from peft import LoraConfig
 
-        config = LoraConfig.from_pretrained(directory)
+        config = LoraConfig.from_pretrained(str(directory))
         config.target_modules = matched(config, self._linear)
         config.modules_to_save, config.ensure_weight_tying = None, False
         return config

@@ -58,7 +58,7 @@ def saved_config(saved: SavedAdapter) -> Any:
     """PEFT's settings of an adapter that was saved, to train it or to have it beneath another."""
     from peft import LoraConfig
 
-    config = LoraConfig.from_pretrained(saved.directory)
+    config = LoraConfig.from_pretrained(str(saved.directory))
     config.inference_mode = False
     config.init_lora_weights = True  # what is drawn is overwritten
     return config

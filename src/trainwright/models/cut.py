@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import ModelSection
 
 _LAYERS = "num_hidden_layers"
+_NUMBERS = ("_period", "_interval", "_pattern", "dense_replace")
+MOST_LAYERS = 8  # enough for every kind of layer that models alternate between
 
 
 def layer_count(config: PretrainedConfig) -> int:
@@ -28,12 +30,27 @@ def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    fields = config.to_dict()
-    if layers is not None:
-        _cut(fields, config, layers)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(type(config).from_dict(fields))
+        model = AutoModelForCausalLM.from_config(cut_config(config, layer_count(config) if layers is None else layers))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cut_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration of a model with the first ``layers`` only."""
+    fields = config.to_dict()
+    if layers != layer_count(config):
+        _cut(fields, config, layers)
+    return type(config).from_dict(fields)
+
+
+def varied_layers(config: PretrainedConfig) -> int:
+    """How many of the first layers have one of every kind among them, two at least and eight at most."""
+    text, whole = config.get_text_config().to_dict(), layer_count(config)
+    kinds = list(zip(*(value for key, value in text.items() if _of_layers(key, value, whole)), strict=True))
+    varied = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
+    # Where every n-th layer is another one, and where the first are others than the rest.
+    numbers = [value for key, value in text.items() if key.endswith(_NUMBERS) and isinstance(value, int)]
+    return min(max(2, varied, *(number + 1 for number in numbers)), MOST_LAYERS, whole)
 
 
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
@@ -70,7 +87,12 @@ def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     fields.pop(_LAYERS, None)
     fields[own] = layers
     for key, value in fields.items():
-        # By the name, or where a list of another meaning would hardly be as long.
-        of_layers = "layer" in key or (whole > 8 and not key.endswith(("_id", "_ids")))
-        if isinstance(value, list) and len(value) == whole and of_layers:
+        if _of_layers(key, value, whole):
             fields[key] = value[:layers]
+
+
+def _of_layers(key: str, value: Any, layers: int) -> bool:
+    """Whether a list has something of every layer: by its name, or where one of another meaning would hardly be as
+    long."""
+    named = "layer" in key or (layers > 8 and not key.endswith(("_id", "_ids")))
+    return isinstance(value, list) and len(value) == layers and named

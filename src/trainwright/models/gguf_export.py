@@ -180,7 +180,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
     """The vocabulary with its merges, which are pairs of pieces in the order they were learnt."""
     import gguf
 
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
     if backend["model"]["type"] != "BPE":
         raise RequestError(f"a {backend['model']['type']} tokenizer cannot be written to a GGUF file; only BPE can")
     by_bytes = not backend["model"].get("byte_fallback")

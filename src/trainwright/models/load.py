@@ -40,12 +40,12 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
     elif model.tokenizer is not None:
         directory, _ = locate(model.tokenizer, "model.tokenizer", weights=False)
-        tokenizer = _tokenizer_from(directory, "model.tokenizer")
+        tokenizer = tokenizer_from(directory, "model.tokenizer")
     else:
         source = resolve(model)
         if source.directory is None:
             raise RequestError('model.tokenizer: a fresh model needs one: "bytes" (built in), an id or a directory')
-        tokenizer = _tokenizer_from(source.directory, "model.name")
+        tokenizer = tokenizer_from(source.directory, "model.name")
     if model.chat_template is not None:
         tokenizer.chat_template = _chat_template(model.chat_template)
     return tokenizer
@@ -66,7 +66,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         assert source.config is not None and tokenizer is not None
         config = fresh_config(source.config, tokenizer)
     else:
-        config = _config_from(source.directory)
+        config = config_from(source.directory)
         if own_tokenizer:
             assert tokenizer is not None
             _fit(config, tokenizer)
@@ -97,20 +97,27 @@ def load_model(
     config = load_config(model, tokenizer)
     source = resolve(model)
     if source.directory is None:
-        loaded = _initialised(config, seed, dtype)
+        loaded = fresh_model(config, seed, dtype)
         _quantise(loaded, model.adapter)
     else:
         loaded = _weights(source.directory, config, dtype, model.adapter)
+    return finish_loading(loaded, model, config)
+
+
+def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
+    """What the recipe says of generation, and evaluation mode."""
     if model.tokenizer is not None and loaded.generation_config is not None:
         for name in SPECIAL_IDS:
             setattr(loaded.generation_config, name, getattr(config, name, None))
     return loaded.eval()
 
 
-def _initialised(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model of this configuration on the CPU with weights drawn by ``seed``, in ``dtype`` (fp32 if None)."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    dtype = dtype or torch.float32
     with torch.random.fork_rng(devices=[]):  # the model is made on the CPU: no other generator is drawn from
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -170,7 +177,8 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _config_from(directory: Path) -> PretrainedConfig:
+def config_from(directory: Path) -> PretrainedConfig:
+    """The configuration in ``directory``. Raises RequestError for what is no causal language model."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -198,7 +206,8 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         setattr(config, name, getattr(tokenizer, name))
 
 
-def _tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
+def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``directory``, which the recipe key ``key`` named. Raises RequestError."""
     from transformers import AutoTokenizer
 
     hint = "" if key == "model.tokenizer" else '; set model.tokenizer ("bytes", an id or a directory)'

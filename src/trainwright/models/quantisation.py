@@ -48,7 +48,8 @@ class QuantisedLinear(nn.Linear):
         self._bytes = len(bits)
         padded = nn.functional.pad(bits, (0, -self._bytes % _ALIGNMENT))
         self.weight = nn.Parameter(padded, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        frozen = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", frozen)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
@@ -78,6 +79,8 @@ class QuantisedLinear(nn.Linear):
 class NF4Linear(QuantisedLinear):
     """4 bits an element, and a scale for 64 elements."""
 
+    scales: torch.Tensor
+
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
         parts = [
             _functional().quantize_4bit(part, blocksize=_BLOCK, quant_type="nf4")
@@ -100,6 +103,10 @@ class NF4Linear(QuantisedLinear):
 class DoubleNF4Linear(NF4Linear):
     """4 bits an element, and a scale for 64 elements that is itself quantised: less their mean, in 8 bits."""
 
+    mean: torch.Tensor
+    second_scales: torch.Tensor
+    code: torch.Tensor
+
     def _keep_scales(self, scales: torch.Tensor) -> None:
         mean = scales.mean()
         bits, state = _functional().quantize_blockwise(scales - mean, blocksize=_SCALES_BLOCK)
@@ -117,6 +124,8 @@ class DoubleNF4Linear(NF4Linear):
 
 class Int8Linear(QuantisedLinear):
     """8 bits an element, and a scale for every row."""
+
+    scales: torch.Tensor
 
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
         rows = max(1, _AT_A_TIME // weight.shape[1])
@@ -205,7 +214,7 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
     for layer in module.modules():
         if isinstance(layer, QuantisedLinear):
-            sizes[layer.weight] = layer.out_features * layer.in_features
+            sizes[layer.get_parameter("weight")] = layer.out_features * layer.in_features
     return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
 

@@ -111,6 +111,11 @@ def check_directory(directory: Path, key: str) -> None:
         _check_safetensors(shard, key)
 
 
+def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
+    """The safetensors files of a model's directory. Raises RequestError unless all are there."""
+    return _weight_files(directory, sorted(p.name for p in directory.iterdir()), key)
+
+
 def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
     if "model.safetensors" in files:
         return [directory / "model.safetensors"]

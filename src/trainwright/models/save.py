@@ -89,7 +89,7 @@ def _checked(
     from transformers.core_model_loading import revert_weight_conversion
 
     items = _expected(tensors.items() if isinstance(tensors, Mapping) else tensors, model)
-    if not _has_conversions(model):
+    if not has_conversions(model):
         yield from items
     else:  # several tensors make one, so all of them are needed at once
         yield from revert_weight_conversion(model, dict(items)).items()
@@ -111,7 +111,8 @@ def _expected(items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel)
         raise TrainingError(f"the model cannot be saved: without {', '.join(sorted(missing)[:5])}")
 
 
-def _has_conversions(model: PreTrainedModel) -> bool:
+def has_conversions(model: PreTrainedModel) -> bool:
+    """Whether files have other tensors than the model, which transformers makes of them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))

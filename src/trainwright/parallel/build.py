@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +13,14 @@ from trainwright.parallel.strategy import OptimizerFactory, Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
 
+if TYPE_CHECKING:
+    from trainwright.models.weights import Weights
+
+
+def takes_parts(parallel: ParallelSection) -> bool:
+    """Whether ranks need parts of the weights only, so that none has to have them all."""
+    return parallel.strategy in ("fsdp", "zero3")
+
 
 def build_strategy(
     parallel: ParallelSection,
@@ -20,8 +29,12 @@ def build_strategy(
     blocks: Sequence[nn.Module],
     make_optimizer: OptimizerFactory,
     dtype: torch.dtype,
+    weights: Weights | None = None,
 ) -> Strategy:
     """Spread ``module`` (fp32, on CPU; ``blocks`` are its repeated units) over ``world``.
+
+    Args:
+        weights: what fills its parameters where they are on the meta device, for a strategy that ``takes_parts``.
 
     Raises:
         RequestError: keys of the recipe's section that do not fit the model or the world.
@@ -34,9 +47,9 @@ def build_strategy(
     if name == "fsdp":
         from trainwright.parallel.fsdp import FullySharded
 
-        return FullySharded(name, world, module, make_optimizer, dtype, parallel, blocks)
+        return FullySharded(name, world, module, make_optimizer, dtype, parallel, blocks, weights)
     if name in ("zero1", "zero2", "zero3"):
         from trainwright.parallel.zero import Zero
 
-        return Zero(name, world, module, make_optimizer, dtype, parallel)
+        return Zero(name, world, module, make_optimizer, dtype, parallel, weights)
     raise ValueError(f"parallel.strategy: {name} is not a strategy")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -56,30 +57,58 @@ def import_deepspeed(world: World) -> Any:
     return deepspeed
 
 
-def start_engine(world: World, module: nn.Module, optimizer: Optimizer, config: dict[str, Any], cut: bool) -> Any:
-    """DeepSpeed's engine over ``module``; with ``cut``, its parameters are sharded one after the other before, so that
-    the device never holds them all.
+def start_engine(
+    world: World,
+    module: nn.Module,
+    optimizer: Optimizer,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    prepare: Callable[[nn.Parameter], None],
+    cut: bool,
+) -> Any:
+    """DeepSpeed's engine over ``module``.
+
+    Args:
+        dtype: what its parameters are in once prepared.
+        prepare: called with every parameter before DeepSpeed sees it, which may have no memory until then.
+        cut: shard the parameters one after the other, so that the device never holds them all.
 
     Raises:
         RequestError: a parameter that DeepSpeed cannot shard.
     """
     _refuse_scalars(module)
     deepspeed = importlib.import_module("deepspeed")
+    turns = _InTurns(module, prepare)
     # It takes its device from this variable alone, while it trains too, and that is not the local rank where every
     # process sees a GPU of its own only. Open MPI's is only looked at here.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     with _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
         if cut:
-            dtype = next(module.parameters()).dtype
-            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
+            deepspeed.zero.Init(module=turns, config_dict_or_path=config, dtype=dtype)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(world.device)
+        else:
+            list(turns.parameters())
         # Hook tables of its own for DeepSpeed to fill; those that were there are left as they are.
         set_hooks(module, [{name: table.copy() for name, table in part.items()} for part in hooks(module)])
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if cut:
         _gather_unseen(engine.optimizer.parameter_offload)
     return engine
+
+
+class _InTurns(nn.Module):
+    """A module whose parameters are each prepared just when whoever goes through them comes to it."""
+
+    def __init__(self, module: nn.Module, prepare: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._prepare = prepare
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in super().parameters(recurse):
+            self._prepare(parameter)
+            yield parameter
 
 
 def hooks(module: nn.Module) -> Hooks:
@@ -94,22 +123,9 @@ def set_hooks(module: nn.Module, tables: Hooks) -> None:
             setattr(part, name, table)
 
 
-@contextmanager
-def in_step(engine: Any, module: nn.Module) -> Iterator[None]:
-    """For passes through parts of ``module`` that are not the module's own: a ZeRO-3 engine forgets the order it knows.
-
-    Ranks that generate text run equally many of them.
-    """
-    parts = list(module.modules())
-    for part in parts:
-        # By this name transformers knows that ranks have to generate in step; what it says of FSDP is true of ZeRO-3.
-        part._is_fsdp_managed_module = True  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._is_fsdp_managed_module
-        engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
+def forget_order(engine: Any) -> None:
+    """After passes that were not the whole module's, which a ZeRO-3 engine would take for the beginning of one."""
+    engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 
 
 def _refuse_scalars(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,17 @@ from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
 
+if TYPE_CHECKING:
+    from trainwright.models.weights import Weights
+
 
 class FullySharded:
     """The model sharded over ``world.size / parallel.replicate_size`` ranks.
 
     Args:
-        module: fp32, on the CPU, its trainable parameters marked. It is moved and sharded unit by unit, so at no time
-            there is more of it than the whole it came as and one gathered unit.
+        module: fp32, its trainable parameters marked. On the CPU it is moved and sharded unit by unit, so at no time
+            there is more of it than the whole it came as and one gathered unit. On the meta device (its buffers on the
+            CPU) there are never more than this rank's shards, which are filled by ``weights``.
         blocks: its units where ``parallel.wrap`` names none.
         dtype: what the forward and backward passes compute in.
 
@@ -61,6 +66,7 @@ class FullySharded:
         dtype: torch.dtype,
         parallel: ParallelSection,
         blocks: Sequence[nn.Module],
+        weights: Weights | None = None,
     ) -> None:
         self.name = name
         self.world = world
@@ -75,12 +81,22 @@ class FullySharded:
         self._parameters = dict(module.named_parameters())
         self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
         self._optimizer = make_optimizer(self._masters.items())
+        if weights is not None:
+            self._fill(weights)
+
+    def _fill(self, weights: Weights) -> None:
+        with torch.no_grad():
+            for key, parameter in self._parameters.items():
+                weights.fill(key, self._shard_of(key, _local(parameter)), self.world)
+            for key, buffer in self._persistent():
+                weights.fill(key, Shard.whole(buffer), self.world)
 
     def _shard(self, units: list[nn.Module], dtype: torch.dtype, offload: bool) -> FSDPModule:
         """Shard the units, inner ones first, and then the module with what is left."""
         device = self.world.device
         for parameter in self._scalars.values():
-            parameter.data = parameter.data.to(device)
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
         precision = MixedPrecisionPolicy()
         if dtype != torch.float32:
             precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -104,6 +120,8 @@ class FullySharded:
             # Experts that no token of this rank went to.
             sharded.set_reduce_scatter_unused_params(True)
         assert isinstance(self.module, FSDPModule)
+        _materialise(self.module, device, torch.device("cpu") if offload else device)
+        self._scalars = {key: p for key, p in self.module.named_parameters() if p.dim() == 0}
         _make_root(self.module)
         return self.module
 
@@ -236,18 +254,12 @@ class FullySharded:
                 self._reshard_blocks(self._reshard)
                 self._root.reset_iter_state()
             return
-        marked = [m for m in self.module.modules() if getattr(m, "_is_fsdp_managed_module", False)]
         self._reshard_blocks(False)
         for unit in _units(self.module):
             unit.unshard()
-        for module in marked:
-            # transformers would have all ranks generate in step, and they have different prompts.
-            module._is_fsdp_managed_module = False  # type: ignore[assignment]
         try:
             yield self.module, None
         finally:
-            for module in marked:
-                module._is_fsdp_managed_module = True  # type: ignore[assignment]
             self._reshard_blocks(self._reshard)
             self._root.reset_iter_state()
 
@@ -283,6 +295,25 @@ def _make_root(module: nn.Module) -> None:
         getattr(module, name)()
     delattr(module, name)
     module.reset_iter_state()
+
+
+def _materialise(module: nn.Module, device: torch.device, rests_on: torch.device) -> None:
+    """Give what is on the meta device memory: a sharded parameter where this rank's part ``rests_on``."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for user in module.modules():
+        for name, parameter in user._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                users.setdefault(parameter, []).append((user, name))
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+        place = rests_on if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+
+    if users:
+        module._apply(with_memory)
+    for (first, name), *others in users.values():  # a parameter that is shared has become several
+        for user, other in others:
+            user._parameters[other] = first._parameters[name]
 
 
 def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -66,8 +66,7 @@ class Strategy(Protocol):
         """The module with all its parameters at hand on every rank, for generation; every rank enters.
 
         Where they do not fit in ``room`` bytes (None: most of what is free) they are gathered in every forward pass
-        instead: then the ranks have to run the module equally often, which ``generate`` of transformers does here by
-        itself, and the second value says why.
+        instead: then the ranks have to run the module equally often, and the second value says why.
         """
 
 

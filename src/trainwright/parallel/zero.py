@@ -8,17 +8,18 @@ summed, and where a step's gradients end is said by the engine.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainwright.parallel.deepspeed_config import settings
-from trainwright.parallel.deepspeed_engine import hooks, import_deepspeed, in_step, set_hooks, start_engine
+from trainwright.parallel.deepspeed_engine import forget_order, hooks, import_deepspeed, set_hooks, start_engine
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.room import no_room
@@ -29,12 +30,16 @@ from trainwright.parallel.zero_partitions import Piece, chunks, partitions
 from trainwright.parallel.zero_rows import covering_rows, row_blocks
 from trainwright.recipe.schema import ParallelSection
 
+if TYPE_CHECKING:
+    from trainwright.models.weights import Weights
+
 
 class Zero:
     """A model sharded by DeepSpeed.
 
     Args:
-        module: fp32, on the CPU, its trainable parameters marked.
+        module: fp32, on the CPU, its trainable parameters marked; for zero3 also on the meta device (its buffers on the
+            CPU), to be filled by ``weights`` parameter by parameter.
         dtype: what the forward and backward passes compute in. Masters, reduction and accumulation are fp32.
         parallel: the recipe's section; its DeepSpeed file has been checked against the recipe.
 
@@ -51,48 +56,54 @@ class Zero:
         make_optimizer: OptimizerFactory,
         dtype: torch.dtype,
         parallel: ParallelSection,
+        weights: Weights | None = None,
     ) -> None:
         self.name = name
         self.world = world
         self._sharded = name == "zero3"
         self._gather = import_deepspeed(world).zero.GatheredParameters
         self._model = module
+        self._weights = weights
+        _hollow(module)
         self._names = {parameter: key for key, parameter in module.named_parameters()}
+        self._originals: dict[str, torch.Tensor] = {}  # fp32 values of trainable parameters, as many as are needed here
         optimizer = make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
         self._optimizer = optimizer
-        originals = self._set_precision(dtype)
         self._hooks = hooks(module)
+        prepare = functools.partial(self._set_precision, dtype=dtype)
         config = settings(parallel, dtype, module)
-        self._engine = start_engine(world, module, optimizer, config, cut=self._sharded)
+        self._engine = start_engine(world, module, optimizer, config, dtype, prepare, cut=self._sharded)
         self.module: nn.Module = self._engine
         self._partitions = partitions(self._engine.optimizer)
         self._pieces = self._partitions.pieces(self._names, world.rank, world.size)
-        self._restore_masters(originals)
+        self._restore_masters()
+        if weights is not None:
+            for name, buffer in self._buffers():
+                weights.fill(name, Shard.whole(buffer), world)
 
-    def _set_precision(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Have parameters in ``dtype``; the fp32 values of trainable ones, as much of them as this rank may need."""
-        originals: dict[str, torch.Tensor] = {}
-        if dtype == torch.float32:
-            return originals
-        for parameter, name in self._names.items():
-            if parameter.requires_grad:
-                full = parameter.detach()
-                if self._sharded:
-                    begin, end = chunks(full.numel(), self.world.size)[self.world.rank]
-                    full = full.flatten()[begin:end].clone()
-                originals[name] = full
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-        return originals
+    def _set_precision(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Have a parameter in ``dtype``, its weights filled in; keep the fp32 values that this rank may need."""
+        name, full = self._names[parameter], parameter.detach()
+        if self._weights is not None:
+            full = torch.empty(full.shape, dtype=full.dtype, device=self.world.device)
+            self._weights.fill(name, Shard.whole(full), self.world)
+        if parameter.requires_grad and dtype != torch.float32:
+            own = full
+            if self._sharded:
+                begin, end = chunks(full.numel(), self.world.size)[self.world.rank]
+                own = full.flatten()[begin:end].clone()
+            self._originals[name] = own
+        parameter.data = full.to(dtype) if parameter.is_floating_point() else full
 
-    def _restore_masters(self, originals: dict[str, torch.Tensor]) -> None:
+    def _restore_masters(self) -> None:
         """DeepSpeed makes its masters from the low-precision weights; a run starts from the full ones."""
         masters = self._partitions.masters()
         with torch.no_grad():
-            for name, original in originals.items():
+            for name, original in self._originals.items():
                 piece = self._pieces[name]
                 own = original if self._sharded else original.flatten()[piece.begin : piece.begin + piece.size]
                 piece.of(masters[piece.group]).copy_(own)
+        self._originals.clear()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -236,8 +247,10 @@ class Zero:
         wanted = sum(p.ds_numel * p.element_size() for p in parameters)
         reason = no_room(self.world, wanted, room)
         if reason is not None:
-            with in_step(self._engine, self._model):
+            try:
                 yield self._model, reason
+            finally:
+                forget_order(self._engine)
             return
         # DeepSpeed's hooks would free each layer when it has run, and gather it again for the next token, with every
         # rank taking part; ranks write answers of different lengths.
@@ -248,6 +261,16 @@ class Zero:
                 yield self._model, None
             finally:
                 set_hooks(self._model, installed)
+
+
+def _hollow(module: nn.Module) -> None:
+    """Parameters of ``module`` that are on the meta device become such that can be given memory, and have none yet."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for user in module.modules():
+        for name, parameter in user._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                hollow = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                user._parameters[name] = made.setdefault(parameter, nn.Parameter(hollow, parameter.requires_grad))
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:

@@ -72,12 +72,11 @@ def worlds(workload: Workload, cluster: Cluster, wishes: Wishes) -> tuple[int, .
         return (1,)
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _usual_worlds(rows, cluster)
-    allowed = tuple(n for n in usual if wishes.allows_world(n))
-    if allowed:
-        return allowed
     most = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
-    other = next((n for n in range(min(most, usual[0]), 0, -1) if wishes.allows_world(n)), None)
-    return () if other is None else (other,)
+    largest = next((n for n in range(min(most, usual[0]), 0, -1) if wishes.allows_world(n)), None)
+    if largest is None:
+        return ()
+    return tuple(sorted({largest, *(n for n in usual if wishes.allows_world(n))}, reverse=True))
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
@@ -118,7 +117,7 @@ def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterato
             yield Layout("fsdp", replicas, reshard_after_forward=False)
             yield Layout("fsdp", replicas)
         for stage in ("zero1", "zero2", "zero3"):
-            yield Layout(stage)  # type: ignore[arg-type]
+            yield Layout(stage)
     if on_gpu:
         yield Layout("fsdp", offload_parameters=True)
         for stage in ("zero1", "zero2"):

@@ -51,6 +51,8 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     values = recipe.model_dump()
     for section, chosen in plan.values().items():
         values[section].update(chosen)
+    if recipe.checkpoint.keep_best == "auto":
+        values["checkpoint"]["keep_best"] = recipe.data.validation is not None
     return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
 
 

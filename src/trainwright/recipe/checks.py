@@ -7,7 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import ParallelSection, Recipe
 
 _ROUNDING = 1e-9
 
@@ -139,7 +139,9 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
 def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
-        yield Contradiction(("data.limit", "data.train"), "is of one source; give each of data.train a limit of its own")
+        yield Contradiction(
+            ("data.limit", "data.train"), "is of one source; give each of data.train a limit of its own"
+        )
     if data.format != "auto" and data.validation_source is None:
         yield Contradiction(("data.format", "data.train"), "is of one source; give each of data.train its own format")
 
@@ -307,14 +309,32 @@ _READ_BY = {
 }
 
 
+def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
+    """Where the strategy is auto, the only one that reads all that is asked for, and a key that says so."""
+    meant = _meant_for_a_strategy(parallel)
+    if parallel.strategy != "auto" or not meant:
+        return None
+    common = set.intersection(*(set(_READ_BY[key]) for key in meant))
+    return (common.pop(), f"parallel.{min(meant, key=lambda key: len(_READ_BY[key]))}") if len(common) == 1 else None
+
+
+def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
+    return [key for key in _READ_BY if getattr(parallel, key) != type(parallel).model_fields[key].default]
+
+
 def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
     parallel = recipe.parallel
-    for key, strategies in _READ_BY.items():
-        meant = getattr(parallel, key) != type(parallel).model_fields[key].default
-        if meant and parallel.strategy not in strategies:
+    for key in _meant_for_a_strategy(parallel):
+        strategies = ", ".join(_READ_BY[key])
+        if parallel.strategy == "auto" and implied_strategy(parallel) is None:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"has no effect under parallel.strategy {parallel.strategy}; it belongs to {', '.join(strategies)}",
+                f"belongs to {strategies}; set parallel.strategy to the one that is meant",
+            )
+        elif parallel.strategy != "auto" and parallel.strategy not in _READ_BY[key]:
+            yield Contradiction(
+                (f"parallel.{key}", "parallel.strategy"),
+                f"has no effect under parallel.strategy {parallel.strategy}; it belongs to {strategies}",
             )
     processes = parallel.num_processes
     if parallel.strategy == "fsdp" and processes != "auto" and processes % parallel.replicate_size:
@@ -368,6 +388,4 @@ def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
             ("evaluate.metrics", "data.validation"), "there are no validation rows to answer; set data.validation"
         )
     if evaluate.metrics and recipe.data.format == "text":
-        yield Contradiction(
-            ("evaluate.metrics", "data.format"), "texts ask nothing that could be answered; remove it"
-        )
+        yield Contradiction(("evaluate.metrics", "data.format"), "texts ask nothing that could be answered; remove it")

@@ -264,8 +264,8 @@ class EvaluateSection(Section):
     prompts: list[Text] = Field([], description="Answered by the model at every evaluation, and shown.")
     metrics: list[AnswerMetric] = Field(
         [],
-        description="Have the model answer validation rows at every evaluation, and judge the answers by these; all are "
-        "best at 1. answer: the short answer that answer_pattern finds. rouge_l: F1; rouge_l_recall: its recall.",
+        description="Have the model answer validation rows at every evaluation, and judge the answers by these; all "
+        "are best at 1. answer: the short answer that answer_pattern finds. rouge_l: F1; rouge_l_recall: its recall.",
     )
     answer_pattern: Text | None = Field(
         None,
@@ -296,8 +296,8 @@ class DpoSection(Section):
     loss: Literal["dpo", "ipo", "kto"] = Field(
         "dpo",
         description="dpo: the chosen answer over the rejected one (arXiv 2305.18290). ipo: by a fixed margin, in means "
-        "over tokens (arXiv 2310.12036). kto: each answer for itself, good or bad (arXiv 2402.01306); takes rows with a "
-        "label as well as pairs.",
+        "over tokens (arXiv 2310.12036). kto: each answer for itself, good or bad (arXiv 2402.01306); takes rows with "
+        "a label as well as pairs.",
     )
     beta: Positive = Field(
         0.1, description="How much a departure from the reference counts: the larger, the nearer the model stays to it."

@@ -20,25 +20,49 @@ from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.prepare import Prepared, prepare
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.errors import RequestError
+from trainwright.evaluation.questions import ValidationQuestions
+from trainwright.inference.asking import Asker
+from trainwright.inference.generation import answer_batch, room
+from trainwright.inference.loading import probe
+from trainwright.inference.sampling import Sampling
+from trainwright.inference.stopping import stop_of
 from trainwright.models.adapters import adds_nothing, attach_adapter, check_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
-from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.cut import cut_config, varied_layers
+from trainwright.models.load import fresh_model, load_config, load_model, load_tokenizer
 from trainwright.models.resolve import resolve
 from trainwright.models.save import save_model
+from trainwright.models.weights import Weights, empty_model, load_empty
+from trainwright.parallel.build import takes_parts
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.units import find_units
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.sampling import Sampler
 from trainwright.tasks.steps import planned_examples
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
     """Prepare the data and convert the weights; both are found in the cache afterwards."""
     resolve(recipe.model, notify=print)
     check_adapter(recipe.model, recipe.train.seed)
-    return len(prepare_data(recipe, load_tokenizer(recipe.model), cache).train)
+    tokenizer = load_tokenizer(recipe.model)
+    _check_without_weights(recipe, tokenizer)
+    return len(prepare_data(recipe, tokenizer, cache).train)
+
+
+def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse before the launch what the model's configuration shows by itself."""
+    config = load_config(recipe.model, tokenizer)
+    if recipe.parallel.wrap != "auto" and recipe.model.adapter.type == "none":
+        empty = CausalLM(empty_model(config), packed=False)
+        find_units(empty, empty.blocks(), recipe.parallel.wrap)
+    if fills_parts(recipe):  # no process will have the weights to check all layers with, and one of each kind tells
+        few = CausalLM(
+            fresh_model(cut_config(config, varied_layers(config)), 0), packed=recipe.data.pack_length is not None
+        )
+        check_model(few, probe(config.get_text_config().vocab_size))
 
 
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
@@ -65,6 +89,35 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
             )
 
 
+def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, Weights | None]:
+    """The model; an empty one with what fills it, where each process needs parts of the weights only."""
+    if fills_parts(recipe):
+        empty = load_empty(recipe.model, recipe.train.seed, tokenizer, prefix="model.")
+        if empty is not None:
+            return empty
+    return load_model(recipe.model, torch.float32, recipe.train.seed, tokenizer), None
+
+
+def fills_parts(recipe: Recipe) -> bool:
+    """Whether every process reads only what it holds of the weights; an adapter is put on whole ones."""
+    return takes_parts(recipe.parallel) and recipe.model.adapter.type == "none"
+
+
+def _questions(recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase) -> ValidationQuestions | None:
+    """The validation rows to be answered; None where the recipe wants none."""
+    if not recipe.evaluate.metrics:
+        return None
+    assert prepared.validation is not None, "evaluate.metrics needs data.validation"
+    return ValidationQuestions(recipe.evaluate, prepared.validation, recipe.data.max_length, tokenizer)
+
+
+def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> None:
+    try:
+        room(model, prompt, sampling)
+    except RequestError as error:
+        raise RequestError(f"evaluate.prompts: {error}") from None
+
+
 class LanguageModelTask:
     """The part of a task that does not depend on what is minimised."""
 
@@ -81,14 +134,21 @@ class LanguageModelTask:
             if prepared.validation is not None
             else None
         )
-        model = load_model(recipe.model, torch.float32, recipe.train.seed, tokenizer)
+        model, self.weights = _model(recipe, tokenizer)
         self._adapter = attach_adapter(model, recipe.model, recipe.train.seed)
         self.base = None if self._adapter is None else self._adapter.identity
         self._lm = CausalLM(model, packed=self._packed)
         self.module: nn.Module = self._lm
         self.start: str | None = None
-        check_model(self._lm, _probe(model.config.get_text_config().vocab_size))
-        self._sampler = Sampler(tokenizer, prepared.train.report["format"] == "text", recipe.evaluate.max_new_tokens)
+        if self.weights is None:  # of an empty one a few layers have been checked when the run was prepared
+            check_model(self._lm, probe(model.config.get_text_config().vocab_size))
+        self._plain = prepared.train.report["format"] == "text"
+        self._asker = Asker(tokenizer, plain=self._plain)
+        self._stop = stop_of(model, tokenizer, chat=not self._plain)
+        self._sampling = Sampling(max_new_tokens=recipe.evaluate.max_new_tokens)
+        for prompt in self.prompts:
+            _check_prompt(model, self._asked(prompt), self._sampling)
+        self._questions = _questions(recipe, prepared, tokenizer)
 
     def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
         train, parallel = self._recipe.train, self._recipe.parallel
@@ -122,10 +182,25 @@ class LanguageModelTask:
         """What every example counts in the loss; None: as much as it has targets."""
         return None
 
+    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
+        if self._questions is None:
+            return {}
+        with strategy.whole() as (module, in_step):
+            if in_step is not None:
+                tell(in_step)
+            assert isinstance(module, CausalLM)
+            with module.for_generation() as model:
+                return self._questions.metrics(model, self._stop, strategy.world, together=in_step is not None)
+
     def generate(self, module: nn.Module, prompt: str) -> str:
         assert isinstance(module, CausalLM)
         with module.for_generation() as model:
-            return self._sampler(model, prompt)
+            (answer,) = answer_batch(model, self._tokenizer, [self._asked(prompt)], self._sampling, self._stop)
+        return answer.text.strip()
+
+    def _asked(self, prompt: str) -> list[int]:
+        """The tokens of a prompt: a text to continue, or a user's turn."""
+        return self._asker(prompt if self._plain else [{"role": "user", "content": prompt}])
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -156,14 +231,5 @@ class LanguageModelTask:
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
         assert isinstance(module, CausalLM) and self._adapter is not None
         with module.for_generation() as model:
-            probe = _probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
-            self._adapter.read_back(model, directory, probe, whole=whole)
-
-
-def _probe(vocabulary: int) -> Batch:
-    """Two short documents of arbitrary tokens, to check the model with."""
-    generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
-    dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "probe")
-    everything: GlobalBatch = Stream(dataset, global_batch_size=2, seed=0, rows=1, pack_length=16).global_batch(0)
-    return collate(dataset, everything.micro_batches[0], packed=True, pad_token_id=0)
+            tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
+            self._adapter.read_back(model, directory, tokens, whole=whole)

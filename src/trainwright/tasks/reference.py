@@ -90,7 +90,7 @@ def reference(
 
 
 def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> str:
-    """Of all bits of the weights as they are, without those that have the names to ``leave_out``. All ranks must call."""
+    """Of all bits of the weights as they are, without those that have the names to ``leave_out``. For all ranks."""
     digest = hashlib.sha256()
     for name, tensor in strategy.parameters():
         if strategy.world.is_main and name not in leave_out:

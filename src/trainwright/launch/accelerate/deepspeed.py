@@ -15,7 +15,7 @@ _DEFAULT_STAGE = 2  # Accelerate's, where neither the file nor a JSON file says
 _SAVED_WHOLE = "final/ is one whole model always"
 _EACH = "start the command once on each machine, or under srun or mpirun"
 _NOTES = {
-    "zero3_init_flag": "zero3 never has the whole model in one process",
+    "zero3_init_flag": "with zero3 weights are brought to their shards one after the other, always",
     "zero3_save_16bit_model": _SAVED_WHOLE,
     "deepspeed_moe_layer_cls_names": "experts are sharded as every other layer",
     "deepspeed_hostfile": _EACH,

@@ -19,11 +19,12 @@ _WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 
 _BUILT_IN = "FSDP2 always works that way"
+_SHARDS = "each process reads its own shards always; weights that are fresh or renamed come from rank 0"
 _PREFETCH = "FSDP2 fetches the next block ahead by itself"
 _NOTES = {
     "fsdp_use_orig_params": _BUILT_IN,
-    "fsdp_sync_module_states": "every rank loads the shards of the same file",
-    "fsdp_cpu_ram_efficient_loading": "every rank loads the shards of the same file",
+    "fsdp_sync_module_states": _SHARDS,
+    "fsdp_cpu_ram_efficient_loading": _SHARDS,
     "fsdp_backward_prefetch": _PREFETCH,
     "fsdp_backward_prefetch_policy": _PREFETCH,
     "fsdp_forward_prefetch": _PREFETCH,

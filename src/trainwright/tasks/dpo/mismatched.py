@@ -71,6 +71,7 @@ def _prompt_length(dataset: TokenDataset, document: int) -> int:
 def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:
     """For every document, the one at its place in the next example, around the end, that has another prompt."""
     count, each = dataset.document_count, dataset.documents_per_example
+    assert dataset.members is None or np.array_equal(dataset.members.ravel(), np.arange(count)), "as it is prepared"
     texts = [dataset.document(d)[0][: prompts[d]].tobytes() for d in range(count)]
     others = np.zeros(count, dtype=np.int64)
     for place in range(each):

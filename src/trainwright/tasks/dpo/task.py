@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -154,7 +154,7 @@ class PreferenceTuning(LanguageModelTask):
         if len(rewards) == 2 * len(batch.examples):
             # Half a point where neither is preferred, as before training.
             right = (rewards.view(-1, 2).diff(dim=1).neg().sign() + 1) / 2
-        sums = [
+        sums: list[Any] = [
             self._losses(scores, batch).sum(),
             micro.weight,
             micro.weight * self._divergence,

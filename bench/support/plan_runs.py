@@ -1,0 +1,130 @@
+"""One case of the plan's accuracy run for real: the product's own workers, watched from inside.
+
+Every case starts from a recipe and goes the way of ``trainwright train``: prepared once, then one worker a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainwright.launch.worker as worker
+from support.live_memory import LiveMemory, live_memory
+from trainwright.engine.trainer import Trainer
+from trainwright.launch import run_directory
+from trainwright.launch.local import launch
+from trainwright.launch.process import limit_threads, run_in_child
+from trainwright.launch.stop import Stopping
+from trainwright.machine.detect import detect
+from trainwright.planning.resolve import resolve
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.registry import prepare_task
+
+
+def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
+    """Train the recipe in ``directory``; what each rank measured, what its micro-batches were, and the seconds it took.
+
+    Raises:
+        SystemExit: the run failed; says where its logs are.
+    """
+    directory.mkdir(parents=True)
+    written = directory / "written.json"  # JSON is YAML
+    written.write_text(json.dumps(recipe | {"logging": {"run_directory": str(directory), "tensorboard": False}}))
+    resolved = resolve(load_recipe(written), detect()).recipe
+    run_directory.record(directory, run_directory.recipe_text(resolved), "case", ())
+    processes = resolved.parallel.num_processes
+    assert isinstance(processes, int)
+    limit_threads(processes, processes)
+    logs, begun = directory / "logs", time.monotonic()
+    logs.mkdir()
+    with Stopping() as stopping:
+        run_in_child(functools.partial(_prepare, resolved, cache), logs / "prepare.log", stopping)
+        code = launch(functools.partial(_work, directory, cache), processes=processes, logs=logs, stopping=stopping)
+    if code:
+        raise SystemExit(f"a case ended with exit code {code}; its logs are in {logs}")
+    ranks = [json.loads((directory / f"live-{rank}.json").read_text()) for rank in range(processes)]
+    return {"ranks": ranks, "seconds": time.monotonic() - begun}
+
+
+def _prepare(recipe: Recipe, cache: Path) -> None:
+    prepare_task(recipe, cache)
+
+
+def _work(directory: Path, cache: Path) -> int:
+    with live_memory() as live:
+        _Watched.live = live
+        worker.Trainer = _Watched  # type: ignore[misc]
+        _Watched.loading.enter_context(live.phase("load"))
+        code = worker.run_worker(
+            directory, cache=cache, resume=False, reasons=(), observers=lambda: (), stop_requested=lambda: False
+        )
+    rank = int(os.environ.get("RANK", "0"))
+    assert not dist.is_initialized()
+    found = asdict(live) | {"batches": _Watched.batches, "rank": rank, "device": _device()}
+    (directory / f"live-{rank}.json").write_text(json.dumps(found))
+    return code
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+class _Watched(Trainer):
+    """The engine with its phases marked, and the shapes of its micro-batches noted."""
+
+    live: LiveMemory
+    loading = ExitStack()
+    batches: list[dict[str, Any]]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.loading.close()
+        super().__init__(*arguments, **named)
+        type(self).batches = []
+        self.task.loss = self._marked("forward", self.task.loss)  # type: ignore[method-assign]
+        self.strategy.backward = self._marked("backward", self.strategy.backward)  # type: ignore[method-assign]
+        self.strategy.gradient_norm = self._marked("norm", self.strategy.gradient_norm)  # type: ignore[method-assign]
+        self.strategy.step = self._marked("optimizer", self.strategy.step)  # type: ignore[method-assign]
+
+    def run(self, final: Path) -> bool:
+        with self.live.phase("training"):
+            return super().run(final)
+
+    def _step(self) -> bool:
+        batch = self.task.stream.global_batch(self.progress.step)
+        dataset = self.task.stream.dataset
+        for micro in batch.for_rank(self.world.rank, self.world.size):
+            lengths = [dataset.length(example) for example in micro.examples]
+            self.batches.append({"rows": len(micro.rows), "lengths": lengths, "targets": micro.weight})
+        with self.live.phase("step"):
+            return super()._step()
+
+    def _evaluate(self) -> bool:
+        with self.live.phase("evaluation"):
+            return super()._evaluate()
+
+    def _checkpoint(self, **named: Any) -> None:
+        with self.live.phase("checkpoint"):
+            super()._checkpoint(**named)
+
+    def _export(self, final: Path) -> None:
+        with self.live.phase("export"):
+            super()._export(final)
+
+    def _marked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def marked(*arguments: Any, **named: Any) -> Any:
+            with self.live.phase(name):
+                return function(*arguments, **named)
+
+        return marked

@@ -1,0 +1,86 @@
+"""Validation rows that a model answers while it is trained, and how its answers are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainwright.data.dataset import TokenDataset
+from trainwright.errors import RequestError
+from trainwright.evaluation.metrics.extraction import AnswerMatch
+from trainwright.evaluation.metrics.registry import judges
+from trainwright.evaluation.rows import drawn
+from trainwright.inference.answering import answer_all
+from trainwright.inference.sampling import Sampling
+from trainwright.inference.stopping import Stop
+from trainwright.parallel.world import World
+from trainwright.recipe.schema import EvaluateSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class ValidationQuestions:
+    """Some of the validation rows, each up to its last answer; that is the reference.
+
+    Rows whose answer was cut off are not asked. The prompts are the very tokens that training sees.
+
+    Raises:
+        RequestError: no row can be asked, or a setting of a metric cannot be used.
+        MachineError: a library that a metric needs is not installed.
+    """
+
+    def __init__(
+        self, section: EvaluateSection, validation: TokenDataset, longest: int, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._sampling = Sampling(max_new_tokens=section.max_new_tokens)
+        self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
+        whole = [n for n in range(len(validation)) if validation.document_length(n) < longest]
+        spans = {n: _last_run(validation.document(n)[1]) for n in whole}
+        asked = [n for n in whole if spans[n][0] > 0]
+        if not asked:
+            raise RequestError(
+                "evaluate.metrics: no validation row asks something that it also answers in full within data.max_length"
+            )
+        chosen = [asked[place] for place in drawn(len(asked), section.generation_limit)]
+        self._prompts: list[list[int]] = []
+        self._references: list[str] = []
+        for number in chosen:
+            tokens = validation.document(number)[0].tolist()
+            begin, end = spans[number]
+            self._prompts.append(tokens[:begin])
+            self._references.append(str(tokenizer.decode(tokens[begin:end], skip_special_tokens=True)).strip())
+        self._check_references()
+
+    def metrics(self, model: PreTrainedModel, stop: Stop, world: World, *, together: bool) -> dict[str, float]:
+        """The mean of every metric over the rows that are asked, the same on every rank. Every rank must call.
+
+        Args:
+            model: whole, ready for generation.
+            together: every rank answers everything, as a pass of the model takes all of them.
+        """
+        prompts, sampling = self._prompts, self._sampling
+        answers = answer_all(model, self._tokenizer, prompts, sampling, stop, world, together=together)
+        texts = [answer.text.strip() for answer in answers]
+        return {name: sum(map(judge, self._references, texts)) / len(texts) for name, judge in self._judges.items()}
+
+    def _check_references(self) -> None:
+        match = self._judges.get("answer")
+        if not isinstance(match, AnswerMatch):
+            return
+        for reference in self._references:
+            try:
+                match.check(reference)
+            except RequestError as error:
+                raise RequestError(f"evaluate.answer_pattern: of a validation row {error}") from None
+
+
+def _last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
+    """Where the last unbroken run of targets begins and ends."""
+    places = np.flatnonzero(flags)
+    end = int(places[-1]) + 1
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    return int(places[breaks[-1] + 1] if len(breaks) else places[0]), end

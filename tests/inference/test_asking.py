@@ -1,0 +1,99 @@
+"""What rows ask, and the tokens they are asked in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.data.templates import encode_messages
+from trainwright.errors import RequestError
+from trainwright.inference.asking import Asker, read_questions
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+
+
+def written(directory: Path, *rows: Any) -> str:
+    file = directory / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"question": "q"}, [user("q")]),
+        ({"question": "q", "answer": "a"}, [user("q")]),
+        ({"prompt": "p"}, [user("p")]),
+        ({"prompt": "p", "completion": ""}, [user("p")]),
+        ({"instruction": "i", "input": "x"}, [user("i\n\nx")]),
+        ({"system": "s", "question": "q"}, [{"role": "system", "content": "s"}, user("q")]),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
+        ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}, [user("a"), assistant("b"), user("c")]),
+        ({"conversations": [{"from": "human", "value": "h"}]}, [user("h")]),
+        ({"prompt": [user("a")]}, [user("a")]),
+        ({"text": "Once upon"}, "Once upon"),
+    ],
+)
+def test_a_row_asks_with_its_answer_and_without(tmp_path: Path, row: dict[str, Any], asked: Any) -> None:
+    (found,) = read_questions(written(tmp_path, row), "--file").asked
+    assert found == asked
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"colour": "red"}, "nothing is asked: it has colour"),
+        ({"question": "  "}, "the field question is empty"),
+        ({"messages": [assistant("a"), user("b"), user("c")]}, "the roles are out of order: turn 1 is user after user"),
+        ({"messages": [{"role": "pirate", "content": "a"}]}, "the role 'pirate'"),
+        ({"messages": []}, "an empty list"),
+    ],
+)
+def test_a_row_that_is_wrong_is_named_with_its_line(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    file = written(tmp_path, {"question": "fine"}, row)
+    with pytest.raises(RequestError, match=reason) as raised:
+        read_questions(file, "--file")
+    assert str(raised.value).startswith(f"--file: {file}:2: ")
+
+
+def test_a_prompt_is_what_training_sees_up_to_the_answer() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}" + tokenizer.chat_template
+    conversation = [user("a"), assistant("b"), user("Hi")]
+    ids, targets = encode_messages(tokenizer, [*conversation, assistant("Hello")])
+    start = len(targets) - targets[::-1].index(True)
+    while targets[start - 1]:
+        start -= 1
+    asked = Asker(tokenizer, plain=False)(conversation)
+    assert asked == ids[:start]
+    assert tokenizer.decode(asked).startswith("Today: 26 Jul 2024\n<|im_start|>user\na<|im_end|>")
+
+
+def test_a_plain_text_is_continued_as_it_is() -> None:
+    asker = Asker(bytes_tokenizer(), plain=True)
+    assert asker("Hi") == list(b"Hi") == asker([user("Hi")])
+
+
+def test_a_system_turn_opens_conversations_that_have_none() -> None:
+    asker = Asker(bytes_tokenizer(), plain=False, system="Be brief.")
+    assert "Be brief." in bytes_tokenizer().decode(asker([user("Hi")]))
+    own = asker([{"role": "system", "content": "Own."}, user("Hi")])
+    assert "Be brief." not in bytes_tokenizer().decode(own)
+
+
+def test_a_template_that_refuses_a_conversation_is_named() -> None:
+    tokenizer = bytes_tokenizer()
+    refuses = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not that') }}{% endif %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    with pytest.raises(RequestError, match="refuses the conversation: not that"):
+        Asker(tokenizer, plain=False)([user("no")])
