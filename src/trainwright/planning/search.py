@@ -119,8 +119,13 @@ class Judge:
             available_bytes=int(self.cluster.usable_bytes * margin),
             host_needed_bytes=host,
             host_available_bytes=int(free * (1 - SAFETY_MARGIN["cpu"])),
-            missing=self.available(choice.strategy),
+            missing=self._unfit(choice) or self.available(choice.strategy),
         )
+
+    def _unfit(self, choice: Choice) -> str | None:
+        if self.workload.quantisation != "none" and choice.strategy.startswith("zero"):
+            return "DeepSpeed does not take quantised weights"
+        return None
 
     def timed(self, judged: Judged) -> Judged:
         return replace(judged, time=step_time(self.workload, judged.choice, self.cluster, self.rates))
