@@ -23,8 +23,8 @@ from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
 
-# A few large tensors, which the C library maps one by one: those of 8 rows take some 600 MiB, of 4 half as much, and all
-# that does not depend on the rows 200.
+# A few large tensors, which the C library maps one by one: those of 8 rows take some 600 MiB, of 4 half as much, and
+# all that does not depend on the rows 200.
 WIDE = (
     ON_ROWS,
     "data.pack_length=null",
