@@ -101,9 +101,15 @@ class Judge:
         self.cluster = cluster
         self.rates = rates
         self.available = available
+        self._fitted: dict[Choice, Judged] = {}
 
     def fit(self, choice: Choice) -> Judged:
         """What a choice needs; not yet how long it takes."""
+        if choice not in self._fitted:
+            self._fitted[choice] = self._fit(choice)
+        return self._fitted[choice]
+
+    def _fit(self, choice: Choice) -> Judged:
         memory = memory_of(self.workload, choice, self.cluster)
         margin = 1 - SAFETY_MARGIN[self.cluster.device]
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
