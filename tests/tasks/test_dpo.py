@@ -67,6 +67,8 @@ def assert_same(found: Path, expected: Path) -> None:
         assert column(found, name) == column(expected, name)
     assert difference(column(found, "loss"), column(expected, "loss")) < 1e-5
     assert difference(column(found, "grad_norm"), column(expected, "grad_norm")) < 1e-4
+    for one, other in zip(column(found, "metrics")[1:], column(expected, "metrics")[1:], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert len(metrics(found)) == len(metrics(expected)) == 3
     for step, (one, other) in enumerate(zip(metrics(found), metrics(expected), strict=True)):
         if not step:  # nothing is preferred yet but by rounding
@@ -146,6 +148,7 @@ def test_pairs_that_can_be_told_apart_are(runs: Runs, data: Path, loss: str) -> 
     before, *_, after = metrics(run)
     assert after["reward_accuracy"] == 1.0
     assert after["loss"] < before["loss"]
+    assert column(run, "metrics")[-1]["reward_accuracy"] == 1.0
     assert after["reward_margin"] > 0
     assert after["reward_margin"] == pytest.approx(after["chosen_reward"] - after["rejected_reward"])
 

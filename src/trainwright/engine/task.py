@@ -19,11 +19,13 @@ from trainwright.parallel.strategy import Strategy
 class LossSum:
     """The sum of the per-target losses of a micro-batch, and the sum of the targets' weights.
 
-    The engine divides by the weight of the whole global batch, over all ranks and micro-batches.
+    The engine divides by the weight of the whole global batch, over all ranks and micro-batches. ``statistics``: sums
+    beside, as of a micro-batch that is evaluated, for metrics of the step.
     """
 
     total: torch.Tensor
     weight: float
+    statistics: torch.Tensor | None = None
 
 
 class Task(Protocol):
@@ -61,7 +63,7 @@ class Task(Protocol):
         """A vector of sums over one micro-batch of the validation stream; 0 where its weight is 0."""
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Metrics of the validation split from the statistics summed over it; `loss` is lower when better."""
+        """Metrics of the validation split or a step, from statistics summed over it; `loss` is lower when better."""
 
     def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
         """Metrics of the model's answers to validation rows; none where none are wanted. Every rank calls this.

@@ -157,7 +157,9 @@ class Trainer:
         begun = time.perf_counter()
         step = self.progress.step + 1
         batch = self.task.stream.global_batch(step - 1)
-        loss, norm, ranks = self._gradients(step, batch)
+        loss, norm, ranks, statistics = self._gradients(step, batch)
+        metrics = self.task.metrics(self.world.sum(statistics)) if statistics else {}
+        metrics.pop("loss", None)
         learning_rate = self.schedule(step)
         scale = self._clip(norm) / self.progress.loss_scale
         self._halving.update(step, batch, lambda: self.strategy.step(learning_rate, scale))
@@ -178,12 +180,13 @@ class Trainer:
             tokens_per_second=batch.tokens / seconds,
             step_time=seconds,
             memory_bytes=memory_bytes,
+            **({"metrics": metrics} if metrics else {}),
         )
         self._grow_loss_scale()
         return any(rank[1] for rank in ranks)
 
-    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]]]:
-        """Gradients of the global batch; its mean loss, their norm, and what every rank has to say.
+    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]], list[float]]:
+        """Gradients of the global batch; its mean loss, their norm, what every rank has to say, and own statistics.
 
         A step whose fp16 gradients overflow is done again at half the loss scale, and one that runs out of memory in
         micro-batches of half the rows, so no example is lost to either.
@@ -191,7 +194,7 @@ class Trainer:
         while True:
             done = self._halving.passes(step, batch, functools.partial(self._passes, step, batch))
             shortage = done if isinstance(done, Shortage) else None
-            losses, norm = ([0.0], 0.0) if isinstance(done, Shortage) else done
+            losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, Shortage) else done
             state = [float(self.stop_requested()), peak_memory(self.world.device), float(shortage is not None)]
             ranks = self.world.gather_floats([sum(losses), *state])
             if any(rank[3] for rank in ranks):
@@ -199,7 +202,7 @@ class Trainer:
                 continue
             loss = sum(rank[0] for rank in ranks) / batch.weight
             if math.isfinite(loss) and math.isfinite(norm):
-                return loss, norm, ranks
+                return loss, norm, ranks, statistics
             if not (self._scaled and math.isfinite(loss) and self.progress.loss_scale > 1):
                 self._refuse(step, batch, losses, loss, norm)
             self.strategy.discard_gradients()
@@ -214,12 +217,12 @@ class Trainer:
             self.progress.loss_scale *= 2
             self.progress.steps_at_scale = 0
 
-    def _passes(self, step: int, batch: GlobalBatch) -> tuple[list[float], float]:
-        """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches, and the
-        norm of what the ranks' gradients make together."""
+    def _passes(self, step: int, batch: GlobalBatch) -> tuple[list[float], float, list[float]]:
+        """Gradients of this rank's share of the global batch; the summed loss of each of its micro-batches, the norm of
+        what the ranks' gradients make together, and the task's statistics of the share."""
         share = batch.for_rank(self.world.rank, self.world.size)
         self.task.before_passes(self.strategy, batch, validation=False)
-        totals = []
+        totals, statistics = [], []
         for position, micro in enumerate(share, 1):
             # By the micro-batch and not by the rank: dropout is the same on any number of processes.
             torch.manual_seed(_dropout_seed(self.recipe.train.seed, step, micro.index))
@@ -230,7 +233,10 @@ class Trainer:
             scale = self.progress.loss_scale / batch.weight
             self.strategy.backward(total * scale, last=position == len(share))
             totals.append(total.detach())
-        return torch.stack(totals).tolist(), self.strategy.gradient_norm() / self.progress.loss_scale
+            if part.statistics is not None:
+                statistics.append(part.statistics * float(micro.weight > 0))
+        norm = self.strategy.gradient_norm() / self.progress.loss_scale
+        return torch.stack(totals).tolist(), norm, torch.stack(statistics).sum(0).tolist() if statistics else []
 
     def _clip(self, norm: float) -> float:
         """What gradients are multiplied by to have at most the recipe's norm."""

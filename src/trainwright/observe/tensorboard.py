@@ -81,6 +81,8 @@ def write_event(writer: SummaryWriter, event: Event) -> None:
     if kind == "step":
         for name in _STEP_SCALARS:
             _scalar(writer, f"train/{name}", event.get(name), step)
+        for name, value in event.get("metrics", {}).items():
+            _scalar(writer, f"train/{name}", value, step)
     elif kind == "evaluate":
         for name, value in event["metrics"].items():
             _scalar(writer, f"evaluate/{name}", value, step)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -124,10 +124,14 @@ class PreferenceTuning(LanguageModelTask):
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         batch = self._batch(self._prepared.train, micro, device)
-        return LossSum(module(batch, objective=self._objective), micro.weight)
+        seen: list[torch.Tensor] = []
 
-    def _objective(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self._losses(self._scores(self._answers[False].ratios(losses, batch), batch), batch).sum().float()
+        def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+            scores = self._scores(self._answers[False].ratios(losses, batch), batch)
+            seen.append(self._statistics(scores.detach(), batch))
+            return self._losses(scores, batch).sum().float()
+
+        return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
 
     def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
         """What answers are compared by [D]: their log-ratios, in IPO a token's in the mean."""
@@ -145,27 +149,31 @@ class PreferenceTuning(LanguageModelTask):
         return losses.dpo(chosen, rejected, dpo.beta, dpo.label_smoothing)
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected, …]``."""
         assert self._prepared.validation is not None
         batch = self._batch(self._prepared.validation, micro, device)
         scores = self._scores(self._answers[True].ratios(module(batch, losses=True), batch), batch)
+        return self._statistics(scores, batch) * float(micro.weight > 0)
+
+    def _statistics(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected, …]``."""
         rewards, chosen = self._dpo.beta * scores, _chosen(batch)
         right = rewards.new_zeros(0)
         if len(rewards) == 2 * len(batch.examples):
             # Half a point where neither is preferred, as before training.
             right = (rewards.view(-1, 2).diff(dim=1).neg().sign() + 1) / 2
-        sums: list[Any] = [
+        weight = rewards.new_tensor(batch.weight)
+        sums = [
             self._losses(scores, batch).sum(),
-            micro.weight,
-            micro.weight * self._divergence,
+            weight,
+            weight * self._divergence,
             right.sum(),
-            right.numel(),
-            rewards[chosen].sum(),
+            rewards.new_tensor(right.numel()),
+            (rewards * chosen).sum(),
             chosen.sum(),
-            rewards[~chosen].sum(),
+            (rewards * ~chosen).sum(),
             (~chosen).sum(),
         ]
-        return rewards.new_tensor([float(value) for value in sums]) * float(micro.weight > 0)
+        return torch.stack([value.double() for value in sums])
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected = statistics
