@@ -110,7 +110,7 @@ def _config(chance: random.Random, family: str) -> dict[str, Any]:
         "intermediate_size": chance.choice([2, 3]) * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 32 if family == "gpt_neox" else chance.choice([2, hidden // 32]),
+        **({} if family == "gpt_neox" else {"num_key_value_heads": chance.choice([2, hidden // 32])}),
         "max_position_embeddings": 1024,
         "vocab_size": vocabulary,
         "tie_word_embeddings": chance.random() < 0.5,

@@ -123,7 +123,7 @@ def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:
     if choice.strategy in ("single", "ddp"):
         return memory_replicated.ReplicatedFlow(held, width, choice.num_processes > 1)
     if choice.strategy == "fsdp":
-        return memory_fsdp.FsdpFlow(held, width, choice.shards, choice.reshard_after_forward)
+        return memory_fsdp.FsdpFlow(held, width, choice.shards, choice.reshard_after_forward, on_cpu)
     if choice.strategy == "zero3":
         return memory_zero.Stage3Flow(held, width, on_cpu)
     return memory_zero.Stage12Flow(held, int(choice.strategy[-1]), width, choice.shards, on_cpu)

@@ -44,8 +44,9 @@ def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
 class FsdpFlow(Flow):
     """``width``: bytes of a number of gathered weights. ``reshard``: they are freed after the forward pass."""
 
-    def __init__(self, inventory: Inventory, width: int, shards: int, reshard: bool) -> None:
+    def __init__(self, inventory: Inventory, width: int, shards: int, reshard: bool, on_cpu: bool) -> None:
         self._units = units(inventory, shards)
+        self._on_cpu = on_cpu  # where gloo gathers and reduces by way of a copy
         self._last_block = max(self._units)
         self._width = width
         self._shards = shards
@@ -92,11 +93,9 @@ class FsdpFlow(Flow):
         return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        if self._reshard or self._first:
+        if self._reshard or self._first or self._width < _FP32:
             self._gradients += self._width * numel
-            return self.held
-        most = Held(self._gradients + self._summed + self._width * numel, self._whole + self._buffer, self._reducing)
-        return most
+        return self.held
 
     def unit_ended(self, unit: int) -> Held:
         if self._reshard or self._last:
@@ -114,8 +113,10 @@ class FsdpFlow(Flow):
     def _gathering(self, unit: int) -> tuple[int, Held]:
         """Bytes of the buffer that ``unit`` is gathered into, and what is held then."""
         size = self._bytes(unit) if self._shards > 1 else 0
-        cast = self._units[unit].own * self._width if self._width < _FP32 else 0
-        return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + cast, self._reducing)
+        copies = size if self._on_cpu else 0
+        if self._width < _FP32:
+            copies += self._units[unit].own * self._width
+        return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing)
 
     def _copied_out(self, unit: int, buffer: int, gathering: Held, keep: bool) -> Held:
         self._whole += self._bytes(unit)
@@ -136,23 +137,27 @@ class FsdpFlow(Flow):
         """Sum a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
         self._whole -= self._bytes(unit)
-        own = _FP32 * sizes.own_trained
-        gradients = self._width * sizes.trained if self._reshard or self._first else _FP32 * sizes.trained
         self._reducing = _FP32 * sizes.trained
         most = self.held
-        self._gradients -= min(gradients, self._gradients)
-        reduced = self.held._replace(gradients=self.held.gradients + own)
+        kept = 0 if self._reshard or self._first else _FP32  # what the micro-batches before have left
+        own = self._width if self._reshard or self._first or self._width < _FP32 else 0
+        self._gradients -= (own + kept) * sizes.trained
+        mine = _FP32 * sizes.own_trained
+        clone = self._reducing if self._on_cpu and self._shards > 1 else 0
+        reduced = Held(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
         if self._first or not self._reshard:
-            self._summed += own
+            self._summed += mine
         return max(most, reduced, key=lambda held: held.total)
 
     def _keep(self, unit: int) -> Held:
         """Have a unit's gradients in fp32 until those of later micro-batches are added."""
-        if not self._first:
+        if self._width == _FP32:
             return self.held
-        sizes = self._units[unit]
-        self._gradients += (_FP32 - self._width) * sizes.trained
-        return self.held
+        trained = self._units[unit].trained
+        self._gradients += (_FP32 if self._first else 0) * trained
+        most = self.held
+        self._gradients -= self._width * trained
+        return most
 
 
 def base(inventory: Inventory, width: int, shards: int, slots: int) -> dict[str, int]:
