@@ -14,15 +14,17 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.parallel.generation import built, step
 from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
 from tests.support.training import Case, Trained, train
 from trainwright.engine.checkpoint import CheckpointError, Checkpoints
-from trainwright.engine.read_back import check_checkpoint
+from trainwright.engine.read_back import check_checkpoint, check_export, gathered
+from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.world import World
+from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import ModelSection
@@ -137,6 +139,45 @@ def test_a_run_goes_on_bit_for_bit(
     other = {"single": ("fsdp", 2), "ddp": ("fsdp", 2), "fsdp": ("single", 1)}[strategy]
     elsewhere = train(runs, {0: replace(case(name, other[0]), checkpoints=str(copy))}, other[1])[0]
     assert difference(elsewhere.column("loss"), whole.column("loss")[5:]) < 1e-5
+
+
+def read_back_without_room(cases: list[list[str]], directory: str) -> None:
+    """What each of two processes does in the tests below."""
+    world = join("cpu")
+    for index, overrides in enumerate(cases):
+        task, strategy = built(world, [*FEW, "evaluate.every=null", *overrides])
+        step(task, strategy)
+        final, different = Path(directory) / str(index), list[str]()
+        tensors = gathered(strategy, different)
+        if world.is_main:
+            task.export(tensors, final)
+        for _ in tensors:
+            pass
+        world.barrier()
+        check_export(task, strategy, final, different, room=0)
+        file = final / "adapter_model.safetensors"
+        weights = load_file(file)
+        world.barrier()
+        if world.is_main:
+            next(tensor for name, tensor in weights.items() if "lora_B" in name).mul_(3)
+            save_file(weights, file, {"format": "pt"})
+        world.barrier()
+        with pytest.raises(TrainingError, match="with its base is not the trained model"):
+            check_export(task, strategy, final, different, room=0)
+        world.barrier()
+        assert not final.exists()
+    leave()
+
+
+def test_an_adapter_is_read_back_where_no_rank_has_room_for_the_model(runs: Runs, tmp_path: Path) -> None:
+    cases = [[*ADAPTERS[name], "parallel.strategy=fsdp"] for name in ("lora", "nf4", "lora in bf16")]
+    runs.function("tests.engine.test_adapters:read_back_without_room", cases, str(tmp_path), processes=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_an_adapter_is_read_back_where_no_rank_of_deepspeed_has_room(runs: Runs, tmp_path: Path) -> None:
+    cases = [[*ADAPTERS["lora"], "parallel.strategy=zero3"]]
+    runs.function("tests.engine.test_adapters:read_back_without_room", cases, str(tmp_path), processes=2)
 
 
 @pytest.fixture(scope="module")

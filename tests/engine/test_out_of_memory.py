@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import uuid
@@ -20,6 +21,7 @@ from tests.support.workers import by_hand
 from trainwright.engine.checkpoint import Checkpoints
 from trainwright.launch.run_directory import reasons, record
 from trainwright.machine.detect import detect
+from trainwright.observe.reader import Event
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
 
@@ -76,25 +78,35 @@ def rows_kept(run: Path) -> Any:
     return load_recipe(run / "recipe.yaml").train.micro_batch_size
 
 
+def halvings(run: Path) -> list[Event]:
+    """The faults of a run that began with 8 rows: mostly one, more where the C library has scattered its memory."""
+    faults = events(run, "fault")
+    rows = [re.match(r"micro-batch (\d) -> (\d)[,;]", fault["action"]) for fault in faults]
+    assert all(fault["kind"] == "out_of_memory" for fault in faults)
+    found = [tuple(map(int, each.groups())) for each in rows if each]
+    assert found and found == [(8, 4), (4, 2), (2, 1)][: len(faults)]
+    assert rows_kept(run) == found[-1][1]
+    return faults
+
+
 def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
     unlimited = runs.trained(*WIDE, *spread(1, "single"))
     run, ended = limited(runs, ROOM, *WIDE, *spread(1, "single"))
     assert ended.code == 0, ended.stdout + ended.stderr
-    (fault,) = events(run, "fault")
-    assert fault["kind"] == "out_of_memory" and fault["rank"] == 0
-    assert "asked for" in fault["detail"] and "ulimit -d" in fault["detail"]
+    fault, *_ = halvings(run)
+    assert fault["rank"] == 0 and "asked for" in fault["detail"] and "ulimit -d" in fault["detail"]
     step = fault["step"]
     assert fault["action"] == f"micro-batch 8 -> 4, accumulation 2 -> 4; step {step} is done again"
     assert fault["action"] in ended.stdout
     same_run(run, unlimited)
     assert len(events(run, "start")) == 1
 
-    assert rows_kept(run) == 4
+    rows = rows_kept(run)
     kept = Checkpoints(run / "checkpoints", keep_last=2, keep_best=True)
-    assert load_recipe(kept.path(4) / "recipe.yaml").train.micro_batch_size == 4
-    assert f"train.micro_batch_size 4: 8 ran out of memory at step {step}" in reasons(run)
+    assert load_recipe(kept.path(4) / "recipe.yaml").train.micro_batch_size == rows
+    assert reasons(run)[-1].startswith(f"train.micro_batch_size {rows}: {2 * rows} ran out of memory at step ")
     again = runs.trained(recipe=run / "recipe.yaml")
-    assert events(again, "start")[0]["micro_batch_size"] == 4
+    assert events(again, "start")[0]["micro_batch_size"] == rows
     same_run(again, unlimited)
 
 
@@ -108,11 +120,10 @@ def test_ranks_that_did_not_run_out_do_the_step_again_with_the_one_that_did(runs
     for worker in workers:
         ended = worker.wait()
         assert ended.code == 0, ended.stdout + ended.stderr
-    (fault,) = events(run, "fault")
-    assert fault["kind"] == "out_of_memory" and fault["rank"] == 1
+    fault, *_ = halvings(run)
+    assert fault["rank"] == 1
     assert fault["action"].startswith("micro-batch 8 -> 4, accumulation 2 -> 4; step ")
     same_run(run, unlimited)
-    assert rows_kept(run) == 4
 
 
 @pytest.mark.parametrize("where", ["micro-batch 0, layer 1", "micro-batch 1, layer 0", "after the exchange"])
@@ -124,14 +135,13 @@ def test_sharded_ranks_are_started_again_with_half_the_micro_batch(runs: Runs) -
     unlimited = runs.trained(*WIDE, *spread(2, "fsdp"))
     run, ended = limited(runs, ROOM, *WIDE, *spread(2, "fsdp"))
     assert ended.code == 0, ended.stdout + ended.stderr
-    (fault,) = events(run, "fault")
-    assert fault["kind"] == "out_of_memory" and fault["rank"] in (0, 1)
+    fault, *_ = halvings(run)
+    assert fault["rank"] in (0, 1)
     assert fault["action"] == "micro-batch 8 -> 4; started again from the newest checkpoint"
     assert fault["action"] in ended.stdout and "error:" not in ended.stderr
-    assert [start["micro_batch_size"] for start in events(run, "start")] == [8, 4]
+    assert [start["micro_batch_size"] for start in events(run, "start")][:2] == [8, 4]
     same_run(run, unlimited)
-    assert rows_kept(run) == 4
-    assert reasons(run)[-1].startswith("train.micro_batch_size 4: 8 ran out of memory at step ")
+    assert reasons(run)[-1].startswith(f"train.micro_batch_size {rows_kept(run)}: ")
 
 
 def test_several_nodes_are_started_again_together(runs: Runs) -> None:
@@ -149,9 +159,9 @@ def test_several_nodes_are_started_again_together(runs: Runs) -> None:
         ended = node.wait()
         assert ended.code == 0, ended.stdout + ended.stderr
         assert "error:" not in ended.stderr
-    (fault,) = events(run, "fault")
+    fault, *_ = halvings(run)
     assert fault["action"] == "micro-batch 8 -> 4; started again from the newest checkpoint"
-    assert [start["micro_batch_size"] for start in events(run, "start")] == [8, 4]
+    assert [start["micro_batch_size"] for start in events(run, "start")][:2] == [8, 4]
     same_run(run, unlimited)
 
 
@@ -189,9 +199,8 @@ def test_they_go_on_from_the_newest_checkpoint(runs: Runs, short: Path) -> None:
     assert largest > 2
     run, ended = limited(runs, ROOM, *settings)
     assert ended.code == 0, ended.stdout + ended.stderr
-    (fault,) = events(run, "fault")
-    assert fault["detail"].endswith(f"at step {largest}")
-    assert [start["resumed_from"] for start in events(run, "start")] == [None, largest - 1]
+    assert all(fault["detail"].endswith(f"at step {largest}") for fault in events(run, "fault"))
+    assert [start["resumed_from"] for start in events(run, "start")][:2] == [None, largest - 1]
     same_run(run, unlimited)
 
 
@@ -202,11 +211,11 @@ def test_an_evaluation_is_done_again_in_halves_and_training_stays_as_it_is(
     sources = (f"data.train={short}", f"data.validation={long}", "data.max_length=256", "data.limit=20")
     settings = (*WIDE, *sources, *spread(count, strategy))
     unlimited = runs.trained(*settings)
-    run, ended = limited(runs, ROOM, *settings)
+    run, ended = limited(runs, 620, *settings)
     assert ended.code == 0, ended.stdout + ended.stderr
-    (fault,) = events(run, "fault")
-    assert fault["kind"] == "out_of_memory" and fault["step"] == 0
-    assert fault["action"] == "validation in micro-batches of 4 and not 8; it is done again"
+    faults = events(run, "fault")
+    assert faults[0]["action"] == "validation in micro-batches of 4 and not 8; it is done again"
+    assert all(fault["kind"] == "out_of_memory" and fault["action"].startswith("validation") for fault in faults)
     same_run(run, unlimited)
     assert rows_kept(run) == 8
 
@@ -214,7 +223,7 @@ def test_an_evaluation_is_done_again_in_halves_and_training_stays_as_it_is(
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2)])
 def test_a_row_that_does_not_fit_ends_the_run_and_says_what_would(runs: Runs, strategy: str, count: int) -> None:
     packs = ("data.pack_length=1024", "data.max_length=128", "train.micro_batch_size=1", "train.global_batch_size=32")
-    run, ended = limited(runs, 300, *WIDE, *packs, *spread(count, strategy))
+    run, ended = limited(runs, 600, *WIDE, *packs, *spread(count, strategy))
     assert ended.code == 4, ended.stdout + ended.stderr
     assert "memory ran out on rank" in ended.stderr and "with micro-batches of 1 row:" in ended.stderr
     for fix in ("train.activation_checkpointing=full", "data.pack_length and data.max_length"):

@@ -58,9 +58,9 @@ def test_what_fits_is_measured_and_what_does_not_is_said(runs: Runs, tmp_path: P
 
 
 def test_another_failure_is_not_taken_for_the_end_of_memory(runs: Runs, tmp_path: Path) -> None:
-    found = probed(runs, tmp_path, "data.train=missing.jsonl", *spread(1, "single"))
+    found = probed(runs, tmp_path, ON_ROWS, "model.config.hidden_act=none_such", *spread(1, "single"))
     assert not found["fits"] and not found["out_of_memory"]
-    assert found["memory_bytes"] is None and "missing.jsonl" in found["error"]
+    assert found["memory_bytes"] is None and "none_such" in found["error"]
 
 
 def test_the_fullest_step_is_the_one_that_is_tried(runs: Runs, tmp_path: Path) -> None:

@@ -77,24 +77,16 @@ class Halving:
         release()
         rank, shortage = self._first(own)
         if batch.rows == 1:
-            error = self._error(step, batch, rank, shortage)
-            detail = shortage.detail
-            self._events.emit("fault", kind="out_of_memory", rank=rank, detail=detail, action="stop", step=step)
-            raise error
+            self._tell(step, rank, shortage, "stop")
+            raise self._error(step, batch, rank, shortage)
         rows = halved(batch.rows)
         for stream in (self._task.stream, self._task.validation):
             if stream is not None:
                 stream.limit_rows(rows)
         divided = self._task.stream.global_batch(step - 1)
         before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
-        self._events.emit(
-            "fault",
-            kind="out_of_memory",
-            rank=rank,
-            detail=shortage.detail,
-            action=f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}; step {step} is done again",
-            step=step,
-        )
+        change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
+        self._tell(step, rank, shortage, f"{change}; step {step} is done again")
         self.recipe = with_rows(self.recipe, rows)
         self.recipe_text = self._keep_recipe(self.recipe, reason(rows, batch.rows, step))
         return divided
@@ -116,12 +108,16 @@ class Halving:
         rank, shortage = self._first(own)
         rows = max(self._task.validation.global_batch(k).rows for k in range(len(self._task.validation)))
         if rows == 1:
+            self._tell(step, rank, shortage, "stop")
             raise self._error(step, self._task.validation.global_batch(0), rank, shortage)
         self._task.validation.limit_rows(halved(rows))
         action = f"validation in micro-batches of {halved(rows)} and not {rows}; it is done again"
+        self._tell(step, rank, shortage, action)
+        return True
+
+    def _tell(self, step: int, rank: int, shortage: Shortage, action: str) -> None:
         detail = shortage.detail
         self._events.emit("fault", kind="out_of_memory", rank=rank, detail=detail, action=action, step=step)
-        return True
 
     def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
         """The lowest rank where memory ran out, and how."""

@@ -59,8 +59,12 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
         raise CheckpointError(f"checkpoint in {path} was written, and is not read as it should be: {problem}")
 
 
-def check_export(task: Task, strategy: Strategy, final: Path, different: list[str]) -> None:
+def check_export(task: Task, strategy: Strategy, final: Path, different: list[str], room: int | None = None) -> None:
     """Compare what was exported to ``final`` with what the ranks hold, and what it makes of the model.
+
+    Args:
+        different: what ``gathered`` found.
+        room: see ``Strategy.whole``.
 
     Raises:
         TrainingError: on every rank, when any of them finds it otherwise; then there is nothing in ``final``.
@@ -68,7 +72,7 @@ def check_export(task: Task, strategy: Strategy, final: Path, different: list[st
     world, problem = strategy.world, None
     if different:
         problem = f"what was gathered is not what rank {world.rank} holds of {', '.join(sorted(different)[:5])}"
-    with strategy.whole() as (module, in_step):
+    with strategy.whole(room) as (module, in_step):
         try:
             task.read_back(module, final, whole=in_step is None)
         except (TrainingError, OSError) as error:

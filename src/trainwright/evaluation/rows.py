@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +167,7 @@ def encode(
             line.
     """
     encoder = None if rows.layout == "text" else ChatEncoder(tokenizer)
-    pairs, last_turn, cut = [], [], 0
+    pairs, last_turn, cut, called = [], [], 0, {}
     for place, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key)):
         kept = flags[:max_length]
         if not any(kept[1:]):
@@ -175,11 +175,14 @@ def encode(
                 f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {max_length:,}; "
                 "raise --max-length, as far as the model goes, or remove the row"
             )
-        last_turn.append(sum(kept[max(1, _last_run(flags)) :]))
+        begin = max(1, _last_run(flags))
+        last_turn.append(sum(kept[begin:]))
+        if encoder is not None and rows.conversations[place][last_answer(rows.conversations[place])].get("tool_calls"):
+            called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
         cut += len(ids) > len(kept)
         pairs.append((ids[:max_length], kept))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
-    prompts = Prompts() if encoder is None else _prompts(rows, encoder, asked, key)
+    prompts = Prompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
     return EncodedRows(dataset, last_turn, prompts, cut, [] if encoder is None else encoder.notes)
 
 
@@ -214,8 +217,9 @@ def _encoded(
             raise RequestError(f"{key}: {rows.place(start + error.index)}: {error}") from None
 
 
-def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], key: str) -> Prompts:
-    references = [rows.reference(place) for place in asked]
+def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str) -> Prompts:
+    """The questions of ``asked`` rows; ``called`` has the references of answers that call tools, as a model writes them."""  # noqa: E501
+    references = [called.get(place, rows.reference(place)).strip() for place in asked]
     try:
         return Prompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
     except TurnsError as error:

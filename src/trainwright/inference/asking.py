@@ -102,7 +102,9 @@ class Asker:
     def _opened(self, conversation: list[Message]) -> list[Message]:
         if self._system is None or conversation[0]["role"] == "system":
             return conversation
-        return [{"role": "system", "content": self._system}, *conversation]
+        first, *rest = conversation
+        tools = {"tools": first["tools"]} if "tools" in first else {}  # of a conversation stand with its first turn
+        return [{"role": "system", "content": self._system, **tools}, first, *rest]
 
 
 def _question(row: Row) -> Question:

@@ -56,11 +56,15 @@ def varied_layers(config: PretrainedConfig) -> int:
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
     """The section of the same model with its first ``layers`` layers, which have the weights they have in the whole.
 
+    An adapter of the whole model is none of this one, so that a new one is trained where the section starts from one.
+
     Args:
         directory: made for a model with weights: its configuration, and links to its files.
     """
     config = load_config(model.model_copy(update={"dropout": None}))
     source = resolve(model)
+    adapter = model.adapter.model_copy(update={"start_from": None, "stack": False})
+    model = model.model_copy(update={"adapter": adapter})
     if source.directory is None:
         assert model.config is not None
         fields = copy.deepcopy(model.config)

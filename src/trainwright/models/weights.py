@@ -120,38 +120,44 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class FileWeights:
-    """Weights that lie in safetensors files (by name) under their own names and in their own shapes."""
+    """Weights that lie in safetensors files (by name) under their own names and in their own shapes.
+
+    A file is open while one tensor is read: what is mapped of it counts as memory of the process.
+    """
 
     def __init__(self, files: Mapping[str, Path], prefix: str) -> None:
         self._files = files
         self._prefix = prefix
-        self._open: dict[Path, Any] = {}
 
     def load(self, rank: int) -> None:
         pass
 
     def fill(self, name: str, block: Shard, world: World) -> None:
-        stored = self._tensor(name.removeprefix(self._prefix))
-        rows = slice(block.offset[0], block.offset[0] + block.local.shape[0]) if block.shape else ...
-        block.local.copy_(stored[rows])
-
-    def fingerprint(self) -> str | None:
-        digest = hashlib.sha256()
-        for name in self._files:
-            stored = self._tensor(name)
-            shape = stored.get_shape()
-            digest.update(f"{name} {shape} {stored.get_dtype()}".encode())
-            first = stored[: max(1, _SAMPLED // max(1, shape[-1]))] if shape else stored[...]
-            digest.update(first.reshape(-1)[:_SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
-
-    def _tensor(self, name: str) -> Any:
         from safetensors import safe_open
 
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt").__enter__()
-        return self._open[file].get_slice(name)
+        name = name.removeprefix(self._prefix)
+        rows = slice(block.offset[0], block.offset[0] + block.local.shape[0]) if block.shape else ...
+        with safe_open(self._files[name], framework="pt") as file:
+            block.local.copy_(file.get_slice(name)[rows])
+
+    def fingerprint(self) -> str | None:
+        from safetensors import safe_open
+
+        digest = hashlib.sha256()
+        for path in dict.fromkeys(self._files.values()):
+            with safe_open(path, framework="pt") as file:
+                for name in (name for name, place in self._files.items() if place == path):
+                    digest.update(name.encode())
+                    _add_sample(digest, file.get_slice(name))
+        return digest.hexdigest()[:16]
+
+
+def _add_sample(digest: Any, stored: Any) -> None:
+    """The shape, the dtype and the first elements of a stored tensor."""
+    shape = stored.get_shape()
+    digest.update(f"{shape} {stored.get_dtype()}".encode())
+    first = stored[: max(1, _SAMPLED // max(1, shape[-1]))] if shape else stored[...]
+    digest.update(first.reshape(-1)[:_SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
 
 
 class GivenWeights:

@@ -56,7 +56,9 @@ class Strategy(Protocol):
         """Full parameters and buffers in master precision, one after another. Every rank must iterate.
 
         Args:
-            frozen: those that are not trained too.
+            frozen: those that are not trained too, in the dtype they are computed in. In bf16 they are not what was
+                loaded to the last digit: kept beside for nobody they would take a model's memory, so whoever writes
+                them reads them from where they came.
         """
 
     def layout(self) -> Layout:

@@ -223,6 +223,7 @@ class LanguageModelTask:
         if self._adapter is not None:
             self._adapter.save(directory, named, self._tokenizer)
         else:
+            assert all(parameter.requires_grad for parameter in model.parameters()), "see Strategy.parameters"
             save_model(directory, model.config, named, self._tokenizer, model.generation_config)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
