@@ -218,7 +218,7 @@ def _encoded(
 
 
 def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str) -> Prompts:
-    """The questions of ``asked`` rows; ``called`` has the references of answers that call tools, as a model writes them."""  # noqa: E501
+    """The questions of ``asked`` rows; ``called`` has the references of answers that call tools."""
     references = [called.get(place, rows.reference(place)).strip() for place in asked]
     try:
         return Prompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
