@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -55,6 +56,41 @@ def test_a_recipe_is_proven_the_same_and_nothing_is_left(
     assert [int(row[0]) for row in rows] == list(range(1, steps + 1))
     assert leftovers(temporary) == []
     assert os.listdir(here) == []
+
+
+DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        pytest.param(("parallel.strategy=zero2", "parallel.num_processes=2"), "whole", marks=DEEPSPEED),
+        pytest.param(("parallel.strategy=zero3", "parallel.num_processes=2"), "flat over 2 ranks", marks=DEEPSPEED),
+        (
+            ("parallel.strategy=fsdp", "parallel.replicate_size=2", "parallel.num_processes=4"),
+            "rows over 2 ranks, 2 copies",
+        ),
+    ],
+)
+def test_every_kind_of_spread_can_be_proven(runs: Runs, overrides: tuple[str, ...], layout: str) -> None:
+    ended = runs.command("verify", str(TINY), ON_ROWS, *overrides, "--steps", "3").wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    strategy, count = overrides[0].partition("=")[2], overrides[-1].partition("=")[2]
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith(f"{strategy} x {count}: "))
+    assert layout in line
+    assert ended.stdout.splitlines()[-1].startswith("the same run: over 3 steps")
+
+
+def test_runs_that_part_end_with_4_and_the_step(runs: Runs, tmp_path: Path) -> None:
+    """Steps as large as the sign of the smallest gradient decides: the order of a sum is all it takes."""
+    chaos = ("optimizer.learning_rate=0.5", "optimizer.eps=1.0e-30", "optimizer.warmup_steps=0", "model.dropout=0")
+    settings = (ON_ROWS, "parallel.num_processes=3", "train.mixed_precision=no", "train.max_steps=30", *chaos)
+    ended = runs.command("verify", str(TINY), *settings, "--steps", "6", TMPDIR=str(tmp_path)).wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    last = ended.stdout.splitlines()[-1]
+    assert last.startswith("NOT the same run: at step ") and " apart (allowed is 1e-05, relative)" in last
+    assert leftovers(tmp_path) == []
 
 
 def test_an_accelerate_file_says_what_is_compared(runs: Runs, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -225,6 +226,36 @@ def test_the_same_run_under_torchrun(tmp_path: Path, runs: Runs) -> None:
     assert result.returncode == 0, result.stderr
     same_run(run, reference(runs))
     assert result.stdout.count("finished at step 6") == 1
+
+
+@pytest.mark.slow
+def test_the_same_run_under_torchrun_on_two_nodes(tmp_path: Path, runs: Runs, listener: socket.socket) -> None:
+    """Two agents on this machine, each with one worker whose local rank is 0."""
+    port = listener.getsockname()[1]
+    listener.close()
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    agent = [sys.executable, "-m", "torch.distributed.run", *meeting]
+    run = tmp_path / "run"
+    arguments = ["-m", "trainwright.worker", str(TINY), STEPS, f"logging.run_directory={run}"]
+    variables = environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache"))
+    with contextlib.ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*agent, f"--node-rank={node}", *arguments],
+                    cwd=tmp_path,
+                    env=variables,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for node in range(2)
+        ]
+        told = [each.communicate(timeout=200) for each in agents]
+    assert [each.returncode for each in agents] == [0, 0], told
+    same_run(run, reference(runs))
+    assert "".join(out for out, _ in told).count("finished at step 6") == 1
 
 
 @pytest.mark.slow

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.runs import ON_ROWS, TINY
 from tests.support.strategies import PROMPTS
-from tests.support.training import DTYPES
+from tests.support.training import built
 from trainwright.engine.evaluate import generate
-from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.task import Task
-from trainwright.machine.cache import cache_root
-from trainwright.machine.detect import detect
-from trainwright.parallel.build import build_strategy
 from trainwright.parallel.strategy import Strategy
-from trainwright.parallel.world import World, join, leave
-from trainwright.planning.resolve import resolve
-from trainwright.recipe.loading import load_recipe
-from trainwright.tasks.registry import build_task
+from trainwright.parallel.world import join, leave
 
 
 def same_texts_without_room(cases: list[list[str]]) -> None:
@@ -29,7 +20,7 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
     world = join("cpu")
     for overrides in cases:
         print(overrides, file=sys.stderr)
-        (task, strategy), (_, other) = (built(world, overrides) for _ in range(2))
+        (_, task, strategy), (_, _, other) = (built(world, [*PROMPTS, *overrides]) for _ in range(2))
         said = False
         for _ in range(6):  # until it has something to say
             for _ in range(4):
@@ -46,19 +37,6 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
         assert said, "all texts were empty"
         holds_little_between_passes(strategy)
     leave()
-
-
-def built(world: World, overrides: Iterable[str]) -> tuple[Task, Strategy]:
-    recipe = resolve(
-        load_recipe(TINY, [ON_ROWS, f"parallel.num_processes={world.size}", *PROMPTS, *overrides]), detect()
-    )
-    task = build_task(recipe.recipe, cache_root())
-    if task.weights is not None:
-        task.weights.load(world.rank)
-    parallel, train = recipe.recipe.parallel, recipe.recipe.train
-    factory = optimizer_factory(recipe.recipe.optimizer)
-    dtype = DTYPES[str(train.mixed_precision)]
-    return task, build_strategy(parallel, world, task.module, task.blocks(), factory, dtype, task.weights)
 
 
 def step(task: Task, strategy: Strategy) -> float:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tests.parallel.generation import built
 from tests.support.runs import TINY
+from tests.support.training import built
 from trainwright.launch.process import keep_freed_memory
 from trainwright.models.cut import parameter_count
 from trainwright.models.load import load_model
@@ -25,7 +25,7 @@ def weights_are_those_of_one_process(cases: list[list[str]], kinds: list[str]) -
     world = join("cpu")
     for overrides, kind in zip(cases, kinds, strict=True):
         print(overrides, file=sys.stderr)
-        task, strategy = built(world, overrides)
+        _, task, strategy = built(world, overrides)
         assert type(task.weights).__name__ == kind
         recipe = load_recipe(TINY, [o for o in overrides if o.startswith("model.")])
         whole = load_model(recipe.model, torch.float32, recipe.train.seed)
@@ -51,7 +51,7 @@ def peak(overrides: list[str], output: str) -> None:
     built(world, [*overrides, *small])  # what libraries need once
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use now
-    task, strategy = built(world, overrides)
+    _, task, strategy = built(world, overrides)
     share = (resident("VmHWM") - before) / (4 * parameter_count(task.module.model.config))
     Path(output, f"{world.rank}.json").write_text(json.dumps(share))
     assert strategy.layout().held, "it is there"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.launch.request import Request, for_nodes
 from trainwright.machine.detect import Gpu, Machine
 from trainwright.planning.resolve import Resolved, resolve
@@ -106,3 +106,9 @@ def test_nodes_share_out_a_number_that_fits() -> None:
         "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one for every GPU) would contradict "
         "train.gradient_accumulation_steps",
     )
+
+
+def test_a_precision_that_the_gpu_does_not_have_is_refused() -> None:
+    old = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),) * 2)
+    with pytest.raises(MachineError, match=r"train\.mixed_precision: Tesla T4 does not compute in bf16; set it to no"):
+        resolve(recipe({"mixed_precision": "bf16"}), old)

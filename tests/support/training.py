@@ -18,17 +18,21 @@ from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.events import Event, EventLog
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
+from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
+from trainwright.models.compilation import compile_blocks
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.build import build_strategy
+from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import build_task
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Trained:
     def metrics(self) -> list[dict[str, float]]:
         return [event["metrics"] for event in self.events if event["event"] == "evaluate"]
 
+    def faults(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "fault"]
+
     def texts(self) -> list[str]:
         return [event["text"] for event in self.events if event["event"] == "generate"]
 
@@ -82,8 +89,9 @@ def in_process(cases: Sequence[tuple[list[str], int | None, str | None]], direct
     leave()
 
 
-def _train(world: World, overrides: Iterable[str], run: Path, until: int | None, directory: Path) -> dict[str, Any]:
-    fixed = (ON_ROWS, f"parallel.num_processes={world.size}", f"logging.run_directory={run}")
+def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strategy]:
+    """`tiny` with these overrides, spread over the world as a worker does it."""
+    fixed = (ON_ROWS, f"parallel.num_processes={world.size}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe
     task = build_task(recipe, cache_root())
     if task.weights is not None:
@@ -91,6 +99,8 @@ def _train(world: World, overrides: Iterable[str], run: Path, until: int | None,
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
     )
+    if recipe.train.compile is True:
+        compile_blocks(task.blocks())
     strategy = build_strategy(
         recipe.parallel,
         world,
@@ -100,6 +110,11 @@ def _train(world: World, overrides: Iterable[str], run: Path, until: int | None,
         DTYPES[str(recipe.train.mixed_precision)],
         task.weights,
     )
+    return recipe, task, strategy
+
+
+def _train(world: World, overrides: Iterable[str], run: Path, until: int | None, directory: Path) -> dict[str, Any]:
+    recipe, task, strategy = built(world, [f"logging.run_directory={run}", *overrides])
     seen: list[Event] = []
     trainer = Trainer(
         recipe=recipe,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.dataset import TokenDataset
+from trainwright.data.pairs import CHOSEN
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import judges
@@ -38,7 +39,8 @@ class ValidationQuestions:
         self._tokenizer = tokenizer
         self._sampling = Sampling(max_new_tokens=section.max_new_tokens)
         self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
-        whole = [n for n in range(len(validation)) if validation.document_length(n) < longest]
+        answers = [n for n in range(validation.document_count) if validation.role(n) == CHOSEN]  # no rejected ones
+        whole = [n for n in answers if validation.document_length(n) < longest]
         spans = {n: _last_run(validation.document(n)[1]) for n in whole}
         asked = [n for n in whole if spans[n][0] > 0]
         if not asked:

@@ -232,6 +232,7 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # several are meant
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # and it is set right
         inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT writes into it what it makes of it
 
 

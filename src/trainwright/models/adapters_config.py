@@ -70,6 +70,11 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     whole, tied = _modules_to_save(adapter, model)
     alpha = ALPHA if adapter.alpha is None else adapter.alpha
     targets = _targets(adapter, model)
+    if not targets:
+        raise RequestError(
+            "model.adapter.modules_to_save: leaves no linear module for the adapter; set model.adapter.type to none to "
+            "train all weights"
+        )
     return LoraConfig(
         r=adapter.rank or RANK,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]

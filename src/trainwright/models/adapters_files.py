@@ -118,6 +118,12 @@ def start_from(adapter: AdapterSection) -> SavedAdapter | None:
     return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
 
 
+def trained_whole(adapter: AdapterSection) -> list[str]:
+    """Ends of the names of modules that are trained whole, by the recipe or the adapter that it goes on with."""
+    saved = None if adapter.stack else start_from(adapter)
+    return adapter.modules_to_save if saved is None else list(saved.config.get("modules_to_save") or [])
+
+
 @dataclass(frozen=True)
 class SavedAdapter:
     """An adapter that was saved: where, and its settings as PEFT writes them."""

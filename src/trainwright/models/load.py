@@ -158,9 +158,10 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
 
 def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:
     if adapter.quantisation != "none":
+        from trainwright.models.adapters_files import trained_whole
         from trainwright.models.quantisation import quantise
 
-        quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=adapter.modules_to_save)
+        quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=trained_whole(adapter))
 
 
 def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning import memory_fsdp, memory_replicated, memory_zero
-from trainwright.planning.memory_adapters import adapted_passes, adapter_base, saved_by_quantising
 from trainwright.planning.memory_inventory import Inventory, inventory
 from trainwright.planning.memory_overhead import divided, loading, overhead
 from trainwright.planning.memory_walk import Flow, Held, Peak, Walk
@@ -73,11 +72,8 @@ def _targets(workload: Workload, tokens: int, documents: int) -> int:
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     """What ``choice`` needs for ``workload`` on a device of ``cluster``."""
     setting = _setting(workload, choice, cluster)
-    held = inventory(workload.architecture, setting.width, setting.trainable)
-    parts = passes(setting, choice.activation_checkpointing)
-    if workload.adapter is not None:
-        parts = adapted_passes(setting, choice.activation_checkpointing, workload)
-    walk = Walk(parts, workload.architecture.tied, setting.width)
+    held = inventory(workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation)
+    walk = Walk(passes(setting, choice.activation_checkpointing), workload.architecture.tied, setting.width)
     flow = _flow(held, setting, choice)
     walk.step(flow, choice.gradient_accumulation_steps)
     if workload.evaluates:
@@ -104,18 +100,15 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
 
 def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choice) -> Mapping[str, int]:
     """What stays from step to step, by what it is."""
-    base = dict(_base(held, setting.width, choice, workload.optimizer_slots))
-    if workload.adapter is not None:
-        base["parameters"] -= saved_by_quantising(workload, choice, setting.width)
-        for name, count in adapter_base(workload, choice, setting.width).items():
-            base[name] = base.get(name, 0) + count
-    return base
+    base = _base(held, setting.width, choice, workload.optimizer_slots)
+    return {**base, "quantised base's scales": held.buffers} if held.buffers else base
 
 
 def _setting(workload: Workload, choice: Choice, cluster: Cluster) -> Setting:
     device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
     width = _WIDTHS[choice.mixed_precision]
-    return Setting(workload.architecture, micro_batch(workload, choice), device, width, workload.adapter is None)
+    batch, adapter = micro_batch(workload, choice), workload.adapter
+    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, workload.quantisation)
 
 
 def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations import block_kinds, block_weights, end_weights
+from trainwright.planning.operations.tape import Parameter
+from trainwright.planning.workload import Adapter, Quantisation
 
 OUTSIDE = -1  # the unit of what is in no block
 
@@ -28,9 +30,10 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Inventory:
-    """``weights``: in the order in which the model has them."""
+    """``weights``: in the order in which the model has them. ``buffers``: bytes of the scales of quantised ones."""
 
     weights: tuple[Weight, ...]
+    buffers: int = 0
 
     @cached_property
     def numel(self) -> int:
@@ -51,16 +54,31 @@ class Inventory:
 
 
 @lru_cache(maxsize=32)
-def inventory(a: Architecture, width: int, trainable: bool) -> Inventory:
-    """Of a model whose weights compute in numbers of ``width`` bytes."""
+def inventory(
+    a: Architecture, width: int, trainable: bool, adapter: Adapter | None = None, quantisation: Quantisation = "none"
+) -> Inventory:
+    """Of a model whose weights compute in numbers of ``width`` bytes. A quantised weight counts as the numbers of that
+    width that its bits take the place of (models/quantisation.py)."""
     ends = [
         Weight(OUTSIDE, name, p.n, p.k, p.trainable) for name, p in end_weights(a, width, trainable).parameters.items()
     ]
     first = [w for w in ends if w.name in ("embedding", "positions")]
     last = [w for w in ends if w not in first]
-    blocks = [
-        Weight(unit, name, p.n, p.k, p.trainable)
-        for unit, kind in enumerate(block_kinds(a))
-        for name, p in block_weights(a, kind, width, trainable).parameters.items()
-    ]
-    return Inventory((*first, *blocks, *last))
+    blocks, buffers = [], 0
+    for unit, kind in enumerate(block_kinds(a)):
+        for name, p in block_weights(a, kind, width, trainable, adapter, quantisation).parameters.items():
+            if p.quantised == "none":
+                blocks.append(Weight(unit, name, p.n, p.k, p.trainable))
+                continue
+            bits = p.numel // 2 if p.quantised == "nf4" else p.numel
+            blocks.append(Weight(unit, name, -(-bits // width), 1, False))
+            buffers += _scales(p)
+    return Inventory((*first, *blocks, *last), buffers)
+
+
+def _scales(weight: Parameter) -> int:
+    """Bytes: of nf4 one for 64 numbers, fp32 ones of 256 of these and a table of 256; of int8 fp32 ones a row."""
+    if weight.quantised == "int8":
+        return 4 * weight.n
+    scales = -(-weight.numel // 64)
+    return scales + 4 * -(-scales // 256) + 1024 + 4

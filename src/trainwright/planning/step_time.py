@@ -14,27 +14,16 @@ from trainwright.machine.describe import Cluster
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
 from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.rates import Rates
 from trainwright.planning.step_time_batch import seen_pairs, typical_batch
 from trainwright.planning.step_time_exchange import Exchange, Unit
 from trainwright.planning.step_time_update import Update
 from trainwright.planning.step_time_work import Pricing, Work
-from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Target, Workload
+from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Workload
 
 _WIDTH: dict[MixedPrecision, int] = {"no": 4, "bf16": 2, "fp16": 2}
 _PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
-# What the matrices of a block do; a family may have several of them in one.
-ADAPTED: dict[str, frozenset[Target]] = {
-    "query": frozenset({"query"}),
-    "key": frozenset({"key"}),
-    "value": frozenset({"value"}),
-    "query_key_value": frozenset({"query", "key", "value"}),
-    "output": frozenset({"output"}),
-    "gate": frozenset({"gate"}),
-    "up": frozenset({"up"}),
-    "gate_up": frozenset({"gate", "up"}),
-    "down": frozenset({"down"}),
-}
 
 
 @dataclass(frozen=True)

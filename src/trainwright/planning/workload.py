@@ -10,6 +10,7 @@ from trainwright.planning.architecture import Architecture
 StrategyName = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"] | int
+Quantisation = Literal["none", "nf4", "int8"]
 # The linear modules of a block, by what they do; a family may have several of them in one matrix.
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
@@ -48,7 +49,7 @@ class Workload:
     longest_document: int | None = None
     target_fraction: float = 1.0
     adapter: Adapter | None = None
-    quantisation: Literal["none", "nf4", "int8"] = "none"
+    quantisation: Quantisation = "none"
     optimizer_slots: int = 2
     steps: int | None = None
     evaluates: bool = True

@@ -11,7 +11,7 @@ from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations.attention import document_attention, eager_attention, sdpa_attention
 from trainwright.planning.operations.elementary import add, cat, dropout, scale, slices, split, to, view
 from trainwright.planning.operations.experts import sparse_mlp
-from trainwright.planning.operations.layers import linear, mlp, norm, rotate
+from trainwright.planning.operations.layers import mlp, norm, project, rotate
 from trainwright.planning.operations.shapes import BlockKind, Device, Heads, MicroBatch
 from trainwright.planning.operations.tape import Tape, Tensor
 from trainwright.planning.operations.weights import Weights
@@ -119,7 +119,7 @@ class Block:
         else:
             out = sdpa_attention(tape, q, k, v, heads, batch, self.device, masked)
         tape.operation = "output"
-        return linear(tape, out, self.weights["output"], self.weights.bias("output"))
+        return project(tape, out, self.weights, "output")
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]."""
@@ -127,14 +127,14 @@ class Block:
         widths = (a.query_width, a.key_value_width, a.key_value_width)
         if a.fused_qkv:
             tape.operation = "query_key_value"
-            fused = linear(tape, hidden, weights["query_key_value"], weights.bias("query_key_value"))
+            fused = project(tape, hidden, weights, "query_key_value")
             cut = slices if a.family == "phi3" else split
             q, k, v = cut(tape, fused, [tokens * width for width in widths])
             return view(tape, q), view(tape, k), view(tape, v)
         made = []
         for name in ("query", "key", "value"):
             tape.operation = name
-            x = view(tape, linear(tape, hidden, weights[name], weights.bias(name)))
+            x = view(tape, project(tape, hidden, weights, name))
             if a.qk_norm != "none" and name != "value":
                 x = self._norm_of_heads(x, name)
             made.append(view(tape, x))

@@ -7,6 +7,7 @@ from trainwright.planning.operations.elementary import (
     add,
     as_tensor,
     cat,
+    dropout,
     from_input,
     from_result,
     mean,
@@ -63,6 +64,72 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
         tape.record([out], [flat, weight, bias], apply)
     del flat
     return view(tape, out)
+
+
+def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
+    """``x`` times the matrix called ``name``, with what an adapter adds to it (peft/tuners/lora)."""
+    weight, adapter = weights[name], weights.adapter
+    base = linear if weight.quantised == "none" else _expanded_linear
+    result = base(tape, x, weight, weights.bias(name))
+    if adapter is None or f"{name}.lora_A" not in weights.parameters:
+        return result
+    narrow, wide = weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
+    gpu = tape.device.is_gpu
+    if adapter.kind == "lora":
+        dropped = dropout(tape, x, adapter.dropout, gpu)
+        return add(tape, result, scale(tape, linear(tape, linear(tape, dropped, narrow), wide)))
+    if adapter.dropout:
+        x = dropout(tape, x, adapter.dropout, gpu)
+        return add(tape, result, _dora(tape, x, base(tape, x, weight), weights, name))
+    return add(tape, result, _dora(tape, x, result, weights, name))
+
+
+def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> Tensor:
+    """DoRA (Liu et al., arXiv 2402.09353) as PEFT computes it: what is added to the result of the frozen weight."""
+    weight, narrow, wide = weights[name], weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
+    with tape.no_grad():  # the norm of the adapted weight, from the product of the two matrices with an identity
+        expanded = _expand(tape, weight, x.width) if weight.quantised != "none" else None
+        product = linear(tape, linear(tape, tape.new(weight.k * weight.k, x.width), narrow), wide)
+        norm_of = add(tape, scale(tape, product), weight)
+        norms = mean(tape, norm_of, weight.n)
+        del expanded, product, norm_of
+    ratio = mul(tape, norms, weights[f"{name}.magnitude"])
+    made = linear(tape, linear(tape, x, narrow), wide)
+    return add(tape, mul(tape, base, shift(tape, ratio)), scale(tape, mul(tape, made, ratio)))
+
+
+def _expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
+    """A quantised matrix in numbers (models/quantisation.py), by way of its scales in fp32."""
+    scales = tape.new(weight.numel // 64, _FP32) if weight.quantised == "nf4" else None
+    shifted = tape.new(weight.numel // 64, _FP32) if scales is not None else None
+    made = tape.new(weight.numel, width)
+    tape.launch("elementwise", weight.numel // (2 if weight.quantised == "nf4" else 1), made.bytes)
+    del scales, shifted
+    return made
+
+
+def _expanded_linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
+    """``x`` times a quantised matrix, which is expanded for the product, and once more backwards."""
+    n, k, width = weight.n, weight.k, x.width
+    rows = x.numel // k
+    recorded = tape.wants(x)
+    if recorded:
+        tape.save(None)
+    matrix = _expand(tape, weight, width)
+    out = tape.new(rows * n, width)
+    tape.product(rows, n, k, width)
+    del matrix
+    if recorded:
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            matrix = _expand(tape, weight, width)
+            of_x = tape.new(rows * k, width)
+            tape.product(rows, k, n, width)
+            del matrix
+            return [of_x]
+
+        tape.record([out], [x], apply)
+    return out
 
 
 def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
@@ -149,9 +216,9 @@ def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, ro
 def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:
     """The plain MLP, or one of that form whose weights begin with ``prefix``."""
 
-    def project(x: Tensor, name: str) -> Tensor:
+    def through(x: Tensor, name: str) -> Tensor:
         tape.operation = name = f"{prefix}{name}"
-        return linear(tape, x, weights[name], weights.bias(name))
+        return project(tape, x, weights, name)
 
     def act(x: Tensor) -> Tensor:
         tape.operation = f"{prefix}activation"
@@ -162,15 +229,15 @@ def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = 
         return mul(tape, x, y)
 
     if a.fused_gate_up:
-        up = project(x, "gate_up")
+        up = through(x, "gate_up")
         gate, up = split(tape, up, [up.numel // 2] * 2)
         up = times(up, act(gate))
-        return project(up, "down")
+        return through(up, "down")
     if a.gated:
-        return project(times(act(project(x, "gate")), project(x, "up")), "down")
-    x = project(x, "up")
+        return through(times(act(through(x, "gate")), through(x, "up")), "down")
+    x = through(x, "up")
     x = act(x)
-    return project(x, "down")
+    return through(x, "down")
 
 
 def activation(tape: Tape, x: Tensor, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from trainwright.planning.operations.ends import begin, finish
 from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
 from trainwright.planning.operations.tape import Kernel, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
+from trainwright.planning.workload import Adapter, Quantisation
 
 Recompute = Literal["none", "full", "selective"]
 _KEPT: dict[Recompute, frozenset[str]] = {
@@ -65,13 +66,15 @@ class Pass:
 @dataclass(frozen=True)
 class Setting:
     """What passes are run with. ``width``: bytes of a number of activations and weights that compute. ``trainable``:
-    whether the model's own weights are trained."""
+    whether the model's own weights are trained; with an ``adapter`` they are not. ``quantisation``: of its base."""
 
     architecture: Architecture
     batch: MicroBatch
     device: Device
     width: int
     trainable: bool = True
+    adapter: Adapter | None = None
+    quantisation: Quantisation = "none"
 
 
 @lru_cache(maxsize=512)
@@ -80,7 +83,7 @@ def block_pass(setting: Setting, kind: BlockKind, recompute: Recompute, input_wa
     a, batch = setting.architecture, setting.batch
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
-        weights = block_weights(a, kind, setting.width, setting.trainable)
+        weights = block_weights(a, kind, setting.width, setting.trainable, setting.adapter, setting.quantisation)
         tables = [tape.new(0, setting.width) for _ in range(2)]
         for table in tables:
             table.numel = int(a.head_dim * a.rotary) * batch.tokens

@@ -87,9 +87,9 @@ class Tensor:
 
 
 class Parameter:
-    """A weight [n, k] (k = 1: a vector), whose memory is accounted for elsewhere."""
+    """A weight [n, k] (k = 1: a vector), whose memory is accounted for elsewhere. ``quantised``: in which way."""
 
-    __slots__ = ("k", "n", "name", "node", "trainable", "width")
+    __slots__ = ("k", "n", "name", "node", "quantised", "trainable", "width")
 
     def __init__(self, name: str, n: int, k: int, width: int, trainable: bool) -> None:
         self.name = name
@@ -97,6 +97,7 @@ class Parameter:
         self.k = k
         self.width = width
         self.trainable = trainable
+        self.quantised = "none"
         self.node: Node | None = None
 
     @property

@@ -5,16 +5,35 @@ from __future__ import annotations
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations.shapes import BlockKind
 from trainwright.planning.operations.tape import Parameter
+from trainwright.planning.workload import Adapter, Quantisation, Target
+
+# The matrices of a block that are linear modules, by what they do; a family may have several of them in one.
+ADAPTED: dict[str, frozenset[Target]] = {
+    "query": frozenset({"query"}),
+    "key": frozenset({"key"}),
+    "value": frozenset({"value"}),
+    "query_key_value": frozenset({"query", "key", "value"}),
+    "output": frozenset({"output"}),
+    "gate": frozenset({"gate"}),
+    "up": frozenset({"up"}),
+    "gate_up": frozenset({"gate", "up"}),
+    "down": frozenset({"down"}),
+}
 
 
 class Weights:
     """Parameters by name, in the order in which a model has them.
 
-    ``width``: bytes of a number. ``trainable``: whether these are trained.
+    ``width``: bytes of a number. ``trainable``: whether these are trained. ``adapter``: what is trained beside them,
+    in the matrices that it is for; its own are called after theirs, with .lora_A [r, k], .lora_B [n, r] and .magnitude.
     """
 
-    def __init__(self, width: int, trainable: bool) -> None:
+    def __init__(
+        self, width: int, trainable: bool, adapter: Adapter | None = None, quantisation: Quantisation = "none"
+    ) -> None:
         self.parameters: dict[str, Parameter] = {}
+        self.adapter = adapter
+        self._quantisation = quantisation
         self._width = width
         self._trainable = trainable
 
@@ -27,14 +46,32 @@ class Weights:
 
     def add(self, name: str, n: int, k: int = 1, bias: bool = False) -> None:
         """A matrix, or with ``k`` 1 a vector, and perhaps the bias beside it."""
-        self.parameters[name] = Parameter(name, n, k, self._width, self._trainable)
+        self._put(name, n, k, self._trainable)
+        does = ADAPTED.get(name.removeprefix("shared."), frozenset())
+        if does and self._quantisation != "none":
+            self.parameters[name].quantised = self._quantisation
         if bias:
-            self.parameters[f"{name}.bias"] = Parameter(f"{name}.bias", n, 1, self._width, self._trainable)
+            self._put(f"{name}.bias", n, 1, self._trainable)
+        if self.adapter is not None and does & set(self.adapter.targets):
+            self._put(f"{name}.lora_A", self.adapter.rank, k, True)
+            self._put(f"{name}.lora_B", n, self.adapter.rank, True)
+            if self.adapter.kind == "dora":
+                self._put(f"{name}.magnitude", n, 1, True)
+
+    def _put(self, name: str, n: int, k: int, trainable: bool) -> None:
+        self.parameters[name] = Parameter(name, n, k, self._width, trainable)
 
 
-def block_weights(a: Architecture, kind: BlockKind, width: int, trainable: bool) -> Weights:
+def block_weights(
+    a: Architecture,
+    kind: BlockKind,
+    width: int,
+    trainable: bool,
+    adapter: Adapter | None = None,
+    quantisation: Quantisation = "none",
+) -> Weights:
     """Those of a block, in the order in which transformers registers them."""
-    weights = Weights(width, trainable)
+    weights = Weights(width, trainable, adapter, quantisation)
     norms = _norm_names(a)
     if a.family in ("gpt2", "gpt_neox"):
         for name in norms:

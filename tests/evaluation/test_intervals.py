@@ -1,0 +1,81 @@
+"""Metrics of columns, and how far they may be off."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainwright.evaluation.columns import Column
+from trainwright.evaluation.intervals import difference, estimate
+from trainwright.evaluation.metrics.likelihood import likelihood_columns
+from trainwright.inference.scoring import TokenScores
+
+
+def scores(losses: list[float], correct: list[bool]) -> TokenScores:
+    return TokenScores(np.array(losses, dtype=np.float32), np.array(correct))
+
+
+def test_likelihoods_by_hand() -> None:
+    rows = [scores([1.0, 2.0, 3.0], [True, False, False]), scores([0.5], [True])]
+    names = ["loss", "perplexity", "token_accuracy", "answer_probability"]
+    columns = likelihood_columns(names, rows, [2, 1])
+    assert list(columns) == names
+    assert columns["loss"].value() == pytest.approx(6.5 / 4)  # over targets, not over rows
+    assert columns["perplexity"].value() == pytest.approx(np.exp(6.5 / 4))
+    assert columns["token_accuracy"].value() == 0.5
+    assert columns["answer_probability"].value() == pytest.approx((np.exp(-2.5) + np.exp(-0.5)) / 2)
+    assert columns["loss"].row(0) == 2.0 and columns["perplexity"].row(1) == pytest.approx(np.exp(0.5))
+
+
+def test_a_row_without_an_answer_has_no_answer_probability() -> None:
+    rows = [scores([1.0], [True]), scores([2.0], [True])]
+    column = likelihood_columns(["answer_probability"], rows, [0, 1])["answer_probability"]
+    assert column.value() == pytest.approx(np.exp(-2.0)) and column.row(0) is None
+
+
+def test_an_interval_is_that_of_resampled_rows() -> None:
+    chance = np.random.default_rng(1)
+    values, weights = chance.gamma(2.0, 3.0, 80), chance.integers(1, 20, 80).astype(float)
+    found = estimate(Column(values, weights))
+    resampled = []
+    for _ in range(4000):
+        rows = chance.integers(0, 80, 80)
+        resampled.append(values[rows].sum() / weights[rows].sum())
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    width = high - low
+    assert found.value == values.sum() / weights.sum() and found.n == 80
+    assert found.low is not None and found.high is not None
+    assert abs(found.low - low) < 0.1 * width and abs(found.high - high) < 0.1 * width
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    chance, held = np.random.default_rng(2), 0
+    for _ in range(100):
+        found = estimate(Column.of_rows(list((chance.random(60) < 0.3).astype(float))), resamples=500)
+        assert found.low is not None and found.high is not None
+        held += found.low <= 0.3 <= found.high
+    assert 87 <= held <= 100
+
+
+def test_a_difference_is_of_the_same_rows() -> None:
+    chance = np.random.default_rng(3)
+    hard = chance.normal(0, 10, 200)  # rows differ much more than the models do
+    one, other = Column.of_rows(list(hard + 1 + chance.normal(0, 0.1, 200))), Column.of_rows(list(hard))
+    found = difference(one, other)
+    assert found.low is not None and found.high is not None
+    assert found.value == pytest.approx(1, abs=0.05) and 0.95 < found.low < 1 < found.high < 1.05
+    alone = estimate(one)
+    assert alone.low is not None and alone.high is not None and alone.high - alone.low > 1
+    assert (found.high - found.low) < 0.1
+
+
+def test_of_one_row_there_is_no_interval_and_of_equal_rows_it_is_a_point() -> None:
+    assert estimate(Column.of_rows([0.5])).low is None
+    found = estimate(Column.of_rows([0.5] * 10))
+    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
+    assert difference(Column.of_rows([0.5] * 10), Column.of_rows([0.5] * 10)).low == 0
+
+
+def test_an_estimate_is_the_same_each_time() -> None:
+    column = Column.of_rows(list(np.random.default_rng(4).random(50)))
+    assert estimate(column) == estimate(column)

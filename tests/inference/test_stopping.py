@@ -1,0 +1,37 @@
+"""What ends an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.inference.models import TOKENIZER, model_of
+from trainwright.inference.stopping import Stop, stop_of
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+
+
+def test_the_models_own_ends_and_that_of_the_templates_turns() -> None:
+    model: Any = model_of("llama")
+    model.generation_config.eos_token_id = [7, 9]
+    assert stop_of(model, TOKENIZER, chat=True).tokens == {7, 9, 258}
+    tokenizer = bytes_tokenizer()
+    tokenizer.eos_token = "<|pad|>"
+    assert stop_of(model, tokenizer, chat=True).tokens == {7, 9, 256, 258}
+    assert stop_of(model, tokenizer, chat=False).tokens == {7, 9, 256, 258}, "258 is the model's own"
+
+
+def test_a_template_that_closes_turns_with_a_text() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n###\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    stop = stop_of(model_of("llama"), tokenizer, chat=True)
+    assert stop.texts == ("\n###",)
+
+
+def test_the_first_stop_text_counts_wherever_its_tokens_begin() -> None:
+    stop = Stop(frozenset()).with_texts(["\n\n", "Q:", ""])
+    assert stop.before("one Q: two\n\n") == "one "
+    assert stop.before("none") == "none"
+    assert stop.ended(TOKENIZER, list(b"a long line before it\n\n"))
+    assert not stop.ended(TOKENIZER, list(b"a\n"))

@@ -1,0 +1,99 @@
+"""What each of several processes does in the tests of every strategy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.parallel.generation import step
+from tests.support.training import DTYPES, built
+from trainwright.models import linear_cross_entropy
+from trainwright.parallel.world import join, leave
+
+TOKENS = [[72, 101, 108, 108, 111, 32, 116, 104, 101, 114, 101]]
+
+
+def exported_model_is_the_trained_one(cases: list[list[str]], directory: str) -> None:
+    """What plain transformers loads of an export has the trained model's logits."""
+    world = join("cpu")
+    for number, overrides in enumerate(cases):
+        print(overrides, file=sys.stderr)
+        recipe, task, strategy = built(world, overrides)
+        before = [tensor.clone() for _, tensor in strategy.parameters()]
+        for _ in range(3):
+            step(task, strategy)
+        tensors = strategy.parameters()
+        if world.is_main:
+            task.export(tensors, Path(directory, str(number)))
+        for _ in tensors:
+            pass
+        world.barrier()
+        assert any(not torch.equal(a, b) for a, (_, b) in zip(before, strategy.parameters(), strict=True))
+        dtype = DTYPES[str(recipe.train.mixed_precision)]
+        plain = AutoModelForCausalLM.from_pretrained(Path(directory, str(number)), dtype=dtype).eval()
+        tokens = torch.tensor(TOKENS)
+        with strategy.whole() as (module, _), module.for_generation() as model, torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=1e-6, atol=1e-6)
+    leave()
+
+
+def the_head_is_gathered_once(strategy: str) -> None:
+    """In a forward pass over targets that take many chunks, and once more in the backward pass where it is freed."""
+    with _counted() as sizes:
+        world = join("cpu")
+        # So that nothing else has as many elements, nor has the root without it.
+        overrides = [
+            f"parallel.strategy={strategy}",
+            "model.config.tie_word_embeddings=false",
+            "train.mixed_precision=no",
+        ]
+        _, task, spread = built(world, [*overrides, "model.config.vocab_size=311", "train.micro_batch_size=2"])
+        micro = task.stream.global_batch(0).for_rank(world.rank, world.size)[0]
+        found = []
+        for chunk_bytes in (2**30, 4 * 311 * 8):  # one chunk, and one for eight targets
+            linear_cross_entropy._CHUNK_BYTES = chunk_bytes
+            sizes.clear()
+            loss = task.loss(spread.module, micro, world.device).total
+            forward = list(sizes)
+            spread.backward(loss, last=True)
+            spread.discard_gradients()
+            found.append((_with_head(forward), _with_head(sizes) - _with_head(forward)))
+        assert found[0] == found[1], found
+        assert found[0] == ((1, 0) if strategy == "fsdp" else (1, 1)), found
+    leave()
+
+
+def _with_head(sizes: list[int]) -> int:
+    """Gathers that had the head in them: 311 rows of 64, alone or with the embeddings and the last norm."""
+    alone, together = 311 * 64, 2 * 311 * 64 + 64
+    return sum(any(0 <= size - expected < 256 for expected in (alone, together)) for size in sizes)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """The elements of every all-gather of parameters; to be entered before a library takes hold of the function."""
+    sizes: list[int] = []
+    names = ("all_gather_into_tensor", "all_gather_single")
+    real = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+    def counting(name: str) -> Any:
+        def call(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            sizes.append(output.numel())
+            return real[name](output, *arguments, **options)
+
+        return call
+
+    for name in real:
+        setattr(dist, name, counting(name))
+    try:
+        yield sizes
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
