@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from trainwright.engine.task import Task
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import Recipe, TaskName
+
+# Each of these modules has `build` and `prepare_once`.
+_MODULES: dict[TaskName, str] = {
+    "sft": "trainwright.tasks.sft.task",
+    "dpo": "trainwright.tasks.dpo.task",
+}
 
 
 def build_task(recipe: Recipe, cache: Path) -> Task:
     """The recipe's task with its data mapped and its model on the CPU in fp32. Knows nothing of other processes."""
-    if recipe.task == "sft":
-        from trainwright.tasks.sft.task import build
-
-        return build(recipe, cache)
-    if recipe.task == "dpo":
-        from trainwright.tasks.dpo import task as dpo
-
-        return dpo.build(recipe, cache)
-    raise ValueError(f"task: {recipe.task} is not a task")
+    task: Task = _module(recipe).build(recipe, cache)
+    return task
 
 
 def prepare_task(recipe: Recipe, cache: Path) -> int:
@@ -27,12 +28,9 @@ def prepare_task(recipe: Recipe, cache: Path) -> int:
     Raises:
         RequestError: the data or the model cannot be used as the recipe says.
     """
-    if recipe.task == "sft":
-        from trainwright.tasks.sft.task import prepare_once
+    examples: int = _module(recipe).prepare_once(recipe, cache)
+    return examples
 
-        return prepare_once(recipe, cache)
-    if recipe.task == "dpo":
-        from trainwright.tasks.dpo import task as dpo
 
-        return dpo.prepare_once(recipe, cache)
-    raise ValueError(f"task: {recipe.task} is not a task")
+def _module(recipe: Recipe) -> Any:
+    return import_module(_MODULES[recipe.task])
