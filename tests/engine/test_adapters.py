@@ -14,9 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.parallel.generation import built, step
+from tests.parallel.generation import step
 from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
-from tests.support.training import Case, Trained, train
+from tests.support.training import Case, Trained, built, train
 from trainwright.engine.checkpoint import CheckpointError, Checkpoints
 from trainwright.engine.read_back import check_checkpoint, check_export, gathered
 from trainwright.errors import TrainingError
@@ -145,7 +145,7 @@ def read_back_without_room(cases: list[list[str]], directory: str) -> None:
     """What each of two processes does in the tests below."""
     world = join("cpu")
     for index, overrides in enumerate(cases):
-        task, strategy = built(world, [*FEW, "evaluate.every=null", *overrides])
+        _, task, strategy = built(world, [*FEW, "evaluate.every=null", *overrides])
         step(task, strategy)
         final, different = Path(directory) / str(index), list[str]()
         tensors = gathered(strategy, different)

@@ -216,7 +216,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             nodes.all_ready()
         until_prepared.close()
         if node == 0:
-            print(summary(resolved.plan), file=sys.stderr)
+            print(summary(resolved.plan), flush=True)
         from trainwright.launch.local import launch
         from trainwright.launch.relaunch import Relaunch
 
