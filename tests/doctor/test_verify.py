@@ -85,7 +85,8 @@ def test_every_kind_of_spread_can_be_proven(runs: Runs, overrides: tuple[str, ..
 def test_runs_that_part_end_with_4_and_the_step(runs: Runs, tmp_path: Path) -> None:
     """Steps as large as the sign of the smallest gradient decides: the order of a sum is all it takes."""
     chaos = ("optimizer.learning_rate=0.5", "optimizer.eps=1.0e-30", "optimizer.warmup_steps=0", "model.dropout=0")
-    settings = (ON_ROWS, "parallel.num_processes=3", "train.mixed_precision=no", "train.max_steps=30", *chaos)
+    passes = ("train.micro_batch_size=1", "data.pack_length=null", "parallel.num_processes=3")
+    settings = (ON_ROWS, *passes, "train.mixed_precision=no", "train.max_steps=30", *chaos)
     ended = runs.command("verify", str(TINY), *settings, "--steps", "6", TMPDIR=str(tmp_path)).wait()
     assert ended.code == 4, ended.stdout + ended.stderr
     last = ended.stdout.splitlines()[-1]

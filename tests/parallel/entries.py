@@ -84,9 +84,10 @@ def _counted() -> Iterator[list[int]]:
     real = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def counting(name: str) -> Any:
-        def call(output: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            output = arguments[0] if arguments else options.get("output", options.get("output_tensor"))
             sizes.append(output.numel())
-            return real[name](output, *arguments, **options)
+            return real[name](*arguments, **options)
 
         return call
 

@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {**SIZES, "residual_dropout": 0.1},
     "gpt_neox": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 512},
-    "mixtral": {**SIZES, "num_local_experts": 4},
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 112},
     "qwen3_moe": {**SIZES, **EXPERTS, **HEADS},
 }
