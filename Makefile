@@ -26,7 +26,9 @@ TRAINWRIGHT := $(BIN)/trainwright
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 
-# Tests start several processes; each with threads for every core would only get in the others' way.
+# How many files of tests run side by side (0: one after the other, in one process, for a debugger). Tests start several
+# processes; each with threads for every core would only get in the others' way.
+TEST_PROCESSES ?= 2
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 help:  ## list these targets
@@ -48,7 +50,7 @@ quickstart: $(STAMP)  ## fine-tune a small chat model, some minutes on two cores
 	$(BIN)/trainwright train recipes/sft/quickstart.yaml $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## run the tests (PYTEST_ARGS="tests/recipe -x" for some of them)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)  ## run the tests that take a minute or more each
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -q -m slow --timeout 1800 $(PYTEST_ARGS)

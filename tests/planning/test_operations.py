@@ -182,14 +182,15 @@ def test_a_block_keeps_what_autograd_saves(family: str, shape: Shape, dtype: tor
 
 
 def test_windows_and_dropout_are_kept_as_they_are() -> None:
-    for family, more in (("gemma2", {"sliding_window": 32}), ("gpt2", {"attn_pdrop": 0.1}), ("mistral", {})):
-        FAMILIES["changed"] = {**FAMILIES[family], **more, **({"sliding_window": 32} if family == "mistral" else {})}
-        from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.for_model(family, **FAMILIES["changed"])
-        a = from_config({"model_type": family, **FAMILIES.pop("changed")})
+    window = {"sliding_window": 32}
+    for family, more in (("gemma2", window), ("gpt2", {"attn_pdrop": 0.1}), ("mistral", window)):
+        changed = {**FAMILIES[family], **more}
+        a = from_config({"model_type": family, **changed})
         assert a is not None
         for shape in (PACK, ROWS):
+            config = AutoConfig.for_model(family, **changed)
             lm = CausalLM(AutoModelForCausalLM.from_config(config), packed=shape.packed).train()
             setting = Setting(a, shape.planned, Device("cpu", 1), 4)
             kept = block_pass(setting, block_kinds(a)[0], "none").kept
