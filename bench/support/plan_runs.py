@@ -54,7 +54,8 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
     if code:
         raise SystemExit(f"a case ended with exit code {code}; its logs are in {logs}")
     ranks = [json.loads((directory / f"live-{rank}.json").read_text()) for rank in range(processes)]
-    return {"ranks": ranks, "seconds": time.monotonic() - begun}
+    parallel = resolved.parallel.model_dump(mode="json")
+    return {"ranks": ranks, "parallel": parallel, "seconds": time.monotonic() - begun}
 
 
 def _prepare(recipe: Recipe, cache: Path) -> None:
@@ -106,6 +107,7 @@ class _Watched(Trainer):
         for micro in batch.for_rank(self.world.rank, self.world.size):
             lengths = [dataset.length(example) for example in micro.examples]
             self.batches.append({"rows": len(micro.rows), "lengths": lengths, "targets": micro.weight})
+        self.live.settle()
         with self.live.phase("step"):
             return super()._step()
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
+_MOST_SAMPLED = 4096  # examples
+_PLACES = 64
 # English text and code in a vocabulary of 30,000 to 150,000 tokens; and what a chat template adds to a turn.
 _CHARACTERS_PER_TOKEN = 3.8
 _TOKENS_PER_TURN = 6
@@ -52,16 +54,29 @@ class Lengths:
         """Mean number of rows of a global batch, and tokens in the fullest one, over some random batches."""
         if pack_length is None:
             return float(global_batch_size), self.longest
-        draw = random.Random(0)
         counts, fullest = 0, 0
-        # One large batch says as much as many small ones.
-        batches = max(2, min(_SAMPLED_BATCHES, 4096 // global_batch_size))
-        for _ in range(batches):
-            lengths = draw.choices(self.quantiles, k=min(global_batch_size, 4096))
+        sample = list(self._batches(global_batch_size))
+        for lengths in sample:
             packs = best_fit_decreasing(lengths, pack_length)
             counts += len(packs)
             fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
-        return counts / batches * max(1.0, global_batch_size / 4096), fullest
+        return counts / len(sample) * max(1.0, global_batch_size / _MOST_SAMPLED), fullest
+
+    def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
+        """Lengths of the examples of a global batch in falling order, at up to 64 equal distances: each the
+        longest that is met in its place over some random batches."""
+        if self.quantiles[0] == self.longest:
+            return ()
+        sample = [sorted(lengths, reverse=True) for lengths in self._batches(global_batch_size)]
+        met = [max(lengths) for lengths in zip(*sample, strict=True)]
+        count = min(_PLACES, len(met))
+        return tuple(met[place * len(met) // count] for place in range(count))
+
+    def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
+        """Lengths of the examples of random global batches; one large batch says as much as many small ones."""
+        draw = random.Random(0)
+        for _ in range(max(2, min(_SAMPLED_BATCHES, _MOST_SAMPLED // global_batch_size))):
+            yield draw.choices(self.quantiles, k=min(global_batch_size, _MOST_SAMPLED))
 
 
 def lengths_of(dataset: TokenDataset) -> Lengths:

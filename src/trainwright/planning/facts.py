@@ -75,12 +75,13 @@ def facts_of(recipe: Recipe) -> Facts:
             document_tokens=lengths.mean,
             longest_document=lengths.longest,
             target_fraction=lengths.target_fraction,
-            adapter=_adapter(recipe.model),
+            adapter=adapter_of(recipe.model),
             quantisation=recipe.model.adapter.quantisation,
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
             batch_tokens=train.global_batch_size * lengths.mean,
+            batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
         ),
         tuple(assumptions),
     )
@@ -126,7 +127,7 @@ def full_rows(recipe: Recipe) -> Facts:
         row_tokens=data.pack_length or data.max_length,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
-        adapter=_adapter(recipe.model),
+        adapter=adapter_of(recipe.model),
         quantisation=recipe.model.adapter.quantisation,
         steps=train.max_steps,
     )
@@ -231,7 +232,8 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
     return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))
 
 
-def _adapter(model: ModelSection) -> Adapter | None:
+def adapter_of(model: ModelSection) -> Adapter | None:
+    """What a recipe trains beside the frozen model; None where it trains the model itself."""
     section = model.adapter
     if section.type == "none":
         return None

@@ -7,7 +7,7 @@ what the process, the driver and the libraries take beside them are lines of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning import memory_fsdp, memory_replicated, memory_zero
@@ -45,11 +45,15 @@ class Memory:
         return self.tensors + sum(self.overhead.values())
 
 
-def micro_batch(workload: Workload, choice: Choice) -> MicroBatch:
-    """The largest micro-batch of a process."""
+def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
+    """The largest micro-batch of a process; with ``later`` of those that come after the first of their step: padded
+    rows come sorted (data/stream.py), the longest first."""
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
     mean = max(1, round(workload.document))
     if not workload.packed:
+        if later:
+            longest = workload.longest_from(rows * choice.num_processes)
+            mean = min(mean, longest)
         # Neighbours in length share a micro-batch: the fullest one has the longest rows, if there are others.
         share = min(1.0, rows / max(1.0, workload.global_batch_rows))
         filled = round(rows * (longest - share * (longest - mean)))
@@ -73,7 +77,12 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     """What ``choice`` needs for ``workload`` on a device of ``cluster``."""
     setting = _setting(workload, choice, cluster)
     held = inventory(workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation)
-    walk = Walk(passes(setting, choice.activation_checkpointing), workload.architecture.tied, setting.width)
+    parts = passes(setting, choice.activation_checkpointing)
+    after = parts
+    if choice.gradient_accumulation_steps > 1:
+        batch = micro_batch(workload, choice, later=True)
+        after = passes(replace(setting, batch=batch), choice.activation_checkpointing)
+    walk = Walk(parts, after, workload.architecture.tied, setting.width)
     flow = _flow(held, setting, choice)
     walk.step(flow, choice.gradient_accumulation_steps)
     if workload.evaluates:

@@ -93,9 +93,11 @@ class Peak:
 
 @dataclass
 class Walk:
-    """Goes over the passes of a step. ``width``: bytes of a number of the gradients that autograd makes."""
+    """Goes over the passes of a step. ``parts``: those of its first micro-batch, ``later``: of all after it. ``width``:
+    bytes of a number of the gradients that autograd makes."""
 
     parts: Passes
+    later: Passes
     tied: bool
     width: int
     forward: Peak = field(default_factory=Peak)
@@ -107,8 +109,9 @@ class Walk:
         numbers = [0, 1, micro_batches - 1] if micro_batches > 2 else range(micro_batches)
         for number in numbers:
             flow.begin(number == 0, number == micro_batches - 1)
-            self._forwards(flow)
-            self._backwards(flow)
+            parts = self.later if number else self.parts
+            self._forwards(flow, parts)
+            self._backwards(flow, parts)
 
     def evaluate(self, flow: Flow) -> None:
         """A pass without gradients."""
@@ -134,8 +137,8 @@ class Walk:
             return range(count)
         return [*range(_ENDS), *range(count - _ENDS, count)]
 
-    def _forwards(self, flow: Flow) -> None:
-        parts, peak = self.parts, self.forward
+    def _forwards(self, flow: Flow, parts: Passes) -> None:
+        peak = self.forward
         embedding = parts.embedding
         peak.note(flow.forward(-1), 0, 0)
         peak.note(flow.held, 0, embedding.forward_peak)
@@ -155,8 +158,8 @@ class Walk:
         peak.note(flow.head(), kept, parts.head.forward_peak, loss=True)
         flow.forward_ended()
 
-    def _backwards(self, flow: Flow) -> None:
-        parts, peak = self.parts, self.backward
+    def _backwards(self, flow: Flow, parts: Passes) -> None:
+        peak = self.backward
         kept = parts.embedding.kept + sum(block.kept for block in parts.blocks)
         peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
         waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)

@@ -35,6 +35,8 @@ class Workload:
     ``longest_document``: the longest. Without packing a row is one document, padded to the longest in its
     micro-batch. ``global_batch_rows``: rows of one optimizer step, over all devices; a mean where packed.
     ``batch_tokens``: tokens of one optimizer step, padding not counted in; a mean, None where it is not known.
+    ``batch_documents``: of padded rows, the lengths of the documents of a global batch at equal distances, the longest
+    first, each the longest that stands in its place in any batch; empty where they are not known, or all alike.
     ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
 
     ``quantisation``: of the frozen base that ``adapter`` stands on. ``optimizer_slots``: numbers that the optimizer
@@ -55,6 +57,7 @@ class Workload:
     evaluates: bool = True
     generates: bool = False
     batch_tokens: float | None = None
+    batch_documents: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> float:
@@ -72,6 +75,13 @@ class Workload:
     def longest(self) -> int:
         """Length of the longest document in tokens."""
         return self.row_tokens if self.longest_document is None else self.longest_document
+
+    def longest_from(self, place: int) -> int:
+        """Length of the longest document of a global batch of padded rows but for the ``place`` longest ones."""
+        known = self.batch_documents
+        if not known:
+            return self.longest
+        return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
 
 
 @dataclass(frozen=True)

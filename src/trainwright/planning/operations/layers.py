@@ -116,8 +116,13 @@ def _expanded_linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter |
     if recorded:
         tape.save(None)
     matrix = _expand(tape, weight, width)
-    out = tape.new(rows * n, width)
-    tape.product(rows, n, k, width)
+
+    def multiply() -> list[Tensor]:
+        made = tape.new(rows * n, width)
+        tape.product(rows, n, k, width)
+        return [made]
+
+    out = tape.result("product", multiply)[0]
     del matrix
     if recorded:
 
