@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import statistics
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,7 +183,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         row_tokens=-(-tokens // rows) if case.pack else max(lengths),
         global_batch_rows=rows * case.accumulation * case.processes,
         packed=case.pack is not None,
-        document_tokens=tokens / len(lengths),
+        document_tokens=tokens / len(lengths) if case.pack else statistics.mean(case.documents),
         longest_document=max(lengths),
         batch_documents=() if case.pack else _longest_first(case, found),
         adapter=adapter_of(section),

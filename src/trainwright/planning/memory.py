@@ -20,6 +20,7 @@ from trainwright.planning.workload import Choice, Workload
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 # parallel/norms.py: squared at a time on a CPU.
 _NORM_BYTES = 4 * 2**18
+_PLACES = 256  # rows whose lengths are looked at one by one
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,11 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
     mean = max(1, round(workload.document))
     if not workload.packed:
-        if later:
-            longest = workload.longest_from(rows * choice.num_processes)
-            mean = min(mean, longest)
-        # Neighbours in length share a micro-batch: the fullest one has the longest rows, if there are others.
-        share = min(1.0, rows / max(1.0, workload.global_batch_rows))
-        filled = round(rows * (longest - share * (longest - mean)))
+        # Neighbours in length share a micro-batch: the fullest one has the longest rows.
+        first = rows * choice.num_processes if later else 0
+        longest = workload.length_at(first) or longest
         masked = rows > 1 and mean < longest
-        targets = _targets(workload, filled, rows)
+        targets = _targets(workload, _filled(workload, first, rows), rows)
         return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
     longest = min(longest, tokens)
@@ -66,6 +64,16 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
     documents = [(mean, others), (longest, 1), (rest, 1)]
     kept = tuple((length, count) for length, count in documents if length and count)
     return MicroBatch(1, tokens, kept, _targets(workload, tokens, sum(n for _, n in kept)), packed=True, masked=False)
+
+
+def _filled(workload: Workload, first: int, rows: int) -> int:
+    """Tokens of ``rows`` padded rows from a place of the global batch on, padding not counted in."""
+    lengths = [workload.length_at(first + row) for row in range(min(rows, _PLACES))]
+    known = [length for length in lengths if length is not None]
+    if known:
+        return round(sum(known) / len(known) * rows)
+    share = min(1.0, rows / max(1.0, workload.global_batch_rows))
+    return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.document)))))
 
 
 def _targets(workload: Workload, tokens: int, documents: int) -> int:

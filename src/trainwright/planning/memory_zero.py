@@ -137,6 +137,7 @@ class Stage3Flow(Flow):
         self._width = width
         self._bucket = bucket(inventory)
         self._on_cpu = on_cpu
+        self._frozen_ends = _frozen_ends(inventory) * width
         self._whole = self._buffer = self._gradients = self._filled = 0
 
     @property
@@ -151,6 +152,8 @@ class Stage3Flow(Flow):
         most = self.held
         if unit > self._ahead:
             most = self._gather(unit)
+        if unit == 0:
+            self._whole = max(0, self._whole - self._frozen_ends)
         if unit == self._last_block:
             self._buffer = 0
         return most
@@ -212,6 +215,13 @@ def _sharded(inventory: Inventory) -> tuple[dict[int, int], dict[tuple[int, str]
     for weight in cut:
         units[weight.unit] = units.get(weight.unit, 0) + weight.numel
     return units, {(w.unit, w.name): w.numel for w in cut}
+
+
+def _frozen_ends(inventory: Inventory) -> int:
+    """Elements of what is cut, frozen, and used before the blocks alone: no backward pass comes back to it."""
+    tied = not any(w.name == "head" for w in inventory.weights)
+    first = [w for w in inventory.weights if w.name == "positions" or (w.name == "embedding" and not tied)]
+    return sum(w.numel for w in first if not w.trainable and not persists(w, inventory))
 
 
 def _total(held: Held) -> int:

@@ -76,11 +76,11 @@ class Workload:
         """Length of the longest document in tokens."""
         return self.row_tokens if self.longest_document is None else self.longest_document
 
-    def longest_from(self, place: int) -> int:
-        """Length of the longest document of a global batch of padded rows but for the ``place`` longest ones."""
+    def length_at(self, place: int) -> int | None:
+        """Length of the document at a place of a global batch of padded rows, the longest first; None if not known."""
         known = self.batch_documents
         if not known:
-            return self.longest
+            return None
         return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
 
 

@@ -87,15 +87,16 @@ def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
 def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> Tensor:
     """DoRA (Liu et al., arXiv 2402.09353) as PEFT computes it: what is added to the result of the frozen weight."""
     weight, narrow, wide = weights[name], weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
-    with tape.no_grad():  # the norm of the adapted weight, from the product of the two matrices with an identity
-        expanded = _expand(tape, weight, x.width) if weight.quantised != "none" else None
-        product = linear(tape, linear(tape, tape.new(weight.k * weight.k, x.width), narrow), wide)
-        norm_of = add(tape, scale(tape, product), weight)
-        norms = mean(tape, norm_of, weight.n)
-        del expanded, product, norm_of
+    # The product of the two matrices comes from an identity, and its graph is there until the call returns.
+    product = linear(tape, linear(tape, tape.new(weight.k * weight.k, x.width), narrow), wide)
+    with tape.no_grad():
+        expanded = to(tape, _expand(tape, weight, _FP32), x.width) if weight.quantised != "none" else None
+        norms = mean(tape, add(tape, scale(tape, product), weight), weight.n)
     ratio = mul(tape, norms, weights[f"{name}.magnitude"])
     made = linear(tape, linear(tape, x, narrow), wide)
-    return add(tape, mul(tape, base, shift(tape, ratio)), scale(tape, mul(tape, made, ratio)))
+    result = add(tape, mul(tape, base, shift(tape, ratio)), scale(tape, mul(tape, made, ratio)))
+    del expanded, product
+    return result
 
 
 def _expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
