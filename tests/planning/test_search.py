@@ -9,9 +9,11 @@ import pytest
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
-from trainwright.planning.candidates import Wishes, layouts, micro_batches, worlds
+from trainwright.planning.candidates import Wishes, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan, wishes_of
+from trainwright.planning.rates import rates_of
+from trainwright.planning.search import Judge, search
 from trainwright.planning.workload import Adapter, Workload
 from trainwright.recipe.loading import recipe_of
 
@@ -60,6 +62,43 @@ def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     times = [one.time.seconds for one in made.found.judged if one.runs and one.time]
     assert made.chosen.time.seconds <= 1.02 * min(times)
     assert made.chosen.needed_bytes <= made.chosen.available_bytes < parse_machine("1xA100-80GB").usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "tokens", "fixed"),
+    [
+        (SMALL, "2xRTX4090", 1024, {}),
+        (SMALL, "2xT4", 2048, {"mixed_precision": "no"}),
+        ("Qwen/Qwen2.5-1.5B", "2xA100-40GB", 4096, {}),
+        (LARGE, "4xA100-80GB", 4096, {}),
+        (LARGE, "2x8xV100-32GB", 512, {"strategy": "fsdp"}),
+        (LARGE, "8xL4", 1024, {"num_processes": 8, "micro_batch_size": 1}),
+    ],
+)
+def test_nothing_that_was_not_looked_at_is_faster(name: str, on: str, tokens: int, fixed: dict[str, Any]) -> None:
+    workload, cluster, wishes = work(name, 16, tokens), parse_machine(on), Wishes(fixed)
+    judge = Judge(workload, cluster, rates_of(cluster))
+    every = [
+        choice_of(layout, processes, size, recompute, wishes, cluster)
+        for processes in worlds(workload, cluster, wishes)
+        for layout in layouts(processes, cluster, wishes)
+        for recompute in recomputations(workload, wishes)
+        for size in micro_batches(workload, processes, wishes)
+    ]
+    times = [judge.seconds(choice) for choice in every if judge.fit(choice).fits]
+    best = search(judge, wishes).best
+    assert (best is None) == (not times)
+    if best is not None:
+        assert judge.seconds(best.choice) <= 1.02 * min(times)
+
+
+def test_fewer_devices_are_left_out_where_their_peak_rate_is_too_slow() -> None:
+    made = plan(LARGE, "8xH100", tokens=8192)
+    assert made.chosen.choice.num_processes == 8 and made.chosen.time is not None
+    assert {one.choice.num_processes for one in made.found.judged} == {8}
+    assert made.found.slower[1] > made.chosen.time.seconds
+    told = next(reason for reason in made.reasons if reason.startswith("parallel.num_processes 8: "))
+    assert f"with 1 a step would take {made.found.slower[1] / made.chosen.time.seconds:.2f} times as long" in told
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,12 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
     return "no", "no bf16 units here, so fp32"
 
 
+def precision_for(wishes: Wishes, cluster: Cluster) -> MixedPrecision:
+    """The one that was asked for, else that of the hardware."""
+    asked: MixedPrecision | None = wishes.fixed.get("mixed_precision")
+    return asked or precision_of(cluster)[0]
+
+
 def choice_of(
     layout: Layout, processes: int, micro: tuple[int, int], recompute: Recompute, wishes: Wishes, cluster: Cluster
 ) -> Choice:
@@ -190,7 +196,7 @@ def choice_of(
         num_processes=processes,
         micro_batch_size=micro[0],
         gradient_accumulation_steps=micro[1],
-        mixed_precision=wishes.fixed.get("mixed_precision") or precision_of(cluster)[0],
+        mixed_precision=precision_for(wishes, cluster),
         activation_checkpointing=recompute,
         replicate_size=layout.replicate_size,
         reshard_after_forward=layout.reshard_after_forward,

@@ -119,7 +119,7 @@ def make_plan(
     chosen = found.best or found.nearest
     if found.best is not None:
         chosen = _perhaps_compiled(judge, wishes, chosen)
-    out = () if chosen.runs else tuple(ways_out(judge, wishes))
+    out = () if chosen.runs else tuple(ways_out(judge, wishes, chosen))
     precision = None if "mixed_precision" in wishes.fixed else precision_of(cluster)
     return Plan(
         workload=workload,
@@ -176,9 +176,8 @@ def _perhaps_compiled(judge: Judge, wishes: Wishes, chosen: Judged) -> Judged:
     compiled = judge.fit(replace(chosen.choice, compile=True))
     if not compiled.runs:
         return chosen
-    compiled = judge.timed(compiled)
-    saved = (judge.seconds(chosen) - judge.seconds(compiled)) * steps
-    return compiled if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
+    saved = (judge.seconds(chosen.choice) - judge.seconds(compiled.choice)) * steps
+    return judge.timed(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
 
 
 def _can_compile(cluster: Cluster) -> bool:

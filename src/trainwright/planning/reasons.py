@@ -87,11 +87,11 @@ def size(count: float) -> str:
 def _too_large(judged: Judged) -> str:
     parts = []
     if judged.needed_bytes > judged.available_bytes:
-        parts.append(f"needs {size(judged.needed_bytes)} of {size(judged.available_bytes)}")
+        parts.append(f"{size(judged.needed_bytes)} of {size(judged.available_bytes)}")
     if judged.host_needed_bytes > judged.host_available_bytes:
         host = f"{size(judged.host_needed_bytes)} of {size(judged.host_available_bytes)}"
-        parts.append(f"needs {host} of the host's memory")
-    return " and ".join(parts)
+        parts.append(f"{host} of the host's memory")
+    return f"needs {' and '.join(parts)}"
 
 
 def _size(judged: Judged) -> str:
@@ -115,6 +115,10 @@ def _slower_part(judged: Judged, best: Judged) -> str:
 def _why_processes(chosen: Judged, found: Found, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
     others = [one for one in found.judged if one.runs and one.choice.num_processes != count]
+    if not others and found.slower and chosen.time is not None:
+        nearest_count, seconds = min(found.slower.items(), key=lambda item: item[1])
+        ratio = seconds / chosen.time.seconds
+        return f"with {nearest_count} a step would take {ratio:.2f} times as long even at the peak rate"
     if not others or chosen.time is None:
         if count == 1 and cluster.devices == 1 and cluster.device == "cuda":
             return "there is one GPU"

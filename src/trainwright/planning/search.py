@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.candidates import (
@@ -13,13 +14,14 @@ from trainwright.planning.candidates import (
     layout_of,
     layouts,
     micro_batches,
+    precision_for,
     recomputations,
     worlds,
 )
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import Rates
-from trainwright.planning.step_time import StepTime, step_time
-from trainwright.planning.workload import Choice, Workload
+from trainwright.planning.step_time import StepTime, least_seconds, step_time
+from trainwright.planning.workload import Choice, Recompute, Workload
 
 # Of what is free, this part is left alone: predictions are right to a few per cent, and the longest batch of a run
 # may be one that nothing told of.
@@ -28,6 +30,8 @@ SAFETY_MARGIN = {"cuda": 0.06, "cpu": 0.15}
 _THIN = 0.10
 # Step times nearer to each other than this are taken for equal, and the simpler one wins.
 _AS_FAST = 0.02
+# What is further from fitting than this with all recomputed does not fit with less of it.
+_NEAR = 1.1
 _PER_ROW = 4  # micro-batches that are timed for one layout: the largest ones that fit
 
 
@@ -73,10 +77,15 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """``best``: the choice to run, None where nothing fits. ``judged``: the best of every layout and world."""
+    """``best``: the choice to run, None where nothing fits. ``judged``: the best of every layout and world.
+
+    ``slower``: numbers of processes that were not looked at, as a step would take longer than the best even at the
+    devices' peak rate; with the seconds that it would take so.
+    """
 
     best: Judged | None
     judged: tuple[Judged, ...]
+    slower: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def nearest(self) -> Judged:
@@ -102,6 +111,7 @@ class Judge:
         self.rates = rates
         self.available = available
         self._fitted: dict[Choice, Judged] = {}
+        self._times: dict[Choice, StepTime] = {}
 
     def fit(self, choice: Choice) -> Judged:
         """What a choice needs; not yet how long it takes."""
@@ -134,55 +144,76 @@ class Judge:
         return None
 
     def timed(self, judged: Judged) -> Judged:
-        return replace(judged, time=step_time(self.workload, judged.choice, self.cluster, self.rates))
+        """With how long it takes."""
+        return replace(judged, time=self._time(judged.choice))
 
-    def seconds(self, judged: Judged) -> float:
-        assert judged.time is not None
-        return judged.time.seconds
+    def seconds(self, choice: Choice) -> float:
+        """Of a step."""
+        return self._time(choice).seconds
+
+    def least_seconds(self, processes: int, wishes: Wishes) -> float:
+        """Which no step takes less than on so many processes."""
+        return least_seconds(self.workload, processes, precision_for(wishes, self.cluster), self.cluster)
+
+    def _time(self, choice: Choice) -> StepTime:
+        if choice not in self._times:
+            self._times[choice] = step_time(self.workload, choice, self.cluster, self.rates)
+        return self._times[choice]
 
 
 def search(judge: Judge, wishes: Wishes) -> Found:
     """The fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast."""
     judged: list[Judged] = []
+    slower: dict[int, float] = {}
+    fastest = math.inf
     for processes in worlds(judge.workload, judge.cluster, wishes):
-        found = [
-            one
-            for layout in layouts(processes, judge.cluster, wishes)
-            if not layout.offloads
-            for one in _best_of(judge, layout, processes, wishes)
-        ]
+        bound = judge.least_seconds(processes, wishes)
+        if bound > fastest:
+            slower[processes] = bound
+            continue
+        all_layouts = tuple(layouts(processes, judge.cluster, wishes))
+        found = _bests(judge, [layout for layout in all_layouts if not layout.offloads], processes, wishes)
         # Keeping numbers in the host's memory costs time, so it is looked at where nothing fits without.
         if not any(one.runs for one in found):
-            found += [
-                one
-                for layout in layouts(processes, judge.cluster, wishes)
-                if layout.offloads
-                for one in _best_of(judge, layout, processes, wishes)
-            ]
+            found += _bests(judge, [layout for layout in all_layouts if layout.offloads], processes, wishes)
         judged += found
-    return Found(_fastest(judge, [one for one in judged if one.runs]), tuple(judged))
+        fastest = min([fastest, *(judge.seconds(one.choice) for one in found if one.runs)])
+    running = {one.choice: one for one in judged if one.runs}
+    return Found(running[_fastest(judge, running)] if running else None, tuple(judged), slower)
 
 
-def _best_of(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> Iterable[Judged]:
+def _bests(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -> list[Judged]:
+    """Of each layout."""
+    bests = (_best_of(judge, layout, processes, wishes) for layout in some)
+    return [best for best in bests if best is not None]
+
+
+def _best_of(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> Judged | None:
     """The fastest that fits of a layout; where none does, the one that needs least."""
     sizes = micro_batches(judge.workload, processes, wishes)
     if not sizes:
-        return []
-    fitting: list[Judged] = []
-    least: Judged | None = None
-    for recompute in recomputations(judge.workload, wishes):
-        choices = [choice_of(layout, processes, size, recompute, wishes, judge.cluster) for size in sizes]
-        smallest = judge.fit(choices[-1])
-        if not smallest.fits:
-            least = smallest if least is None or smallest.shortfall < least.shortfall else least
+        return None
+
+    def choices(recompute: Recompute, end: int) -> list[Choice]:
+        return [choice_of(layout, processes, size, recompute, wishes, judge.cluster) for size in sizes[:end]]
+
+    options = recomputations(judge.workload, wishes)
+    least = judge.fit(choices(options[-1], len(sizes))[-1])
+    if not least.fits and least.shortfall < _NEAR:
+        least = min((judge.fit(choices(option, len(sizes))[-1]) for option in options), key=lambda one: one.shortfall)
+    if not least.fits:
+        return least
+    fitting: list[Choice] = []
+    end = len(sizes)
+    for recompute in options:
+        some = choices(recompute, end)
+        if not some or not judge.fit(some[-1]).fits:
             continue
-        first = _largest_that_fits(judge, choices)
-        fitting += [judge.timed(judge.fit(choice)) for choice in choices[first : first + _PER_ROW]]
-    if fitting:
-        best = _fastest(judge, fitting)
-        assert best is not None
-        return [best]
-    return [] if least is None else [least]
+        first = _largest_that_fits(judge, some)
+        fitting += some[first : first + _PER_ROW]
+        if recompute == options[0]:
+            end = first  # what recomputes takes longer, but for a larger micro-batch than fits without
+    return judge.timed(judge.fit(_fastest(judge, fitting)))
 
 
 def _largest_that_fits(judge: Judge, choices: list[Choice]) -> int:
@@ -197,23 +228,20 @@ def _largest_that_fits(judge: Judge, choices: list[Choice]) -> int:
     return low
 
 
-def _fastest(judge: Judge, candidates: list[Judged]) -> Judged | None:
-    """The first within two per cent of the shortest step: candidates come with the simpler ones in front."""
-    if not candidates:
-        return None
-    limit = min(judge.seconds(one) for one in candidates) * (1 + _AS_FAST)
-    return min((one for one in candidates if judge.seconds(one) <= limit), key=_simplicity)
+def _fastest(judge: Judge, choices: Collection[Choice]) -> Choice:
+    """The simplest of those within two per cent of the shortest step."""
+    limit = min(map(judge.seconds, choices)) * (1 + _AS_FAST)
+    return min((choice for choice in choices if judge.seconds(choice) <= limit), key=_simplicity)
 
 
 _STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 _RECOMPUTES = ("none", "selective", "full")
 
 
-def _simplicity(judged: Judged) -> tuple[int, ...]:
-    choice, layout = judged.choice, judged.layout
+def _simplicity(choice: Choice) -> tuple[int, ...]:
     recompute = choice.activation_checkpointing
     return (
-        int(layout.offloads),
+        int(layout_of(choice).offloads),
         _STRATEGIES.index(choice.strategy),
         choice.num_processes,
         int(choice.replicate_size > 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from trainwright.machine.describe import Cluster
@@ -79,6 +80,12 @@ def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates
     return _Step(workload, choice, cluster, rates).time()
 
 
+def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, cluster: Cluster) -> float:
+    """Of a step at the peak rate of the devices, which is less than it can be; 0 where their peak is not known."""
+    peak = _peak(cluster, processes, precision)
+    return model_operations(workload) / peak if peak else 0.0
+
+
 class _Step:
     def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> None:
         self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
@@ -122,7 +129,7 @@ class _Step:
             parts=parts,
             tokens=self.workload.tokens,
             operations=model_operations(self.workload),
-            peak=self._peak(),
+            peak=_peak(self.cluster, choice.num_processes, choice.mixed_precision),
             watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
         )
 
@@ -187,14 +194,15 @@ class _Step:
         times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
         return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)
 
-    def _peak(self) -> float | None:
-        rates = self.cluster.card.rates
-        rate = next((rates[name] for name in _PEAK[self.choice.mixed_precision] if name in rates), None)
-        if rate is None:
-            return None
-        return rate * (self.choice.num_processes if self.on_gpu else self.cluster.nodes)
+
+def _peak(cluster: Cluster, processes: int, precision: MixedPrecision) -> float | None:
+    """Operations a second of all devices at work, by their datasheet."""
+    rates = cluster.card.rates
+    rate = next((rates[name] for name in _PEAK[precision] if name in rates), None)
+    return None if rate is None else rate * (processes if cluster.device == "cuda" else cluster.nodes)
 
 
+@lru_cache(maxsize=8)
 def model_operations(workload: Workload) -> float:
     """Operations of a step that the model needs, whoever does them: of each matrix 2 a token forwards and 4 backwards
     (2 where it is frozen), of attention 12 a channel, block and pair of positions. What is padded, masked or computed

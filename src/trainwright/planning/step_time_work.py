@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from trainwright.machine.calibration import Curve
 from trainwright.machine.calibration import Setting as Speeds
@@ -38,13 +38,20 @@ class Work:
         return self.products + self.attention + self.traffic + self.loss
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.traffic + other.traffic,
+            self.loss + other.loss,
+            self.launches + other.launches,
+        )
 
     def __sub__(self, other: Work) -> Work:
         return self + other * -1.0
 
     def __mul__(self, times: float) -> Work:
-        return Work(*(getattr(self, f.name) * times for f in fields(self)))
+        parts = (self.products, self.attention, self.traffic, self.loss, self.launches)
+        return Work(*(part * times for part in parts))
 
 
 class Pricing:

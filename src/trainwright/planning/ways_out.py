@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
 
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge, Judged, search
 from trainwright.planning.workload import Adapter, Workload
 
+# What to write or to get, and the judge and the wishes that are left with it.
+_Change = tuple[str, Judge, Wishes]
+
 _RANK = 16
 _SHORTEST = 128
-_MOST_DEVICES = 4096
 
 
 @dataclass(frozen=True)
@@ -24,34 +26,37 @@ class WayOut:
     judged: Judged
 
 
-def ways_out(judge: Judge, wishes: Wishes, most: int = 3) -> list[WayOut]:
-    """At most ``most`` changes with which the workload fits, the cheapest first.
+def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> list[WayOut]:
+    """At most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: what comes nearest to it.
 
     What the user fixed is given up first, then what all parameters are trained for, then the length of the rows, and
-    at last more devices.
+    at last more devices are got, or these and an adapter.
     """
     found: list[WayOut] = []
-    for change, other, kept in _changes(judge, wishes):
-        best = search(other, kept).best
-        if best is not None:
-            found.append(WayOut(change, best))
+    # What fits already and is not installed needs no less memory.
+    for series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
+        tried = ((change, search(other, kept).best) for change, other, kept in series)
+        found += islice((WayOut(change, best) for change, best in tried if best is not None), 1)
         if len(found) == most:
             break
     return found
 
 
-def _changes(judge: Judge, wishes: Wishes) -> Iterator[tuple[str, Judge, Wishes]]:
+def _series(judge: Judge, wishes: Wishes) -> Iterator[Iterator[_Change]]:
+    """Of changes of one kind, the smallest first: of each, the first that helps is told."""
     yield from _without_wishes(judge, wishes)
     workload = judge.workload
-    if workload.adapter is None:
-        lora = replace(workload, adapter=Adapter("lora", _RANK))
-        yield f"model.adapter=lora (rank {_RANK})", _with(judge, lora), wishes
+    lora = judge if workload.adapter else _with(judge, replace(workload, adapter=Adapter("lora", _RANK)))
+    if lora is not judge:
+        yield iter([(f"model.adapter=lora (rank {_RANK})", lora, wishes)])
     if workload.quantisation == "none":
         adapter = workload.adapter or Adapter("lora", _RANK)
         quantised = replace(workload, adapter=adapter, quantisation="nf4")
-        yield f"model.adapter=qlora (4-bit base, rank {adapter.rank})", _with(judge, quantised), wishes
-    yield from _shorter(judge, wishes)
-    yield from _more_devices(judge, wishes)
+        yield iter([(f"model.adapter=qlora (4-bit base, rank {adapter.rank})", _with(judge, quantised), wishes)])
+    yield _shorter(judge, wishes)
+    yield _more_devices(judge, wishes)
+    if lora is not judge:
+        yield ((f"model.adapter=lora and {more}", other, kept) for more, other, kept in _more_devices(lora, wishes))
 
 
 _RELAXED: tuple[tuple[str, str], ...] = (
@@ -64,13 +69,16 @@ _RELAXED: tuple[tuple[str, str], ...] = (
 )
 
 
-def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[tuple[str, Judge, Wishes]]:
-    for name, change in _RELAXED:
-        if name in wishes.fixed:
-            yield change, judge, _drop(wishes, name)
-    several = [name for name, _ in _RELAXED if name in wishes.fixed]
-    if len(several) > 1:
-        yield " ".join(change for name, change in _RELAXED if name in several), judge, _drop(wishes, *several)
+def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[Iterator[_Change]]:
+    """One key each, and where none is enough, all of them."""
+    fixed = {name: change for name, change in _RELAXED if name in wishes.fixed}
+    enough = False
+    for name, change in fixed.items():
+        tried = [(change, judge, _drop(wishes, name))]
+        enough = enough or search(judge, tried[0][2]).best is not None
+        yield iter(tried)
+    if len(fixed) > 1 and not enough:
+        yield iter([(" ".join(fixed.values()), judge, _drop(wishes, *fixed))])
 
 
 def _drop(wishes: Wishes, *names: str) -> Wishes:
@@ -79,30 +87,39 @@ def _drop(wishes: Wishes, *names: str) -> Wishes:
     return Wishes({key: value for key, value in wishes.fixed.items() if key not in gone}, wishes.allows_world)
 
 
-def _shorter(judge: Judge, wishes: Wishes) -> Iterator[tuple[str, Judge, Wishes]]:
+def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+    """Half as long and so on."""
     workload = judge.workload
     key = "data.pack_length" if workload.packed else "data.max_length"
-    tokens = workload.row_tokens // 2
-    while tokens >= _SHORTEST:
-        rows = workload.global_batch_rows
-        if workload.packed:
-            rows *= workload.row_tokens / tokens
-        shorter: dict[str, Any] = {"row_tokens": tokens, "global_batch_rows": rows}
+    lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
+    lengths = [tokens for tokens in lengths if tokens >= _SHORTEST]
+    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), wishes).best is None:
+        return
+    for tokens in lengths:
         if workload.longest > tokens:
-            shorter["longest_document"] = tokens
-            shorter["document_tokens"] = min(workload.document, tokens)
             key = "data.max_length"
-        yield f"{key}={tokens}", _with(judge, replace(workload, **shorter)), wishes
-        tokens //= 2
+        yield f"{key}={tokens}", _with(judge, _of_length(workload, tokens)), wishes
 
 
-def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[tuple[str, Judge, Wishes]]:
+def _of_length(workload: Workload, tokens: int) -> Workload:
+    """Rows of so many tokens, and where they are packed as many more of them."""
+    rows = workload.global_batch_rows
+    if workload.packed:
+        rows *= workload.row_tokens / tokens
+    shorter = replace(workload, row_tokens=tokens, global_batch_rows=rows)
+    if workload.longest <= tokens:
+        return shorter
+    return replace(shorter, longest_document=tokens, document_tokens=min(workload.document, tokens))
+
+
+def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+    """Twice as many and so on, as long as each has a row of the global batch."""
     cluster = judge.cluster
     if cluster.device == "cpu":
         return
     free = _drop(wishes, "num_processes", "strategy")
     nodes, each = cluster.nodes, cluster.devices_per_node
-    while nodes * each < _MOST_DEVICES:
+    while nodes * each < judge.workload.global_batch_rows:
         nodes, each = (nodes, min(8, 2 * each)) if each < 8 and nodes == 1 else (2 * nodes, each)
         larger = replace(
             cluster,
