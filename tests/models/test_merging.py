@@ -86,9 +86,11 @@ def test_an_adapter_of_a_quantised_base_goes_into_the_whole_one(quantisation: st
 
 
 def test_it_is_stored_as_the_base_is_or_as_asked(tmp_path: Path) -> None:
-    section, _ = trained(base(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "adapter")
-    merge(section, 0, tmp_path / "as-base")
-    merge(section, 0, tmp_path / "whole", torch.float32)
+    section, expected = trained(base(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "adapter")
+    rounded = merge(section, 0, tmp_path / "as-base")
+    whole = merge(section, 0, tmp_path / "whole", torch.float32)
+    torch.testing.assert_close(logits_of(tmp_path / "whole"), expected, rtol=1e-4, atol=1e-4)
+    assert whole.difference < 1e-4 < rounded.difference
     assert AutoConfig.from_pretrained(tmp_path / "as-base").dtype == torch.bfloat16
     assert AutoConfig.from_pretrained(tmp_path / "whole").dtype == torch.float32
 
