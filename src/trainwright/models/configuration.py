@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.models.gpt_variants import MODEL_TYPE as GPT
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -93,6 +94,11 @@ def _causal_kind(kind: object) -> str:
 
     if not isinstance(kind, str):
         raise RequestError("model.config.model_type: missing; name an architecture, such as llama")
+    if kind == GPT:
+        from trainwright.models.gpt_config import register
+
+        register()
+        return kind
     if kind not in CONFIG_MAPPING:
         near = _nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise RequestError(f"model.config.model_type: transformers has no architecture {kind}{near}")

@@ -61,7 +61,7 @@ def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection
     Args:
         directory: made for a model with weights: its configuration, and links to its files.
     """
-    config = load_config(model.model_copy(update={"dropout": None}))
+    config = load_config(model.model_copy(update={"dropout": None, "implementation": "transformers"}))
     source = resolve(model)
     adapter = model.adapter.model_copy(update={"start_from": None, "stack": False})
     model = model.model_copy(update={"adapter": adapter})

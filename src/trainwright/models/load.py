@@ -67,6 +67,8 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         config = fresh_config(source.config, tokenizer)
     else:
         config = config_from(source.directory)
+        if model.implementation == "gpt":
+            config = _as_gpt(config)
         if own_tokenizer:
             assert tokenizer is not None
             _fit(config, tokenizer)
@@ -100,7 +102,10 @@ def load_model(
         loaded = fresh_model(config, seed, dtype)
         _quantise(loaded, model.adapter)
     else:
-        loaded = _weights(source.directory, config, dtype, model.adapter)
+        theirs = config if model.implementation == "transformers" else config_from(source.directory)
+        loaded = _weights(source.directory, theirs, dtype, model.adapter)
+        if model.implementation == "gpt":
+            loaded = _gpt_with_weights_of(loaded, config)
     return finish_loading(loaded, model, config)
 
 
@@ -154,6 +159,29 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     _quantise(model, adapter)
     _own_memory(model, dtype)
     return model
+
+
+def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
+    from trainwright.models.gpt_config import register
+    from trainwright.models.gpt_conversion import gpt_config
+
+    register()
+    try:
+        return gpt_config(config)
+    except RequestError as error:
+        raise RequestError(f"model.implementation: {error}; set it to transformers") from None
+
+
+def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """``config``: the GPT's own, with what the recipe has set in it."""
+    from trainwright.models.gpt import GPT
+    from trainwright.models.gpt_config import GPTConfig
+    from trainwright.models.gpt_conversion import copy_weights
+
+    assert isinstance(config, GPTConfig)
+    gpt = GPT(config).to(model.dtype)
+    copy_weights(model, gpt)
+    return gpt
 
 
 def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:

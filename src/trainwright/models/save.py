@@ -32,6 +32,8 @@ def save_model(
 ) -> None:
     """Save to ``directory`` what ``AutoModelForCausalLM.from_pretrained`` loads with the same weights.
 
+    A GPT of our own becomes the architecture of transformers that it is.
+
     It is written beside ``directory``, flushed to the disk and renamed; a directory that was there is
     replaced after that, and kept if anything fails. Settings of the training (``model.dropout``) are taken
     back out of the config.
@@ -48,8 +50,11 @@ def save_model(
     """
     import torch
 
+    from trainwright.models.gpt_conversion import published
+
     with replacing(Path(directory)) as temporary:
         dtype = dtype or torch.float32
+        config, tensors = published(restore_source(copy.deepcopy(config)), tensors)
         model = skeleton(config)
         _write_weights(temporary, _checked(tensors, model), dtype, shard_bytes)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
@@ -169,7 +174,7 @@ def _write_settings(
     generation_config: GenerationConfig | None,
     dtype: torch.dtype,
 ) -> None:
-    config = restore_source(copy.deepcopy(config))
+    config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(directory)

@@ -76,7 +76,7 @@ def load_empty(
     empty = empty_model(config)
     given = GivenWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
     directory = resolve(model).directory
-    if directory is None:
+    if directory is None or model.implementation == "gpt":
         return finish_loading(empty, model, config), given
     with suppress(OSError):  # there need not be one
         empty.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)

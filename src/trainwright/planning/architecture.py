@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.planning.families import architecture_fields
+from trainwright.planning.gpt_family import gpt_fields
 
 
 @dataclass(frozen=True)
@@ -176,5 +178,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Archi
     mean to transformers, but those that make the model's size have to be there.
     Raises RequestError, which begins with ``origin``, naming the keys that are missing or wrong.
     """
+    if config.get("model_type") == MODEL_TYPE:
+        return Architecture(**gpt_fields(config, origin))
     fields = architecture_fields(config, origin)
     return None if fields is None else Architecture(**fields)

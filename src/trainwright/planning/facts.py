@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.data.lengths import Lengths, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
+from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
@@ -64,7 +65,7 @@ def facts_of(recipe: Recipe) -> Facts:
     data, train = recipe.data, recipe.train
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
     architecture = architecture_of(recipe.model)
-    if architecture.family not in FAMILIES:
+    if architecture.family not in (*FAMILIES, MODEL_TYPE):
         assumptions.append(f"{architecture.family} is not known here, and planned as a llama of its sizes")
     return Facts(
         Workload(

@@ -118,10 +118,16 @@ class ModelSection(Section):
     gguf_file: Text | None = Field(
         None, description="The GGUF file to read inside the repository or directory that name gives."
     )
+    implementation: Literal["transformers", "gpt"] = Field(
+        "transformers",
+        description="Whose code computes the model that name gives. gpt: the decoder of models/gpt.py, for a gpt2, a "
+        "llama or a qwen3; what is saved is the same architecture again. A config says it by model_type gpt.",
+    )
     tokenizer: Text | None = Field(
         None,
-        description="A tokenizer's id or directory, or bytes for the built-in byte-level one. "
-        "Default: the tokenizer that comes with name.",
+        description="A tokenizer's id or directory, or bytes for the built-in byte-level one. characters: a token for "
+        "each character of data.train; bpe:4096: byte-level BPE of so many tokens trained on data.train; for another "
+        "text characters:FILE and bpe:4096:SOURCE. Default: the tokenizer that comes with name.",
     )
     chat_template: Text | None = Field(
         None,

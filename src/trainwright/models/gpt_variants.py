@@ -1,0 +1,71 @@
+"""The sizes of the GPT under its usual names, and what is left out of its configuration. Imports no torch.
+
+The gpt2 sizes are those of Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2; the
+modern ones have as many layers and as wide ones, built as Llama 3 is (arXiv 2407.21783, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MODEL_TYPE = "gpt"
+
+_GPT2: dict[str, Any] = {
+    "max_position_embeddings": 1024,
+    "position_embedding": "learned",
+    "norm": "layer",
+    "mlp": "gelu",
+    "bias": True,
+    "qk_norm": False,
+    "tie_word_embeddings": True,
+}
+_MODERN: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "position_embedding": "rotary",
+    "norm": "rms",
+    "mlp": "swiglu",
+    "bias": False,
+    "qk_norm": True,
+    "tie_word_embeddings": True,
+}
+
+
+def _size(layers: int, heads: int, hidden: int, key_value_heads: int | None = None) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "hidden_size": hidden,
+    }
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt2": {**_size(12, 12, 768), **_GPT2},
+    "gpt2-medium": {**_size(24, 16, 1024), **_GPT2},
+    "gpt2-large": {**_size(36, 20, 1280), **_GPT2},
+    "gpt2-xl": {**_size(48, 25, 1600), **_GPT2},
+    "modern": {**_size(12, 12, 768, 4), **_MODERN},
+    "modern-medium": {**_size(24, 16, 1024, 4), **_MODERN},
+    "modern-large": {**_size(36, 20, 1280, 4), **_MODERN},
+    "modern-xl": {**_size(48, 25, 1600, 5), **_MODERN, "tie_word_embeddings": False},
+}
+# What every key means that is left out: those of the smallest GPT-2.
+DEFAULTS: dict[str, Any] = VARIANTS["gpt2"]
+
+
+def expanded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with all keys: those of its ``variant``, over which its own stand.
+
+    Raises:
+        KeyError: a variant that is not known.
+    """
+    values = {**VARIANTS[config.get("variant") or "gpt2"], **config}
+    values.pop("variant", None)
+    values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
+    if values.get("intermediate_size") is None:
+        hidden = values["hidden_size"]
+        # Three matrices where there were two, of as many weights together (arXiv 2002.05202), in steps of 64.
+        wide = 4 * hidden if values["mlp"] == "gelu" else -(-8 * hidden // 3 // 64) * 64
+        values["intermediate_size"] = wide
+    return values
