@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=KINDS)
 def section(request: pytest.FixtureRequest) -> ModelSection:
-    config = {"model_type": "gpt", **{k: v for k, v in SMALL.items()}, **KINDS[request.param]}
+    config = {"model_type": "gpt", **SMALL, **KINDS[request.param]}
     if "gpt2" in request.param:
         config["num_key_value_heads"] = None
     return ModelSection(config=config, tokenizer="bytes")
@@ -105,7 +105,8 @@ def test_weights_of_a_gpt2_checkpoint_and_back_again(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    AutoConfig.for_model("gpt_neox", hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
+    other = AutoConfig.for_model("gpt_neox", hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path)
     with pytest.raises(RequestError, match=r"(?s)gpt_neox.*set it to transformers"):
         load_config(ModelSection(name=str(tmp_path), tokenizer="bytes", implementation="gpt"))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli import data_tokens
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Prepare, look at and check training data.")
+app.command("tokenize")(data_tokens.tokenize)
+app.command("train-tokenizer")(data_tokens.train_tokenizer)
 
 Asked = Annotated[
     str, typer.Argument(metavar="RECIPE|FILE", help="A recipe (.yaml), or rows: a file, directory or id.")

@@ -37,6 +37,12 @@ def plan(
             metavar="MACHINE", help="Plan for this machine, such as 8xH100 or 4x8xA100-40GB, not the one at hand."
         ),
     ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="BUDGET", help="Tokens to train on: 300B, or 20x for 20 a parameter.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="With --tokens: what an hour of a device costs, in any money.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show every candidate.")] = False,
     chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory by part.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
@@ -46,6 +52,16 @@ def plan(
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """
     facts, wishes = _asked(arguments or [], model, sequence_length, global_batch_size, steps)
+    if price is not None and tokens is None:
+        raise RequestError("--price: is of a budget; give --tokens too, such as 20x")
+    budget = None
+    if tokens is not None:
+        from trainwright.planning.budget import tokens_of, with_budget
+
+        if steps is not None:
+            raise RequestError("--tokens, --steps: both say how long the run is; give one")
+        budget = tokens_of(tokens, facts.workload)
+        facts = facts._replace(workload=with_budget(facts.workload, budget))
     made = _made(facts, wishes, on)
     if chart is not None:
         from trainwright.planning.chart import draw
@@ -57,6 +73,11 @@ def plan(
         typer.echo(json.dumps(made.as_json(), indent=2))
     else:
         _show(made, compare)
+        if budget is not None:
+            from trainwright.planning import budget as budgets
+
+            for number, line in enumerate(budgets.words(made, budget, price)):
+                typer.echo(f"{'' if number else 'budget':<14} {line}")
     if not made.fits:
         raise typer.Exit(3)
 

@@ -38,7 +38,9 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     check_data(loaded)
     model = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}"
     train = loaded.train
-    length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs:g} epochs in batches"
+    length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs or 0:g} epochs in batches"
+    if train.max_tokens is not None:
+        length = f"{train.max_tokens:,} tokens in batches"
     run = f"{loaded.task} of {model} on {loaded.data.name}, {length} of {train.global_batch_size} examples"
     typer.echo(f"{recipe}: ok: {run}")
 

@@ -55,7 +55,7 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
     documents = [document for example in micro.examples for document in dataset.documents(example)]
     pairs = [dataset.document(document) for document in documents]
     lengths = [len(tokens) for tokens, _ in pairs]
-    layout = _flat(pairs, lengths) if packed else _padded(pairs, lengths, pad_token_id)
+    layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
     # The prediction of a token is made one position before it; a document's first token has none.
     predicted = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
@@ -81,14 +81,16 @@ Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bo
 Layout = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
 
 
-def _flat(pairs: list[Pair], lengths: list[int]) -> Layout:
+def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
+    """Documents end to end: tokens, positions and targets [1, T], and no mask."""
     input_ids = np.concatenate([tokens for tokens, _ in pairs]).astype(np.int64)[None]
     position_ids = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])[None]
     flags = np.concatenate([targets for _, targets in pairs])[None]
     return input_ids, position_ids, flags, None
 
 
-def _padded(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> Layout:
+def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> Layout:
+    """A document a row: tokens, positions, targets and mask [B, L]."""
     shape = (len(pairs), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     position_ids = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape).copy()

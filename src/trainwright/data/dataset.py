@@ -88,6 +88,18 @@ class TokenDataset:
         """Targets of one example."""
         return sum(map(self.document_targets, self.documents(index)))
 
+    def example_lengths(self) -> npt.NDArray[np.int64]:
+        """Number of tokens of every example."""
+        lengths: npt.NDArray[np.int64] = np.diff(self.offsets)
+        return lengths if self.members is None else lengths[self.members].sum(1)
+
+    def target_fraction(self) -> float:
+        """Of all tokens, how many are predicted."""
+        return int(np.count_nonzero(self.targets)) / max(1, self.token_count)
+
+    def will_need(self, examples: Iterable[int]) -> None:
+        """The arrays are small enough for the system to keep by itself."""
+
     @property
     def token_count(self) -> int:
         return int(self.offsets[-1])

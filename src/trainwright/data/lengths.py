@@ -85,15 +85,12 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
 
     from trainwright.data.mixture import drawn
 
-    lengths = np.diff(dataset.offsets)
-    if dataset.members is not None:
-        lengths = lengths[dataset.members].sum(1)
+    lengths = dataset.example_lengths()
     if dataset.mixture is not None:
         lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
     lengths.sort()
     places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
-    targets = int(np.count_nonzero(dataset.targets)) / max(1, dataset.token_count)
-    return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), targets)
+    return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), dataset.target_fraction())
 
 
 def remember(model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from trainwright.data.corpora import STDLIB
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
 from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, place_of
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _BUILT_IN_ROWS = {
     PYDOC: {"question": "What is it?", "answer": "It is this."},
     PYDOC_PAIRS: {"prompt": "What is it?", "chosen": "It is this.", "rejected": "It is that."},
+    STDLIB: {"text": "import this"},
 }
 
 
@@ -28,6 +30,11 @@ def check_data(recipe: Recipe) -> None:
         RequestError: a source is missing or not parseable, its rows have another layout than data.format says or
         none that is known, one of the first is wrong, or a chat template is given and the rows are plain text.
     """
+    if recipe.pretrain is not None:
+        from trainwright.data.pretraining import check_corpus
+
+        check_corpus(recipe)
+        return
     data = recipe.data
     kind = kind_of_rows(recipe)
     layouts = [_layout(source, key, kind) for source, key in zip(data.sources, data.source_keys, strict=True)]

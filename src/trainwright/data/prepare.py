@@ -69,11 +69,7 @@ def prepare(
         RequestError: the source, a row or a setting is wrong.
         MachineError: the cache cannot be written.
     """
-    if model_max_length is not None and data.max_length > model_max_length:
-        raise RequestError(
-            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
-            f"set it to {model_max_length} or less"
-        )
+    check_length(data, model_max_length)
     from trainwright.data.plain_templates import install_template
 
     root = cache / "datasets"
@@ -92,6 +88,15 @@ def prepare(
     if format_ != "text":
         install_template(tokenizer)
     return prepared
+
+
+def check_length(data: DataSection, model_max_length: int | None) -> None:
+    """Raise RequestError for examples longer than the positions that a model has, if they are limited."""
+    if model_max_length is not None and data.max_length > model_max_length:
+        raise RequestError(
+            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
+            f"set it to {model_max_length} or less"
+        )
 
 
 def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
@@ -188,13 +193,13 @@ def _settings(data: DataSection, seed: int) -> dict[str, Any]:
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
     """What tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
-    looks = [_look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
     if data.validation_source is not None:
-        looks.append(_look(data.validation_source, "data.validation"))
+        looks.append(look(data.validation_source, "data.validation"))
     return {**_settings(data, seed), "sources of rows": looks, "tokenizer": identity, "python": sys.version}
 
 
-def _look(source: SourceSection, key: str) -> Any:
+def look(source: SourceSection, key: str) -> Any:
     """What tells a source from a changed one without reading it."""
     if source.source in BUILT_IN:
         from trainwright.data.pydoc_rows import pydoc_key
@@ -210,7 +215,7 @@ def _look(source: SourceSection, key: str) -> Any:
 def _content(source: SourceSection) -> Any:
     """What a source holds, wherever it lies."""
     if source.source in BUILT_IN:
-        return _look(source, "")
+        return look(source, "")
     files = source_files(source.source, documents=source.format == "documents")
     if files is None:
         return ["hub", source.source]

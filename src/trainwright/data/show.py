@@ -45,9 +45,7 @@ class Bin:
 
 def histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
     """The examples by their length in tokens, in bins of one width from the shortest to the longest."""
-    lengths = np.diff(dataset.offsets)
-    if dataset.members is not None:
-        lengths = lengths[dataset.members].sum(1)
+    lengths = dataset.example_lengths()
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // bins))
     counts = np.bincount((lengths - low) // width)

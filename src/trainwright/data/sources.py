@@ -10,6 +10,8 @@ directory/  all files of one of these kinds, in the order of their names; with n
 owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
 pydoc       the running interpreter's own documentation: questions and answers
 pydoc-pairs the same with a right and a wrong answer to each question
+stdlib      its standard library: the source of every module, and the language reference
+openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: of the Hub
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainwright.data import documents as whole_files
+from trainwright.data.corpora import STDLIB, of_the_hub, stdlib_rows
 from trainwright.data.formats import with_text_content
 from trainwright.data.row_files import READERS, Row, iterate_rows
 from trainwright.errors import RequestError
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from trainwright.data.arrow_rows import PlacedRow
 
 PYDOC, PYDOC_PAIRS = "pydoc", "pydoc-pairs"
-BUILT_IN = (PYDOC, PYDOC_PAIRS)
+BUILT_IN = (PYDOC, PYDOC_PAIRS, STDLIB)
 _PARQUET = ".parquet"
 _SUFFIXES = (*READERS, _PARQUET)
 _CHECKED_ROWS = 1000
@@ -95,6 +98,8 @@ def built_in_rows(source: str) -> list[Row]:
     """The rows of one of the ``BUILT_IN`` data sets."""
     from trainwright.data.pydoc_rows import pydoc_pairs, pydoc_rows
 
+    if source == STDLIB:
+        return list(stdlib_rows())
     return list(pydoc_pairs() if source == PYDOC_PAIRS else pydoc_rows())
 
 
@@ -281,7 +286,7 @@ def _dataset(table: pa.Table) -> Dataset:
 def _hub_rows(source: str, limit: int | None, key: str) -> Dataset:
     import datasets
 
-    name, *parts = source.split(":")
+    name, *parts = of_the_hub(source).split(":")
     split = parts[-1] if parts else "train"
     config = parts[0] if len(parts) == 2 else None
     reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)

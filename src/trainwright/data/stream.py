@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.data.batch_sizes import BatchSizes
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.mixture import drawn, permuted
 from trainwright.data.packing import best_fit_decreasing
@@ -61,6 +62,11 @@ class GlobalBatch:
         """Rows of the largest micro-batch."""
         return max(len(micro.rows) for micro in self.micro_batches)
 
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return sum(len(micro.examples) for micro in self.micro_batches)
+
     def for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
         """This rank's share, balanced by tokens; the same number of passes on every rank.
 
@@ -82,6 +88,7 @@ class Stream:
 
     Args:
         global_batch_size: examples a step.
+        warm_up: sizes of the first steps, where they are smaller.
         rows: rows (examples, or packs) of a micro-batch; None divides each global batch into
             ``passes`` micro-batches instead.
         pack_length: tokens a pack holds, or None when a row is one example.
@@ -101,11 +108,13 @@ class Stream:
         total_examples: int | None = None,
         shuffle: bool = True,
         example_weight: float | None = None,
+        warm_up: BatchSizes | None = None,
     ) -> None:
         if not len(dataset):
             raise ValueError("a stream needs at least one example")
         self.dataset = dataset
         self.global_batch_size = global_batch_size
+        self.sizes = warm_up or BatchSizes(global_batch_size)
         self.total_examples = total_examples
         self._seed = seed
         self._rows = rows
@@ -119,7 +128,7 @@ class Stream:
         """Number of global batches up to ``total_examples``."""
         if self.total_examples is None:
             raise TypeError("this stream has no end")
-        return math.ceil(self.total_examples / self.global_batch_size)
+        return self.sizes.steps_for(self.total_examples)
 
     def limit_rows(self, rows: int) -> None:
         """Divide global batches into micro-batches of at most so many rows from now on, with the same examples."""
@@ -140,8 +149,8 @@ class Stream:
 
     def examples(self, step: int) -> list[int]:
         """Indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
-        begin = step * self.global_batch_size
-        end = begin + self.global_batch_size
+        begin = self.sizes.before(step)
+        end = begin + self.sizes.at(step)
         if self.total_examples is not None:
             end = min(end, self.total_examples)
         if begin >= end:
@@ -158,7 +167,10 @@ class Stream:
 
     def global_batch(self, step: int) -> GlobalBatch:
         """Global batch ``step``, divided into micro-batches."""
-        return self.divide(self.examples(step))
+        examples = self.examples(step)
+        if self.total_examples is None or self.sizes.before(step + 1) < self.total_examples:
+            self.dataset.will_need(self.examples(step + 1))  # read while this step is computed
+        return self.divide(examples)
 
     def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
         """Any examples of the dataset as a global batch, divided into micro-batches, of at most so many rows."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from trainwright.engine.muon import Muon
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.recipe.schema import OptimizerSection
 
@@ -19,6 +20,8 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     """
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        if section.name == "muon":
+            return Muon(named, section)
         parameters = [parameter for _, parameter in named]
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": section.weight_decay},

@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoin
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import EventLog
 from trainwright.engine.halving import Halving
+from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.measured import Measured
 from trainwright.engine.memory import Shortage, attempt, peak_memory
 from trainwright.engine.read_back import check_checkpoint, check_export, gathered
@@ -46,6 +47,14 @@ class Progress:
     best_step: int | None = None
     loss_scale: float = 1.0  # fp16 only: what losses are multiplied by so that small gradients do not vanish
     steps_at_scale: int = 0
+    losses: Losses = field(default_factory=Losses)  # for train.skip_loss_spikes
+    noise: Noise = field(default_factory=Noise)  # for train.gradient_noise_scale
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Progress:
+        """From what a checkpoint holds."""
+        losses, noise = Losses(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))
+        return cls(**saved, losses=losses, noise=noise)
 
 
 class Trainer:
@@ -149,7 +158,7 @@ class Trainer:
             )
         with checkpoint.reader() as reader:
             self.strategy.load_state(reader)
-        self.progress = Progress(**checkpoint.state["progress"])
+        self.progress = Progress.of(dict(checkpoint.state["progress"]))
         self._saved_step = self.progress.step
 
     def _step(self) -> bool:
@@ -157,12 +166,18 @@ class Trainer:
         begun = time.perf_counter()
         step = self.progress.step + 1
         batch = self.task.stream.global_batch(step - 1)
+        small = self._small_gradient(step, batch)
         loss, norm, ranks, statistics = self._gradients(step, batch)
         metrics = self.task.metrics(self.world.sum(statistics)) if statistics else {}
         metrics.pop("loss", None)
+        if small and (noise := self.progress.noise.add(small, (norm, float(batch.examples)))) is not None:
+            metrics["gradient_noise_scale"] = noise
         learning_rate = self.schedule(step)
-        scale = self._clip(norm) / self.progress.loss_scale
-        self._halving.update(step, batch, lambda: self.strategy.step(learning_rate, scale))
+        if self._is_spike(step, loss):
+            self.strategy.discard_gradients()
+        else:
+            scale = self._clip(norm) / self.progress.loss_scale
+            self._halving.update(step, batch, lambda: self.strategy.step(learning_rate, scale))
         self.progress.step = step
         self.progress.tokens += batch.tokens
         self.progress.target_tokens += batch.targets
@@ -237,6 +252,25 @@ class Trainer:
                 statistics.append(part.statistics * float(micro.weight > 0))
         norm = self.strategy.gradient_norm() / self.progress.loss_scale
         return torch.stack(totals).tolist(), norm, torch.stack(statistics).sum(0).tolist() if statistics else []
+
+    def _small_gradient(self, step: int, batch: GlobalBatch) -> tuple[float, float] | None:
+        """Norm of the mean gradient of the first half of a batch, and its size, where the noise is to be estimated."""
+        every, size = self.recipe.train.gradient_noise_scale, batch.examples // 2
+        if every is None or step % every or not size:
+            return None
+        half = self.task.stream.divide(self.task.stream.examples(step - 1)[:size], batch.rows)
+        _, norm, _, _ = self._gradients(step, half)
+        self.strategy.discard_gradients()
+        return norm, float(half.examples)
+
+    def _is_spike(self, step: int, loss: float) -> bool:
+        """Whether the step's update is to be left out; the same on every rank."""
+        limit = self.recipe.train.skip_loss_spikes
+        if limit is None or not self.progress.losses.is_spike(loss, limit):
+            return False
+        detail = f"loss {loss:.4g} at step {step}, {self.progress.losses.mean:.4g} in the mean before"
+        self.events.emit("fault", kind="loss_spike", rank=0, detail=detail, action="its update is left out", step=step)
+        return True
 
     def _clip(self, norm: float) -> float:
         """What gradients are multiplied by to have at most the recipe's norm."""

@@ -30,7 +30,7 @@ _FREE = (
     ("train", "activation_offload"),
     ("train", "compile"),
 )
-_MAY_GROW = (("train", "max_steps"), ("train", "epochs"))
+_MAY_GROW = (("train", "max_steps"), ("train", "epochs"), ("train", "max_tokens"))
 _DIRECTORY = ("logging", "run_directory")
 _PROCESSES = ("parallel", "num_processes")
 _STRATEGY = ("parallel", "strategy")

@@ -117,10 +117,9 @@ def _equal_documents(
     """Documents of one length, as contiguous windows are: a batch to any kernel."""
     kind = query.dtype
     parts = [x[0].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
-    if not query.is_cuda:
-        parts = list(_working(length, *parts))
+    q, k, v = parts if query.is_cuda else _working(length, *parts)
     output = F.scaled_dot_product_attention(
-        *parts, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).flatten(0, 1)[None].to(kind)
 

@@ -39,9 +39,10 @@ class CausalLM(nn.Module):
     Args:
         model: on its device, weights loaded.
         packed: whether the batches will be flat packs; the model's attention is set accordingly.
+        z_loss: of a loss to minimise, see ``linear_cross_entropy``.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self.packed = packed
@@ -49,6 +50,7 @@ class CausalLM(nn.Module):
             register()
             model.set_attn_implementation(DOCUMENTS)
         self._head = _head_settings(model)
+        self._z_loss = z_loss
 
     @property
     def config(self) -> Any:
@@ -64,7 +66,7 @@ class CausalLM(nn.Module):
             each, correct = token_statistics(*at_targets, **self._head)
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if objective is None:
-            return linear_cross_entropy(*at_targets, **self._head)
+            return linear_cross_entropy(*at_targets, **self._head, z_loss=self._z_loss)
         # How much each target counts is known when all losses are: the head runs once more for it, and never holds
         # the logits of more than a chunk. What that gives is the gradient; the value is the objective's own.
         value, weights = _slopes(objective, token_statistics(*at_targets, **self._head)[0], batch)

@@ -60,13 +60,13 @@ class Attention(nn.Module):
         self.config = config
         self.layer_idx = index  # the cache's name for it
         self.head_dim = config.head_dim
-        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.groups = config.num_attention_heads, config.groups
         self.num_key_value_groups = self.heads // self.groups  # transformers' kernels repeat keys and values so often
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.head_dim, bias=config.bias)
-        self.output = _onto_the_stream(nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias))
+        self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.head_dim, bias=bool(config.bias))
+        self.output = _onto_the_stream(nn.Linear(config.hidden_size, config.hidden_size, bias=bool(config.bias)))
         self.query_norm = _norm(config, self.head_dim) if config.qk_norm else nn.Identity()
         self.key_norm = _norm(config, self.head_dim) if config.qk_norm else nn.Identity()
 
@@ -101,8 +101,8 @@ class MLP(nn.Module):
         super().__init__()
         self.gated = config.mlp == "swiglu"
         self.dropout = config.dropout
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), bias=config.bias)
-        self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias))
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), bias=bool(config.bias))
+        self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.up(hidden)
@@ -120,7 +120,6 @@ class GPTBase(PreTrainedModel):
 
     config_class = GPTConfig
     base_model_prefix = "decoder"
-    input_modalities = ("text",)
     supports_gradient_checkpointing = False
     _no_split_modules = ["TransformerBlock"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -144,7 +143,7 @@ class Decoder(GPTBase):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position_embedding == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.blocks = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_hidden_layers))
@@ -201,7 +200,7 @@ class GPT(GPTBase, GenerationMixin):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.decoder = Decoder(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -217,11 +216,19 @@ class GPT(GPTBase, GenerationMixin):
         self.head = value
 
     def forward(
-        self, input_ids: torch.Tensor | None = None, logits_to_keep: int = 0, **inputs: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool = True,
     ) -> CausalLMOutputWithPast:
         """Logits [B, L, vocabulary], or of the last ``logits_to_keep`` positions only; the rest as ``Decoder``."""
-        inputs.pop("return_dict", None)
-        output = self.decoder(input_ids, **inputs)
+        assert return_dict, "what is given has names"
+        output = self.decoder(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
         logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
 

@@ -26,12 +26,12 @@ class GPTConfig(PreTrainedConfig):
 
     variant: str | None = None
     vocab_size: int = 50257
-    hidden_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
     num_key_value_heads: int | None = None
-    intermediate_size: int | None = None
-    max_position_embeddings: int | None = None
+    intermediate_size: int = 0
+    max_position_embeddings: int = 0
     position_embedding: Literal["learned", "rotary"] | None = None
     norm: Literal["layer", "rms"] | None = None
     mlp: Literal["gelu", "swiglu"] | None = None
@@ -50,7 +50,8 @@ class GPTConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.variant is not None and self.variant not in VARIANTS:
             raise ValueError(f"variant {self.variant} is none of {', '.join(VARIANTS)}")
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        # What is 0 or None was left out; dropout may be 0 and stays.
+        given = {name: value for name, value in vars(self).items() if value is False or value}
         for name, value in expanded(given).items():
             setattr(self, name, value)
         self.variant = None  # all of it is written out now
@@ -59,11 +60,18 @@ class GPTConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        return int(self.hidden_size or 0) // int(self.num_attention_heads or 1)
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads or self.num_attention_heads
 
     def _check(self) -> None:
-        hidden, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        assert hidden is not None and heads is not None and groups is not None
+        hidden, heads, groups = self.hidden_size, self.num_attention_heads, self.groups
+        sizes = (hidden, heads, groups, self.num_hidden_layers, self.intermediate_size, self.max_position_embeddings)
+        if min(sizes) < 1:
+            raise ValueError("sizes are whole numbers of at least 1")
         if hidden % heads:
             raise ValueError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
         if heads % groups:

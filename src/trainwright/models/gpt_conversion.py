@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainwright.errors import RequestError
 from trainwright.models.gpt_config import GPTConfig
@@ -67,7 +68,8 @@ def from_transformers(model: PreTrainedModel) -> GPT:
     from trainwright.models.gpt import GPT
 
     config = gpt_config(model.config)
-    gpt = GPT(config).to(model.dtype)
+    gpt = GPT(config)
+    nn.Module.to(gpt, dtype=model.dtype)
     copy_weights(model, gpt)
     return gpt.train(model.training)
 
@@ -114,8 +116,8 @@ def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
     else:
         raise RequestError(f"the GPT is a gpt2, a llama or a qwen3, and no {kind}")
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    found = {name: getattr(theirs, name) for name in sizes}
-    return GPTConfig(**found, **common, **kinds, **more, norm_eps=eps)
+    fields: dict[str, Any] = {name: getattr(theirs, name) for name in sizes} | common | kinds | more
+    return GPTConfig(**fields, norm_eps=eps)
 
 
 def _refuse_other(config: PretrainedConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
@@ -127,9 +129,9 @@ def _refuse_other(config: PretrainedConfig, wanted: Mapping[str, tuple[Any, ...]
 def _published_config(config: GPTConfig) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
-    common = {name: getattr(config, name) for name in _IDS}
+    common: dict[str, Any] = {name: getattr(config, name) for name in _IDS}
     if config.norm == "layer":
-        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
         return GPT2Config(
             n_positions=config.max_position_embeddings,
             n_embd=config.hidden_size,
@@ -145,7 +147,7 @@ def _published_config(config: GPTConfig) -> PretrainedConfig:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
+        "num_key_value_heads": config.groups,
         "head_dim": config.head_dim,
         "intermediate_size": config.intermediate_size,
         "rms_norm_eps": config.norm_eps,
@@ -212,6 +214,5 @@ def _llama_names(name: str) -> list[str]:
 def _rows(config: GPTConfig, name: str) -> list[int]:
     """Rows of each matrix that is one of ours."""
     if _parts(name)[1] == "mlp.up":
-        return [config.intermediate_size or 0] * 2
-    heads, groups = config.num_attention_heads or 0, config.num_key_value_heads or 0
-    return [count * config.head_dim for count in (heads, groups, groups)]
+        return [config.intermediate_size] * 2
+    return [count * config.head_dim for count in (config.num_attention_heads, config.groups, config.groups)]

@@ -63,7 +63,7 @@ def expanded(config: Mapping[str, Any]) -> dict[str, Any]:
     values = {**VARIANTS[config.get("variant") or "gpt2"], **config}
     values.pop("variant", None)
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
-    if values.get("intermediate_size") is None:
+    if not values.get("intermediate_size"):
         hidden = values["hidden_size"]
         # Three matrices where there were two, of as many weights together (arXiv 2002.05202), in steps of 64.
         wide = 4 * hidden if values["mlp"] == "gelu" else -(-8 * hidden // 3 // 64) * 64

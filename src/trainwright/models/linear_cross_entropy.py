@@ -27,16 +27,20 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     target_weights: torch.Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Sum over N targets of the cross-entropy of ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
 
     ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
-    ``target_weights`` [N], fp32: each target counts so much, and not 1; no gradient reaches them.
+    ``target_weights`` [N], fp32: each target counts so much, and not 1; no gradient reaches them. ``z_loss`` times the
+    square of the log-sum-exp of its logits is added to the loss of every target.
 
     Returns:
         The sum in nats, fp32 scalar. Divide by a weight outside.
     """
-    total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, softcap, logit_scale, target_weights)
+    total: torch.Tensor = _LinearCrossEntropy.apply(
+        hidden, weight, bias, targets, softcap, logit_scale, target_weights, z_loss
+    )
     return total
 
 
@@ -74,6 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         logit_scale: float,
         target_weights: torch.Tensor | None,
+        z_loss: float,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -84,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if target_weights is None else target_weights[part]
             for rows in _row_blocks(logits):
                 each = None if weights is None else weights[rows]
-                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each)
+                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each, z_loss)
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[part])
             grads.add(logits, hidden[part])
@@ -98,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradient of linear_cross_entropy was already taken")
         ctx.spent = True  # the saved gradients are scaled in place: they are as large as the head
         scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 class _HeadGradients:
@@ -136,15 +141,21 @@ def _loss_to_gradient(
     softcap: float | None,
     logit_scale: float,
     weights: torch.Tensor | None,
+    z_loss: float,
 ) -> torch.Tensor:
     """Summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
     columns = targets[:, None]
     work = _finished(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
     # In place from here: log-probabilities, probabilities, gradient.
-    work -= work.logsumexp(1, keepdim=True)
+    scale = work.logsumexp(1, keepdim=True)
+    work -= scale
     losses = -work.gather(1, columns)[:, 0]
-    work.exp_().scatter_add_(1, columns, work.new_full((), -1.0).expand_as(columns))
+    work.exp_()
+    if z_loss:
+        losses += z_loss * scale[:, 0].square()
+        work *= 1 + 2 * z_loss * scale
+    work.scatter_add_(1, columns, work.new_full((), -1.0).expand_as(columns))
     if slope is not None:
         work *= slope
     if logit_scale != 1.0:

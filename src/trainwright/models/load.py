@@ -12,6 +12,7 @@ from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.configuration import SPECIAL_IDS, fresh_config, set_dropout
 from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
+from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """
     if model.tokenizer == "bytes":
         tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
+    elif model.tokenizer is not None and is_trained(model.tokenizer):
+        tokenizer = trained_tokenizer(model.tokenizer)
     elif model.tokenizer is not None:
         directory, _ = locate(model.tokenizer, "model.tokenizer", weights=False)
         tokenizer = tokenizer_from(directory, "model.tokenizer")
@@ -174,12 +177,15 @@ def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
 
 def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """``config``: the GPT's own, with what the recipe has set in it."""
+    from torch import nn
+
     from trainwright.models.gpt import GPT
     from trainwright.models.gpt_config import GPTConfig
     from trainwright.models.gpt_conversion import copy_weights
 
     assert isinstance(config, GPTConfig)
-    gpt = GPT(config).to(model.dtype)
+    gpt = GPT(config)
+    nn.Module.to(gpt, dtype=model.dtype)
     copy_weights(model, gpt)
     return gpt
 

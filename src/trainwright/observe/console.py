@@ -63,7 +63,14 @@ class ConsoleObserver:
 
     def _step(self, event: Event) -> None:
         self._last_step = event
-        self._progress.step(event)
+        self._progress.step({**event, **self._utilisation(event)})
+
+    def _utilisation(self, event: Event) -> dict[str, float]:
+        """Model FLOPs over the peak rate: the plan knows it at the speed that it expects."""
+        expected = self._predicted.get("tokens_per_second")
+        if not expected or "mfu" not in self._predicted:
+            return {}
+        return {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
 
     def _evaluate(self, event: Event) -> None:
         metrics = event["metrics"]

@@ -123,5 +123,11 @@ class Bar:
 
 
 def figures(event: Event) -> str:
-    """Loss and speed of a step event."""
-    return f"loss {text.metric(event['loss'])}  {text.count(event.get('tokens_per_second', 0.0))} tokens/s"
+    """Loss, speed and, where they are known, bits per byte and the use of the peak rate of a step event."""
+    shown = [f"loss {text.metric(event['loss'])}"]
+    if "bits_per_byte" in event.get("metrics", {}):
+        shown.append(f"{text.metric(event['metrics']['bits_per_byte'])} bits/byte")
+    shown.append(f"{text.count(event.get('tokens_per_second', 0.0))} tokens/s")
+    if "mfu" in event:
+        shown.append(f"MFU {event['mfu']:.0%}")
+    return "  ".join(shown)

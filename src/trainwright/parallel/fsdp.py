@@ -34,7 +34,7 @@ from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.strategy import OptimizerFactory
+from trainwright.parallel.strategy import OptimizerFactory, WantsWholes
 from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
@@ -81,6 +81,8 @@ class FullySharded:
         self._parameters = dict(module.named_parameters())
         self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
         self._optimizer = make_optimizer(self._masters.items())
+        if isinstance(self._optimizer, WantsWholes):
+            self._optimizer.gather = self._gathered_rows
         if weights is not None:
             self._fill(weights)
 
@@ -167,6 +169,18 @@ class FullySharded:
             self._masters[key].grad = grad.mul_(scale) if scale != 1.0 else grad
         self._optimizer.step()
         self._forget_gradients()
+
+    def _gathered_rows(self, master: nn.Parameter, local: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """For an optimizer that works on whole matrices, see WantsWholes."""
+        key = next(name for name, one in self._masters.items() if one is master)
+        shard = self._shard_of(key, local)
+        ranks = self.world.size // self._replicas
+        rows = -(-shard.shape[0] // ranks)
+        own = local.new_zeros(rows, *shard.shape[1:], device=self.world.device)
+        own[: len(local)] = local
+        parts = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(parts, own, group=self._mesh.get_group("shard"))
+        return torch.cat(parts)[: shard.shape[0]], shard.offset[0]
 
     def _forget_gradients(self) -> None:
         for key, master in self._masters.items():

@@ -27,6 +27,18 @@ from trainwright.parallel.world import World
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
+@runtime_checkable
+class WantsWholes(Protocol):
+    """An optimizer whose update of a parameter depends on all of it.
+
+    ``gather``: set by a strategy that gives it rows of parameters only. From a parameter and the part of a tensor of
+    its shape that belongs to it, to the whole tensor and the row at which the part begins. Every rank calls it, in one
+    order.
+    """
+
+    gather: Callable[[nn.Parameter, torch.Tensor], tuple[torch.Tensor, int]] | None
+
+
 class Strategy(Protocol):
     """A model spread over the ranks of a world, with its optimizer."""
 

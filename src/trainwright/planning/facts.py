@@ -196,10 +196,12 @@ def _located(model: ModelSection) -> Path:
 
 def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     data, seed = recipe.data, recipe.train.seed
+    if recipe.pretrain is not None and recipe.pretrain.windows == "contiguous":
+        return Lengths((data.max_length,), None, 1.0)
     found = recall(recipe.model, data, seed, cache_root())
     if found is not None:
         return found
-    rows = _first_rows(data.train)
+    rows = [] if recipe.pretrain is not None else _first_rows(data.train)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         assumptions.append(f"every example has data.max_length, {data.max_length} tokens: the data is not here yet")
@@ -228,6 +230,8 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
     train = recipe.train
     if train.max_steps is not None:
         return train.max_steps
+    if train.max_tokens is not None:
+        return max(1, round(train.max_tokens / (train.global_batch_size * lengths.mean)))
     if lengths.examples is None or train.epochs is None:
         return None
     return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))

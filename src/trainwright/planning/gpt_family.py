@@ -27,7 +27,7 @@ def gpt_fields(config: Values, origin: str) -> dict[str, Any]:
         }
         fields = architecture_fields({**values, **theirs, "model_type": "gpt2"}, origin)
         bias = bool(values["bias"])
-        biases = {key: bias for key in ("qkv_bias", "output_bias", "mlp_bias", "norm_bias")}
+        biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "norm_bias"), bias)
         return {**(fields or {}), **biases, "family": gpt_variants.MODEL_TYPE}
     kind = "qwen3" if values["qk_norm"] else "llama"
     head_dim = values["hidden_size"] // values["num_attention_heads"]

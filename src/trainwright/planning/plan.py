@@ -74,6 +74,7 @@ class Plan:
         if self.chosen.time is not None:
             predicted["step_time"] = self.chosen.time.seconds
             predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
+            predicted["mfu"] = self.chosen.time.mfu or 0.0
         return predicted
 
     def as_json(self) -> dict[str, Any]:

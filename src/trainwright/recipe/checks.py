@@ -41,8 +41,15 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _processes,
         _strategy,
         _evaluation,
+        _pretraining,
     )
     return [problem for check in checks for problem in check(recipe)]
+
+
+def _pretraining(recipe: Recipe) -> Iterator[Contradiction]:
+    from trainwright.recipe.pretrain_schema import problems
+
+    return (Contradiction(*problem) for problem in problems(recipe))
 
 
 def _task(recipe: Recipe) -> Iterator[Contradiction]:

@@ -26,8 +26,9 @@ from trainwright.recipe.fields import (
     Text,
     whole,
 )
+from trainwright.recipe.pretrain_schema import PretrainSection, filled_in
 
-TaskName = Literal["sft", "dpo"]
+TaskName = Literal["sft", "dpo", "pretrain"]
 AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
 
 # What an adapter may be written as in one word, and what the word stands for.
@@ -148,7 +149,12 @@ class ModelSection(Section):
 class OptimizerSection(Section):
     """How the weights are changed."""
 
-    name: Literal["adamw"] = Field("adamw", description="AdamW (Loshchilov and Hutter, arXiv 1711.05101).")
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw (Loshchilov and Hutter, arXiv 1711.05101). muon: the matrices of the blocks are moved by "
+        "orthogonalised momentum (Jordan et al., 2024; scaled as arXiv 2502.16982), all else by AdamW, at one rate.",
+    )
+    momentum: BelowOne = Field(0.95, description="muon: how much of the running mean of the gradient is kept a step.")
     learning_rate: Positive = Field(2e-5, description="The highest learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
         (0.9, 0.999),
@@ -173,17 +179,31 @@ class OptimizerSection(Section):
     )
 
 
+_LENGTHS = ("max_steps", "epochs", "max_tokens")
+
+
 class TrainSection(Section):
     """How long, in what portions and in which precision."""
 
-    max_steps: Count | None = Field(None, description="Number of optimizer steps. Give either this or epochs.")
+    max_steps: Count | None = Field(
+        None, description="Number of optimizer steps. Give either this, epochs or max_tokens."
+    )
+    max_tokens: Count | None = Field(
+        None, description="Train on so many tokens: as many examples as have them in the mean."
+    )
     epochs: Positive | None = Field(
-        None, description="Number of passes over the training rows. 1 where max_steps is not given."
+        None, description="Number of passes over the training rows. 1 where no other length is given."
     )
     global_batch_size: Count = Field(
         16,
         description="Examples per optimizer step, over all processes and all accumulation, packed or not. "
         "The number of processes does not change it.",
+    )
+    initial_batch_size: Count | None = Field(
+        None, description="Begin with batches of so many examples, growing to global_batch_size."
+    )
+    batch_warmup_steps: Annotated[int, Field(ge=0), BeforeValidator(whole)] = Field(
+        0, description="In how many steps the batch grows, by equal amounts."
     )
     micro_batch_size: Count | Auto = Field(
         "auto", description="Rows a process runs at once: examples, or packs where data.pack_length is set."
@@ -206,6 +226,16 @@ class TrainSection(Section):
         False, description="Keep activations for the backward pass in the host's memory instead of the GPU's."
     )
     compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
+    gradient_noise_scale: Count | None = Field(
+        None,
+        description="Every so many steps estimate from which batch size on larger ones pay less (arXiv 1812.06162, "
+        "appendix A.1), in examples; costs half a step each time.",
+    )
+    skip_loss_spikes: Positive | None = Field(
+        None,
+        description="Leave out the update of a step whose loss is so many standard deviations above the mean of those "
+        "before it. null: never.",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(whole)] = Field(
         0, description="Seeds the split, the order of the examples, dropout and fresh weights."
     )
@@ -213,7 +243,7 @@ class TrainSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_epoch_unless_told(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("max_steps") is None and values.get("epochs") is None:
+        if isinstance(values, dict) and all(values.get(key) is None for key in _LENGTHS):
             return {**values, "epochs": 1.0}
         return values
 
@@ -297,7 +327,7 @@ class LoggingSection(Section):
 
 
 # Sections that belong to one task, by its name.
-_TASK_SECTIONS = ("dpo",)
+_TASK_SECTIONS = ("dpo", "pretrain")
 
 
 class Recipe(Section):
@@ -305,7 +335,7 @@ class Recipe(Section):
 
     task: TaskName = Field(
         description="The kind of training. sft: supervised fine-tuning on conversations or text. dpo: preference "
-        "tuning on answers that were compared or judged."
+        "tuning on answers that were compared or judged. pretrain: learning a corpus of text."
     )
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
     data: DataSection = Field(description="What the model is trained on.")
@@ -324,13 +354,18 @@ class Recipe(Section):
     )
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Where the run is written.")
     dpo: DpoSection | None = Field(None, description="What is minimised. With task dpo only.")
+    pretrain: PretrainSection | None = Field(
+        None, description="How the corpus becomes examples. With task pretrain only."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _section_of_the_task(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
-            return {**values, task: {}}
-        return values
+        if not isinstance(values, dict):
+            return values
+        if (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
+            values = {**values, task: {}}
+        return filled_in(values)
 
     @model_serializer(mode="wrap")
     def _without_other_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import kind_of_rows
 from trainwright.data.lengths import remember
 from trainwright.data.preflight import refuse_unused_template
-from trainwright.data.prepare import Prepared, prepare
+from trainwright.data.prepare import Prepared, check_length, prepare
+from trainwright.data.pretraining import prepare_windows
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
@@ -37,7 +38,7 @@ from trainwright.parallel.build import takes_parts
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.steps import planned_examples
+from trainwright.tasks.steps import batch_sizes, planned_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,6 +69,11 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
     """The data of a resolved recipe, prepared or found in the cache."""
     positions = getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
+    if recipe.pretrain is not None:
+        check_length(recipe.data, positions)
+        train, validation, lines = prepare_windows(recipe, tokenizer, cache)
+        remember(recipe.model, recipe.data, recipe.train.seed, train, cache)
+        return Prepared(train, validation, lines)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
@@ -128,7 +134,7 @@ class LanguageModelTask:
         self._packed = recipe.data.pack_length is not None
         self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.prompts: Sequence[str] = recipe.evaluate.prompts
-        self.stream = self._stream(prepared.train, planned_examples(recipe, len(prepared.train)), shuffle=True)
+        self.stream = self._stream(prepared.train, planned_examples(recipe, prepared.train), shuffle=True)
         self.validation = (
             self._stream(prepared.validation, len(prepared.validation), shuffle=False)
             if prepared.validation is not None
@@ -137,7 +143,7 @@ class LanguageModelTask:
         model, self.weights = _model(recipe, tokenizer)
         self._adapter = attach_adapter(model, recipe.model, recipe.train.seed)
         self.base = None if self._adapter is None else self._adapter.identity
-        self._lm = CausalLM(model, packed=self._packed)
+        self._lm = CausalLM(model, packed=self._packed, z_loss=self._z_loss())
         self.module: nn.Module = self._lm
         self.start: str | None = None
         if self.weights is None:  # of an empty one a few layers have been checked when the run was prepared
@@ -145,7 +151,7 @@ class LanguageModelTask:
         self._plain = prepared.train.report["format"] == "text"
         self._asker = Asker(tokenizer, plain=self._plain)
         self._stop = stop_of(model, tokenizer, chat=not self._plain)
-        self._sampling = Sampling(max_new_tokens=recipe.evaluate.max_new_tokens)
+        self._sampling = self._how_to_write()
         for prompt in self.prompts:
             _check_prompt(model, self._asked(prompt), self._sampling)
         self._questions = _questions(recipe, prepared, tokenizer)
@@ -164,6 +170,7 @@ class LanguageModelTask:
             total_examples=total,
             shuffle=shuffle,
             example_weight=self._example_weight(dataset),
+            warm_up=batch_sizes(self._recipe) if shuffle else None,
         )
 
     def blocks(self) -> list[nn.Module]:
@@ -177,6 +184,13 @@ class LanguageModelTask:
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
         """The loss of a micro-batch depends on nothing outside it."""
+
+    def _how_to_write(self) -> Sampling:
+        """Prompts are answered with the likeliest tokens."""
+        return Sampling(max_new_tokens=self._recipe.evaluate.max_new_tokens)
+
+    def _z_loss(self) -> float:
+        return 0.0
 
     def _example_weight(self, dataset: TokenDataset) -> float | None:
         """What every example counts in the loss; None: as much as it has targets."""

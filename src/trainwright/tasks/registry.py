@@ -13,6 +13,7 @@ from trainwright.recipe.schema import Recipe, TaskName
 _MODULES: dict[TaskName, str] = {
     "sft": "trainwright.tasks.sft.task",
     "dpo": "trainwright.tasks.dpo.task",
+    "pretrain": "trainwright.tasks.pretrain.task",
 }
 
 

@@ -1,14 +1,34 @@
-"""How long a run is, from the recipe and the number of training examples."""
+"""How long a run is, from the recipe and what there is to train on."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from trainwright.data.batch_sizes import BatchSizes
 from trainwright.recipe.schema import Recipe
 
 
-def planned_examples(recipe: Recipe, examples: int) -> int:
+class Sized(Protocol):
+    """Examples to train on."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def token_count(self) -> int: ...
+
+
+def batch_sizes(recipe: Recipe) -> BatchSizes:
+    """How many examples each step has."""
+    train = recipe.train
+    return BatchSizes(train.global_batch_size, train.initial_batch_size, train.batch_warmup_steps)
+
+
+def planned_examples(recipe: Recipe, dataset: Sized) -> int:
     """Number of examples the run goes through, repetitions of epochs counted."""
     train = recipe.train
     if train.max_steps is not None:
-        return train.max_steps * train.global_batch_size
+        return batch_sizes(recipe).before(train.max_steps)
+    if train.max_tokens is not None:
+        return max(1, -(-train.max_tokens * len(dataset) // max(1, dataset.token_count)))
     assert train.epochs is not None
-    return max(1, round(train.epochs * examples))
+    return max(1, round(train.epochs * len(dataset)))

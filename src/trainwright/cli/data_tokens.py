@@ -1,0 +1,109 @@
+"""``trainwright data tokenize`` and ``data train-tokenizer``: from text to what pretraining reads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.errors import RequestError
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Text, JSON, JSONL, CSV or Parquet files, a directory, a Hub dataset, or openwebtext, wikitext, "
+        "simple-wikipedia, tinystories, orca-math, stdlib.",
+    ),
+]
+_SECONDS = 1.0
+
+
+def tokenize(
+    sources: Sources,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="NAME", help="Its id or directory, bytes, characters:FILE or bpe:SIZE:SOURCE.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where the shards go; an unfinished one goes on.")],
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes that tokenize; one for every core.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="A shard ends after so many tokens.")] = 100_000_000,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many documents of each source.")] = None,
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Every file of a directory is a document, whatever its kind.")
+    ] = False,
+) -> None:
+    """Turn a corpus into memory-mapped token shards, for data.train of a pretraining recipe.
+
+    Runs on all cores in constant memory. Killed, the same command goes on where it was, without a document lost or
+    repeated.
+    """
+    from trainwright.data.pretraining import identity_of
+    from trainwright.data.tokenize import tokenize as write
+    from trainwright.models.load import load_tokenizer
+    from trainwright.recipe.data_schema import SourceSection
+    from trainwright.recipe.schema import ModelSection
+
+    chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
+    kind = "documents" if documents else "auto"
+    named = [(SourceSection(source=source, format=kind, limit=limit), source) for source in sources]
+    begun = time.monotonic()
+    about = write(
+        named,
+        chosen,
+        out,
+        identity=identity_of(named),
+        processes=processes or len(os.sched_getaffinity(0)),
+        shard_tokens=shard_tokens,
+        report=_Shown(),
+    )
+    seconds = time.monotonic() - begun
+    typer.echo(
+        f"{out}: {about['tokens']:,} tokens ({about['dtype']}) of {about['documents']:,} documents, "
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, {len(about['shards'])} shards, "
+        f"in {seconds:.1f} s"
+    )
+
+
+def train_tokenizer(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where it is saved; must be new.")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, with the end-of-text token.")] = 32768,
+    characters: Annotated[
+        bool, typer.Option("--characters", help="A token for each character that there is, instead of BPE.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many documents of each source.")] = None,
+) -> None:
+    """Train a byte-level BPE tokenizer on your own text."""
+    from trainwright.models.trained_tokenizers import make_tokenizer
+    from trainwright.recipe.data_schema import SourceSection
+
+    if out.exists():
+        raise RequestError(f"--out: {out} is there already; name a new directory")
+    named = [(SourceSection(source=source, limit=limit), source) for source in sources]
+    made = make_tokenizer(named, None if characters else vocab_size)
+    made.save_pretrained(out)
+    if not characters and len(made) < vocab_size:
+        typer.echo(f"note: the text has no more than {len(made):,} tokens to give")
+    typer.echo(f"{out}: {len(made):,} tokens; use it as model.tokenizer")
+
+
+class _Shown:
+    """How far it is, on one line of a terminal, and now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._begun = self._shown = time.monotonic()
+        self._first: int | None = None
+
+    def __call__(self, characters: int, tokens: int, documents: int) -> None:
+        self._first = characters if self._first is None else self._first
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now - self._shown < (_SECONDS if terminal else 10 * _SECONDS):
+            return
+        self._shown = now
+        speed = (characters - self._first) / (now - self._begun) / 1e6
+        line = f"{documents:,} documents, {tokens:,} tokens, {characters / 1e6:,.1f} MB of text, {speed:.1f} MB/s"
+        print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)

@@ -1,0 +1,182 @@
+"""The data of a pretraining run: token shards, given or made in the cache, as windows to train and to validate on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.mixture import Part, parts_of, shares
+from trainwright.data.shards import Shards, is_shards, tokenizer_fingerprint
+from trainwright.data.texts import pieces
+from trainwright.data.windows import Spans, WindowDataset, divided, everything
+from trainwright.errors import MachineError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.data_schema import DataSection, SourceSection
+    from trainwright.recipe.schema import Recipe
+
+logger = logging.getLogger(__name__)
+
+
+def check_corpus(recipe: Recipe) -> None:
+    """Refuse what can be refused before anything is launched: shards that are not whole, files that are not text.
+
+    A corpus of the Hub is looked at when it is tokenised. Imports no torch.
+    """
+    for source, key in _all_sources(recipe.data):
+        if is_shards(source.source):
+            Shards.open(Path(source.source).expanduser(), key)
+        elif _is_local(source):
+            next(pieces(source, key))
+
+
+def prepare_windows(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
+) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
+    """What to train and to validate on, and lines on it for people.
+
+    Raises:
+        RequestError: a source is wrong, shards are of another tokenizer, or nothing is left on one side.
+        MachineError: the cache cannot be written.
+    """
+    data, section = recipe.data, recipe.pretrain
+    assert section is not None
+    contiguous = section.windows == "contiguous"
+    named = zip(data.sources, data.source_keys, strict=True)
+    corpora = [_shards(source, key, tokenizer, cache) for source, key in named]
+    held: list[Spans] = []
+    if data.validation_source is not None:
+        separate = _shards(data.validation_source, "data.validation", tokenizer, cache)
+        held = [everything(separate, data.max_length, contiguous=contiguous)]
+        train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
+    elif data.validation is None:
+        train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
+    else:
+        train = []
+        for corpus, wanted, key in zip(corpora, _wanted(data, len(corpora)), data.source_keys, strict=True):
+            kept, aside = divided(corpus, data.max_length, wanted, recipe.train.seed, contiguous=contiguous, key=key)
+            train.append(kept)
+            held.append(aside)
+    mixture = _mixture(data, train)
+    lines = [_line(corpus) for corpus in corpora]
+    datasets = WindowDataset.of(train, mixture), (WindowDataset.of(held, None) if held else None)
+    for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
+        if dataset is not None and not len(dataset):
+            raise RequestError(f"{key}: there is nothing to predict in it; it has no document of two tokens")
+    return *datasets, [*lines, *_mixture_lines(data, mixture), _split_line(*datasets, contiguous)]
+
+
+def _all_sources(data: DataSection) -> list[tuple[SourceSection, str]]:
+    found = list(zip(data.sources, data.source_keys, strict=True))
+    return [*found, (data.validation_source, "data.validation")] if data.validation_source is not None else found
+
+
+def _is_local(source: SourceSection) -> bool:
+    from trainwright.data.sources import BUILT_IN, source_files
+
+    return source.source not in BUILT_IN and source_files(source.source, documents=False) is not None
+
+
+def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
+    """The shards that a source is, or those made of it in the cache, now or before."""
+    if is_shards(source.source):
+        if source.limit is not None:
+            raise RequestError(f"{key}.limit: shards are read whole; remove it, or tokenize less")
+        shards = Shards.open(Path(source.source).expanduser(), key)
+        shards.check_tokenizer(tokenizer, key)
+        return shards
+    from filelock import FileLock
+
+    identity = identity_of([(source, key)])
+    task = hashlib.sha256(json.dumps([identity, tokenizer_fingerprint(tokenizer)], default=str).encode()).hexdigest()
+    directory = cache / "shards" / task[:32]
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.with_suffix(".lock")):
+            return _made(source, key, tokenizer, directory, identity)
+    except OSError as error:
+        raise MachineError(
+            f"the tokens cannot be kept in {directory}: {error.strerror or error}; make room there or set "
+            "TRAINWRIGHT_CACHE to another directory"
+        ) from error
+
+
+def _made(
+    source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, directory: Path, identity: Any
+) -> Shards:
+    from trainwright.data.tokenize import tokenize
+
+    if (directory / "shards.json").is_file():
+        try:
+            return Shards.open(directory, key)
+        except RequestError:  # damaged; made anew
+            shutil.rmtree(directory)
+    logger.info("tokenizing %s", source.source)
+    processes = _processes()
+    tokenize([(source, key)], tokenizer, directory, identity=identity, processes=processes)
+    return Shards.open(directory, key)
+
+
+def _processes() -> int:
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
+    """What tells some sources from others, and from themselves before a change, without reading them."""
+    from trainwright.data.prepare import look
+
+    return [[look(source, key), source.format, source.limit] for source, key in sources]
+
+
+def _wanted(data: DataSection, sources: int) -> list[float | int]:
+    validation = data.validation
+    assert isinstance(validation, (int, float))
+    if sources > 1 and isinstance(validation, int):
+        return [max(1, part) for part in shares(validation, [source.weight for source in data.sources])]
+    return [validation] * sources
+
+
+def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[Part, ...] | None:
+    if len(train) == 1:
+        return None
+    sizes = [int(part.counts().sum()) for part in train]
+    if not all(sizes):
+        raise RequestError(f"{data.source_keys[sizes.index(0)]}: there is nothing to predict in it")
+    found = parts_of(sizes, [source.weight for source in data.sources])
+    for part, key in zip(found, data.source_keys, strict=True):
+        if not part.drawn:
+            raise RequestError(f"{key}.weight: is so small that an epoch has none of the source; raise it or remove it")
+    return found
+
+
+def _line(corpus: Shards) -> str:
+    about = corpus.about
+    return (
+        f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {about['documents']:,} documents, "
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, in {corpus.directory}"
+    )
+
+
+def _mixture_lines(data: DataSection, mixture: tuple[Part, ...] | None) -> list[str]:
+    total = sum(part.drawn for part in mixture or ())
+    return [
+        f"mixture: {part.drawn / total:.1%} of an epoch's examples from {source.source}, each "
+        f"{part.drawn / part.examples:.3g} times"
+        for part, source in zip(mixture or (), data.sources, strict=bool(mixture))
+    ]
+
+
+def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguous: bool) -> str:
+    what = "contiguous windows" if contiguous else "windows of documents"
+    line = f"{len(train):,} {what} ({train.token_count:,} tokens) to train on"
+    if validation is None:
+        return f"{line}, none to validate"
+    return f"{line}, {len(validation):,} ({validation.token_count:,} tokens) to validate"

@@ -1,0 +1,159 @@
+"""The texts of a corpus, in pieces of bounded size: what is tokenised for pretraining.
+
+A text file is one document, or several with ``<|endoftext|>`` between them, and is never in memory as a whole. Of rows
+with named fields each is a document: its text, or what its turns say.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainwright.data import documents as whole_files
+from trainwright.data.formats import NoTarget
+from trainwright.data.kinds import ANY
+from trainwright.data.sources import BUILT_IN, is_documents, iterate_source, source_files
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.data_schema import SourceSection
+
+SEPARATOR = "<|endoftext|>"
+_PIECE = 2**19  # characters
+_TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
+# Between a line's end and a letter or digit every byte-level BPE begins a new word, so a cut there changes no token.
+_CUT = re.compile(r"(?<=[^\s]\n)(?=\w)")
+
+
+class Piece(NamedTuple):
+    """A part of a document. ``first``, ``last``: whether it begins there, and ends."""
+
+    place: str
+    text: str
+    first: bool
+    last: bool
+
+
+def pieces(source: SourceSection, key: str) -> Iterator[Piece]:
+    """The documents of ``source`` one after another, in the same pieces every time; empty ones are left out.
+
+    Raises:
+        RequestError: the source is missing, or it is not text (with the file and the offset in bytes).
+    """
+    count = -1
+    for piece in _all_pieces(source, key):
+        count += piece.first
+        if source.limit is not None and count >= source.limit:
+            return
+        yield piece
+    if count < 0:
+        raise RequestError(f"{key}: {source.source} holds no text")
+
+
+def _all_pieces(source: SourceSection, key: str) -> Iterator[Piece]:
+    files = None if source.source in BUILT_IN else source_files(source.source, key, source.format == "documents")
+    if files is not None and all(file.suffix.lower() in _TEXT_FILES for file in files):
+        for file in files:
+            yield from _file_pieces(file)
+        return
+    for place, text in _rows(source, key):
+        yield from _cut(place, iter((text,)))
+
+
+def _rows(source: SourceSection, key: str) -> Iterator[tuple[str, str]]:
+    """Rows as texts, without those that have nothing to learn."""
+    name = source.source
+    rows = iterate_source(name, None, key, source.format == "documents" or is_documents(name))
+    first = list(islice(rows, 8))
+    columns = list(dict.fromkeys(field for _, row in first for field in row))
+    wanted = "auto" if source.format == "documents" else source.format
+    try:
+        layout = ANY.layout(columns, [row for _, row in first], wanted)
+    except RequestError as error:
+        raise RequestError(f"{key}: {name}: {error}") from None
+    for place, row in chain(first, rows):
+        try:
+            example = ANY.documents(row, layout)[0][1]
+        except NoTarget:
+            continue
+        except RequestError as error:
+            raise RequestError(f"{place}: {error}") from None
+        text = example if isinstance(example, str) else "\n\n".join(str(turn["content"]) for turn in example)
+        if text.strip():
+            yield place, text
+
+
+def _file_pieces(file: Path) -> Iterator[Piece]:
+    """A file's documents, cut at the separators."""
+    document: list[str] = []
+    parts = _parts(file)
+    number, ended = 1, False
+
+    def until_separator() -> Iterator[str]:
+        nonlocal ended
+        ended = True
+        for text in parts:
+            if text == SEPARATOR:
+                ended = False
+                return
+            yield text
+
+    while not ended:
+        yield from _cut(f"{file}: document {number}", until_separator())
+        number += 1
+    assert not document
+
+
+def _parts(file: Path) -> Iterator[str]:
+    """The text of a file in parts of some size; a separator is a part of its own."""
+    kept = ""
+    for text in _decoded(file):
+        found = (kept + text).split(SEPARATOR)
+        for done in found[:-1]:
+            yield done
+            yield SEPARATOR
+        # What may be the beginning of a separator waits for the rest.
+        kept = found[-1][-len(SEPARATOR) :]
+        yield found[-1][: len(found[-1]) - len(kept)]
+    yield kept
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    with file.open("rb") as opened:
+        while True:
+            raw = opened.read(_PIECE)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                at = done - pending + error.start
+                raise RequestError(f"{file}: not UTF-8 text at byte {at:,}; save the file as UTF-8") from None
+            if (null := raw.find(b"\0")) >= 0:
+                raise RequestError(f"{file}: not text: a zero byte at {done + null:,}; is it a binary file?")
+            if not done:
+                text = text.removeprefix("\ufeff")
+            done += len(raw)
+            if text:
+                yield text
+            if not raw:
+                return
+
+
+def _cut(place: str, parts: Iterator[str]) -> Iterator[Piece]:
+    """One document in pieces of about ``_PIECE`` characters, cut where no token is."""
+    kept, first = "", True
+    for part in parts:
+        kept += part
+        while len(kept) >= 2 * _PIECE:
+            found = _CUT.search(kept, _PIECE)
+            at = found.start() if found else _PIECE
+            yield Piece(place, kept[:at], first, False)
+            kept, first = kept[at:], False
+    if not first or kept.strip():
+        yield Piece(place, kept, first, True)

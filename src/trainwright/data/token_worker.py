@@ -1,0 +1,74 @@
+"""What a process that tokenises does. Imports no more than it needs, as each process pays for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.errors import RequestError
+
+Encoded = tuple[bytes, list[int]]  # the tokens of some pieces end to end, and how many each has
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``prefix``, ``suffix``: tokens around every document. ``characters``: each token is a known character."""
+
+    backend: str
+    dtype: str
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    characters: bool
+
+
+class Encoder:
+    """Turns pieces of documents into tokens."""
+
+    def __init__(self, settings: Settings) -> None:
+        from tokenizers import Tokenizer
+
+        self._settings = settings
+        self._tokenizer: Any = Tokenizer.from_str(settings.backend)
+        self._known = set(self._tokenizer.get_vocab()) if settings.characters else None
+
+    def __call__(self, pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
+        """``(place, text, first, last)`` of each piece.
+
+        Raises:
+            RequestError: a character that the vocabulary does not have.
+        """
+        texts = [text for _, text, _, _ in pieces]
+        if self._known is not None:
+            for place, text, _, _ in pieces:
+                if unknown := set(text) - self._known:
+                    raise RequestError(f"{place}: the tokenizer has no token for {min(unknown)!r}")
+        found, lengths = [], []
+        # Without offsets into the text, which nobody asks for here.
+        for (_, _, first, last), encoding in zip(
+            pieces, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
+            ids = encoding.ids
+            own = [*(self._settings.prefix if first else ()), *ids, *(self._settings.suffix if last else ())]
+            found.append(np.asarray(own, dtype=self._settings.dtype))
+            lengths.append(len(own))
+        tokens: npt.NDArray[Any] = np.concatenate(found)
+        return tokens.tobytes(), lengths
+
+
+_encoder: list[Encoder] = []
+
+
+def start(settings: Settings) -> None:
+    """Make this process an encoder."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
+    _encoder[:] = [Encoder(settings)]
+
+
+def encode(pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
+    """What ``Encoder`` gives, in a process that was made one."""
+    return _encoder[0](pieces)

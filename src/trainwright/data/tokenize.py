@@ -1,0 +1,305 @@
+"""From texts to token shards, on several cores: ``trainwright data tokenize``, and what pretraining does by itself.
+
+The text is read by one process in pieces, in order; others turn them into tokens; the first writes these in order. Only
+so many pieces are on their way at a time, so memory does not grow with the text. Every few seconds it is noted how
+many pieces are on the disk, and a run that was killed goes on there: what was written after is cut off and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from trainwright.data import token_worker
+from trainwright.data.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
+from trainwright.data.texts import Piece, pieces
+from trainwright.data.token_worker import Encoded, Encoder, Settings
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.data_schema import SourceSection
+
+SHARD_TOKENS = 100_000_000
+_PROGRESS = "progress.json"
+_CHUNK = 2**20  # characters that a process is given at a time
+_SAVE_SECONDS = 3.0
+_COPY = 2**22
+
+Report = Callable[[int, int, int], None]  # characters, tokens and documents so far
+
+
+@dataclass
+class Position:
+    """What is on the disk: how many pieces of the text, in which shards, and how much of the one being written."""
+
+    pieces: int = 0
+    documents: int = 0
+    characters: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    index: int = 0
+
+
+def tokenize(
+    sources: Sequence[tuple[SourceSection, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    *,
+    identity: Any,
+    processes: int = 1,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Report = lambda characters, tokens, documents: None,
+) -> dict[str, Any]:
+    """Write the shards of some sources into ``out``, or go on where an earlier call was stopped; what is in them.
+
+    Args:
+        sources: with the key that names each in messages.
+        identity: what tells these sources from others, or from themselves before a change.
+
+    Raises:
+        RequestError: ``out`` has other files, or shards of something else; a source is empty or not text.
+    """
+    settings = settings_of(tokenizer)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    task = hashlib.sha256(json.dumps([identity, fingerprint, shard_tokens], default=str).encode()).hexdigest()
+    if (found := _finished(out, task)) is not None:
+        return found
+    out.mkdir(parents=True, exist_ok=True)
+    writer = _Writer(out, task, settings.dtype, shard_tokens)
+    text = (piece for source, key in sources for piece in pieces(source, key))
+    left = islice(text, writer.position.pieces, None)
+    with _encoding(settings, processes) as encode:
+        for chunk, encoded in encode(_chunks(left)):
+            writer.add(chunk, encoded)
+            report(writer.position.characters, writer.tokens, writer.position.documents)
+    about = {
+        "version": VERSION,
+        "source": " + ".join(source.source for source, _ in sources),
+        "tokenizer": {
+            "name": tokenizer_name(tokenizer),
+            "fingerprint": fingerprint,
+            "vocabulary": len(tokenizer),
+        },
+        "dtype": settings.dtype,
+        "task": task,
+    }
+    return writer.finish(about)
+
+
+def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
+    """How this tokenizer turns documents into tokens: what opens one by its own rules, and its end-of-text token."""
+    backend: Any = tokenizer.backend_tokenizer
+    end = tokenizer.eos_token_id
+    opened = [token for token in backend.encode("", add_special_tokens=True).ids if token != end]
+    return Settings(
+        backend=backend.to_str(),
+        dtype=str(np.min_scalar_type(len(tokenizer) - 1).newbyteorder("<").name),
+        prefix=tuple(opened),
+        suffix=() if end is None else (int(end),),
+        characters=bool(tokenizer.init_kwargs.get("characters")),
+    )
+
+
+def _finished(out: Path, task: str) -> dict[str, Any] | None:
+    if not out.exists():
+        return None
+    if not out.is_dir():
+        raise RequestError(f"--out: {out} is a file; name a directory")
+    if (out / ABOUT).is_file():
+        about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
+        if about.get("task") == task:
+            return about
+        raise RequestError(f"--out: {out} holds shards of another text or tokenizer; name a new directory")
+    if not (out / _PROGRESS).is_file() and any(out.iterdir()):
+        raise RequestError(f"--out: {out} holds other files; name a new directory")
+    return None
+
+
+class _Writer:
+    """Appends tokens to shards, in order, and notes what is safely there."""
+
+    def __init__(self, out: Path, task: str, dtype: str, shard_tokens: int) -> None:
+        self._out, self._task = out, task
+        self._dtype = np.dtype(dtype)
+        self._shard_tokens = shard_tokens
+        self.position = self._earlier()
+        self._saved = time.monotonic()
+        self._pending: list[bytes] = []  # of the document that has begun
+        self._open()
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard["tokens"] for shard in self.position.shards) + self.position.tokens
+
+    def _earlier(self) -> Position:
+        file = self._out / _PROGRESS
+        if not file.is_file():
+            return Position()
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("task") != self._task:
+            raise RequestError(
+                f"--out: {self._out} holds the beginning of another text, tokenizer or size of shards; name a new "
+                "directory, or remove it"
+            )
+        return Position(**found)
+
+    def _open(self) -> None:
+        """The files of the shard being written, at the length that was noted."""
+        name = f"{len(self.position.shards):05d}"
+        width = self._dtype.itemsize
+        self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)
+        self._index = _opened(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
+        self._content = hashlib.sha256()
+        self._document = hashlib.blake2b(digest_size=8)
+        begun = 0  # where the document begins that is not at its end
+        if self.position.index:
+            self._index.seek(-INDEX.itemsize, os.SEEK_END)
+            begun = int(np.frombuffer(self._index.read(INDEX.itemsize), INDEX)["end"][0])
+        self._tokens.seek(0)
+        done = 0
+        while part := self._tokens.read(_COPY):
+            self._content.update(part)
+            if done + len(part) > begun * width:
+                self._document.update(part[max(0, begun * width - done) :])
+            done += len(part)
+
+    def add(self, chunk: Sequence[Piece], encoded: Encoded) -> None:
+        """Write some pieces."""
+        tokens, lengths = encoded
+        width, begin = self._dtype.itemsize, 0
+        for piece, length in zip(chunk, lengths, strict=True):
+            part = tokens[begin : begin + length * width]
+            begin += length * width
+            self._tokens.write(part)
+            self._content.update(part)
+            self._document.update(part)
+            self.position.tokens += length
+            self.position.pieces += 1
+            self.position.characters += len(piece.text)
+            if piece.last:
+                self._end_document()
+        if time.monotonic() - self._saved > _SAVE_SECONDS:
+            self._save()
+
+    def _end_document(self) -> None:
+        record = np.zeros(1, INDEX)
+        record["end"] = self.position.tokens
+        record["digest"] = int.from_bytes(self._document.digest(), "little")
+        self._index.write(record.tobytes())
+        self._content.update(record.tobytes())
+        self._document = hashlib.blake2b(digest_size=8)
+        self.position.index += 1
+        self.position.documents += 1
+        if self.position.tokens >= self._shard_tokens:
+            self._end_shard()
+            self._open()
+
+    def _end_shard(self) -> None:
+        name = f"{len(self.position.shards):05d}"
+        for file in (self._tokens, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self.position.shards.append({"name": name, "tokens": self.position.tokens, "documents": self.position.index})
+        self.position.tokens = self.position.index = 0
+        self._note()
+
+    def _save(self) -> None:
+        for file in (self._tokens, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+        self._note()
+
+    def _note(self) -> None:
+        scratch = self._out / f"{_PROGRESS}.new"
+        scratch.write_text(json.dumps({"task": self._task, **asdict(self.position)}), encoding="utf-8")
+        os.replace(scratch, self._out / _PROGRESS)
+        self._saved = time.monotonic()
+
+    def finish(self, about: dict[str, Any]) -> dict[str, Any]:
+        """All is written; the directory becomes a corpus."""
+        if self.position.index:
+            self._end_shard()
+        else:
+            for file in (self._tokens, self._index):
+                file.close()
+                Path(file.name).unlink()
+        digest = hashlib.sha256(about["tokenizer"]["fingerprint"].encode())
+        for shard in self.position.shards:
+            for kind in ("tokens", "index"):
+                with (self._out / f"{shard['name']}.{kind}").open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+        about |= {
+            "documents": self.position.documents,
+            "tokens": self.tokens,
+            "characters": self.position.characters,
+            "shards": self.position.shards,
+            "fingerprint": digest.hexdigest()[:32],
+        }
+        scratch = self._out / f"{ABOUT}.new"
+        scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        os.replace(scratch, self._out / ABOUT)
+        (self._out / _PROGRESS).unlink(missing_ok=True)
+        return about
+
+
+def _opened(file: Path, size: int) -> BinaryIO:
+    opened = file.open("r+b" if file.exists() else "w+b")
+    opened.truncate(size)
+    opened.seek(size)
+    return opened
+
+
+def _chunks(text: Iterable[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    size = 0
+    for piece in text:
+        chunk.append(piece)
+        size += len(piece.text)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+Encode = Callable[[Iterable[list[Piece]]], Iterator[tuple[list[Piece], Encoded]]]
+
+
+@contextmanager
+def _encoding(settings: Settings, processes: int) -> Iterator[Encode]:
+    """A function from chunks to the same with their tokens, in order."""
+    if processes == 1:
+        encoder = Encoder(settings)
+        yield lambda chunks: ((chunk, encoder(chunk)) for chunk in chunks)
+        return
+    # Spawned: a fork would take this process's threads and locks with it.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, token_worker.start, (settings,)) as pool:
+
+        def encode(chunks: Iterable[list[Piece]]) -> Iterator[tuple[list[Piece], Encoded]]:
+            waiting: deque[tuple[list[Piece], Any]] = deque()
+            for chunk in chunks:
+                waiting.append((chunk, pool.apply_async(token_worker.encode, ([tuple(piece) for piece in chunk],))))
+                if len(waiting) > 2 * processes:
+                    first, result = waiting.popleft()
+                    yield first, result.get()
+            while waiting:
+                first, result = waiting.popleft()
+                yield first, result.get()
+
+        yield encode

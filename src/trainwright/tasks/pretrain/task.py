@@ -1,0 +1,90 @@
+"""Pretraining: every token of a corpus is predicted from those before it in its window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainwright.data.batch import Batch
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.prepare import Prepared
+from trainwright.data.stream import MicroBatch
+from trainwright.data.token_bytes import token_bytes
+from trainwright.data.windows import WindowDataset, collate_windows
+from trainwright.engine.task import LossSum
+from trainwright.inference.sampling import Sampling
+from trainwright.models.load import load_tokenizer
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Pretraining", "build", "prepare_once"]
+
+# The likeliest token after the likeliest soon goes round in a circle.
+_TEMPERATURE, _TOP_P = 0.8, 0.95
+
+
+def build(recipe: Recipe, cache: Path) -> Pretraining:
+    """The task of a resolved recipe."""
+    tokenizer = load_tokenizer(recipe.model)
+    return Pretraining(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
+
+
+class Pretraining(LanguageModelTask):
+    """Training of a causal language model on token shards."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
+        assert recipe.pretrain is not None
+        self._pretrain = recipe.pretrain
+        super().__init__(recipe, tokenizer, prepared)
+        size = self._lm.config.get_text_config().vocab_size
+        self._token_bytes = torch.from_numpy(token_bytes(tokenizer, size)).double()
+
+    def _z_loss(self) -> float:
+        return self._pretrain.z_loss
+
+    def _how_to_write(self) -> Sampling:
+        length = self._recipe.evaluate.max_new_tokens
+        return Sampling(length, _TEMPERATURE, _TOP_P, seed=self._recipe.train.seed)
+
+    def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
+        assert isinstance(dataset, WindowDataset)
+        batch = collate_windows(dataset, micro, packed=self._packed, pad_token_id=self._pad)
+        return batch.to(device)
+
+    def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        batch = self._batch(self._prepared.train, micro, device)
+        total = module(batch)
+        if self._pretrain.z_loss:  # what is minimised is then no loss of text alone
+            return LossSum(total, float(len(batch.targets)))
+        return LossSum(total, float(len(batch.targets)), torch.stack([total.detach().double(), self._bytes(batch)]))
+
+    def _bytes(self, batch: Batch) -> torch.Tensor:
+        """Of the batch's targets, float64 scalar."""
+        self._token_bytes = self._token_bytes.to(batch.targets.device)
+        return self._token_bytes.index_select(0, batch.targets).sum()
+
+    def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+        """``[summed loss in nats, bytes, correct predictions, targets]``."""
+        assert self._prepared.validation is not None
+        batch = self._batch(self._prepared.validation, micro, device)
+        loss, correct = module(batch, statistics=True)
+        sums = [loss, self._bytes(batch), correct, loss.new_tensor(len(batch.targets))]
+        return torch.stack(sums) * float(micro.weight > 0)
+
+    def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        nats, size, *rest = statistics
+        # Bits for each byte of text: the same for every tokenizer (arXiv 2101.00027, section 3.1).
+        found = {"bits_per_byte": nats / math.log(2) / size} if size else {}
+        if not rest:
+            return found
+        correct, targets = rest
+        perplexity = float(torch.tensor(nats / targets, dtype=torch.float64).exp())
+        return {"loss": nats / targets, **found, "perplexity": perplexity, "token_accuracy": correct / targets}
