@@ -11,8 +11,6 @@ that does nothing else; each run says how many cores everything else used meanwh
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import tempfile
 from dataclasses import asdict
@@ -22,33 +20,22 @@ from typing import Any
 from support.machine import describe, use_cores
 from support.peers import cache_directory
 from support.runs import print_table, write_results
+from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, pairwise_order, run_steps, spearman
 
 from trainwright.launch.process import preload_libraries
-from trainwright.machine.calibration import Calibration, load_calibration, save_calibration
+from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine, detect
 from trainwright.planning.facts import facts_of
 from trainwright.planning.rates import rates_of
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import Choice
-from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
 RESULTS = Path(__file__).parent / "results" / "plan_time.json"
 WARM_UP = 2
 
-LLAMA = {"model_type": "llama", "max_position_embeddings": 4096, "tie_word_embeddings": True}
-MODELS: dict[str, dict[str, Any]] = {
-    "narrow": {**LLAMA, "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 704,
-               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
-    "wide": {**LLAMA, "hidden_size": 768, "num_hidden_layers": 4, "intermediate_size": 2048,
-             "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 512},
-    "words": {**LLAMA, "hidden_size": 320, "num_hidden_layers": 4, "intermediate_size": 896,
-              "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 32000},
-    "gpt2": {"model_type": "gpt2", "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 2048, "vocab_size": 512,
-             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}  # fmt: skip
 # Name: model, mean length of documents, pack length (None: padded rows), examples a step, overrides.
 CASES: dict[str, tuple[str, int, int | None, int, tuple[str, ...]]] = {
     "narrow": ("narrow", 128, 1024, 16, ()),
@@ -113,46 +100,19 @@ def runs_here(name: str) -> bool:
     return "zero" not in name or find_spec("deepspeed") is not None
 
 
-def calibrated(file: Path | None, machine: Machine) -> Calibration:
-    found = load_calibration(file) if file else None
-    if found is None:
-        from trainwright.doctor.calibrate import calibrate
-
-        found = calibrate(machine, say=print)
-        if file:
-            save_calibration(found, file)
-    return found
-
-
 def recipe_of(name: str, work: Path) -> Recipe:
     """The case's recipe, nothing left open."""
     model, length, pack, examples, overrides = CASES[name]
+    asked = dict(text.split("=") for text in overrides)
     values = {
-        "task": "sft",
-        "model": {"config": MODELS[model], "tokenizer": "bytes"},
-        "data": {"train": str(rows_of(length, work)), "validation": None, "format": "text", "max_length": 1024,
-                 "pack_length": pack},
-        "optimizer": {"learning_rate": 1e-4},
-        "train": {"max_steps": 100, "global_batch_size": examples, "micro_batch_size": 1, "mixed_precision": "bf16",
-                  "activation_checkpointing": "none", "compile": False},
-        "parallel": {"strategy": "single", "num_processes": 1},
-        "logging": {"tensorboard": False},
-    }  # fmt: skip
-    if any(text.startswith("parallel.strategy=") for text in overrides):
-        overrides = (*overrides, "parallel.num_processes=2")
-    file = work / "recipe.json"  # JSON is YAML
-    file.write_text(json.dumps(values))
-    return load_recipe(file, list(overrides))
-
-
-def rows_of(length: int, work: Path) -> Path:
-    """Texts of about ``length`` bytes."""
-    file = work / f"rows-{length}.jsonl"
-    if not file.exists():
-        draw = random.Random(length)
-        texts = ["".join(draw.choices("abcdefgh ", k=round(length * draw.uniform(0.85, 1.0)))) for _ in range(400)]
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return file
+        "train.micro_batch_size": "1",
+        "train.mixed_precision": "bf16",
+        "train.activation_checkpointing": "none",
+        "parallel.strategy": "single",
+        "parallel.num_processes": "2" if "parallel.strategy" in asked else "1",
+        **asked,
+    }
+    return small_recipe(model, length, pack, examples, work, [f"{key}={value}" for key, value in values.items()])
 
 
 def judged(name: str, recipe: Recipe, machine: Machine, calibration: Calibration, timed: Timed) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.observe import text
+from trainwright import text
 from trainwright.observe.console import ConsoleObserver
 
 
@@ -164,6 +164,14 @@ def test_numbers_for_people() -> None:
     assert [text.count(n) for n in (950, 12_345, 1_300_000, 7.2e9)] == ["950", "12.3k", "1.3M", "7.2B"]
     assert [text.duration(s) for s in (4.6, 75, 3_725, float("inf"))] == ["0:05", "1:15", "1:02:05", "?"]
     assert [text.size(n) for n in (12, 1 << 20, 3 << 40)] == ["12 B", "1.0 MiB", "3.0 TiB"]
+    assert [text.size(n) for n in (500 << 20, 1023 << 20)] == ["500 MiB", "1023 MiB"]
+    assert [text.span(s) for s in (0.3, 12.5, 720, 12_240, 181_440)] == [
+        "300 ms",
+        "12.5 s",
+        "12 min",
+        "3.4 h",
+        "2.1 days",
+    ]
 
 
 def test_what_was_predicted_is_shown_beside_what_was_measured() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.packing import best_fit_decreasing
+from trainwright.machine.cache import keep
 
 if TYPE_CHECKING:
     from trainwright.data.dataset import TokenDataset
@@ -94,17 +95,10 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
 
 
 def remember(model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path) -> None:
-    """Keep the lengths of a source for ``recall``. A cache that cannot be written is no reason to stop."""
+    """Keep the lengths of a source for ``recall``."""
     file = _file(model, data, seed, cache)
-    if file.exists():
-        return
-    scratch = file.with_suffix(f".{id(dataset):x}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(asdict(lengths_of(dataset))), encoding="utf-8")
-        scratch.replace(file)
-    except OSError:
-        scratch.unlink(missing_ok=True)
+    if not file.exists():
+        keep(file, json.dumps(asdict(lengths_of(dataset))))
 
 
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path) -> Lengths | None:
@@ -140,7 +134,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _file(model: ModelSection, data: DataSection, seed: int, cache: Path) -> Path:
-    from trainwright.data.prepare import source_key
+    from trainwright.data.source_key import source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
     key: dict[str, Any] = source_key(data, seed, json.dumps(tokenizer))

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,15 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import EXAMPLES, Kind
-from trainwright.data.sources import BUILT_IN, source_files
+from trainwright.data.source_key import content_of, settings_of, source_key
 from trainwright.errors import MachineError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.recipe.data_schema import DataSection, SourceSection
-
-VERSION = 5  # of everything that decides tokens and targets; raised when any of it changes
+    from trainwright.recipe.data_schema import DataSection
 
 
 @dataclass(frozen=True)
@@ -124,10 +121,10 @@ def _build(
 ) -> tuple[Prepared, str]:
     separate = data.validation_source
     sources = [*data.sources, *([separate] if separate else [])]
-    content = [_content(source) for source in sources]
+    content = [content_of(source) for source in sources]
     # The names are only for the summary that is kept with the tokens; it must not speak of another file.
     names = [source.source for source in sources]
-    settings = {**_settings(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
+    settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
     fingerprint = _digest(settings)[:32]
     directory = root / fingerprint
     opened = _open(directory, "reused")
@@ -175,55 +172,6 @@ def _writable(root: Path) -> Iterator[None]:
             f"the tokens cannot be kept in {root}: {error.strerror or error}; make room there or set "
             "TRAINWRIGHT_CACHE to another directory"
         ) from error
-
-
-def _settings(data: DataSection, seed: int) -> dict[str, Any]:
-    """What of the recipe decides the datasets. A separate validation source counts by its content."""
-    each = [[source.format, source.limit, source.weight] for source in data.sources]
-    return {
-        "version": VERSION,
-        "format": data.format,
-        "sources": each if len(each) > 1 else each[0][:2],
-        "max_length": data.max_length,
-        "long_documents": data.long_documents,
-        "validation": "source" if isinstance(data.validation, str) else data.validation,
-        "seed": seed if isinstance(data.validation, (int, float)) else None,
-    }
-
-
-def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
-    """What tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
-    looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
-    if data.validation_source is not None:
-        looks.append(look(data.validation_source, "data.validation"))
-    return {**_settings(data, seed), "sources of rows": looks, "tokenizer": identity, "python": sys.version}
-
-
-def look(source: SourceSection, key: str) -> Any:
-    """What tells a source from a changed one without reading it."""
-    if source.source in BUILT_IN:
-        from trainwright.data.pydoc_rows import pydoc_key
-
-        return [source.source, pydoc_key()]
-    files = source_files(source.source, key, source.format == "documents")
-    if files is None:
-        return ["hub", source.source]
-    stats = [(file.resolve(), file.stat()) for file in files]
-    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-
-
-def _content(source: SourceSection) -> Any:
-    """What a source holds, wherever it lies."""
-    if source.source in BUILT_IN:
-        return look(source, "")
-    files = source_files(source.source, documents=source.format == "documents")
-    if files is None:
-        return ["hub", source.source]
-    digests = []
-    for file in files:
-        with file.open("rb") as opened:
-            digests.append([file.suffix.lower(), hashlib.file_digest(opened, "sha256").hexdigest()])
-    return digests
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

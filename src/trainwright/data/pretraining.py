@@ -131,7 +131,7 @@ def _processes() -> int:
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     """What tells some sources from others, and from themselves before a change, without reading them."""
-    from trainwright.data.prepare import look
+    from trainwright.data.source_key import look
 
     return [[look(source, key), source.format, source.limit] for source, key in sources]
 

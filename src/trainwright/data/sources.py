@@ -17,6 +17,8 @@ openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: of the Hub
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import os
 import re
 import socket
@@ -33,6 +35,7 @@ from trainwright.data.corpora import STDLIB, of_the_hub, stdlib_rows
 from trainwright.data.formats import with_text_content
 from trainwright.data.row_files import READERS, Row, iterate_rows
 from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root, keep
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -95,12 +98,20 @@ def iterate_source(
 
 
 def built_in_rows(source: str) -> list[Row]:
-    """The rows of one of the ``BUILT_IN`` data sets."""
-    from trainwright.data.pydoc_rows import pydoc_pairs, pydoc_rows
+    """The rows of one of the ``BUILT_IN`` data sets; kept in the cache, as collecting them takes a while."""
+    from trainwright.data.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
 
     if source == STDLIB:
         return list(stdlib_rows())
-    return list(pydoc_pairs() if source == PYDOC_PAIRS else pydoc_rows())
+    name = hashlib.sha256(f"{source} {pydoc_key()}".encode()).hexdigest()
+    file = cache_root() / "datasets" / "built-in" / f"{name}.json"
+    try:
+        kept: list[Row] = json.loads(file.read_text(encoding="utf-8"))
+        return kept
+    except (OSError, ValueError):
+        rows: list[Row] = list(pydoc_pairs() if source == PYDOC_PAIRS else pydoc_rows())
+    keep(file, json.dumps(rows))
+    return rows
 
 
 def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:

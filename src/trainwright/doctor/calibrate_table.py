@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainwright.machine.calibration import Calibration, Curve, Setting, summary
+from trainwright.text import size
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _KINDS = ("copy", "elementwise", "reduction")
@@ -94,15 +95,6 @@ def _collectives(setting: Setting) -> Iterator[str]:
         rate = f"{1 / beta / 1e9:>10.2f}" if beta else f"{'-':>10}"
         yield f"    {kind:<44}{alpha * 1e6:>10.0f}{rate}{'':>10}  {_errors([curve])}"
     yield f"  {'of a collective hidden by computing':<46}{setting.overlap:>10.0%}"
-
-
-def size(count: float) -> str:
-    """Bytes in whole binary units."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.0f} GiB"
 
 
 def _seen(setting: Setting, group: str) -> list[str]:

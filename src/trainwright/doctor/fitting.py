@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trainwright.errors import MachineError
 from trainwright.machine.detect import Machine
-from trainwright.observe.text import count, size
 from trainwright.recipe.schema import ModelSection
+from trainwright.text import count, size
 
 # fp32 masters, gradients and AdamW's two moments.
 _BYTES = 16

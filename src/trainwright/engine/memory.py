@@ -14,6 +14,7 @@ import torch
 
 from trainwright.errors import TrainingError
 from trainwright.machine.allocator import return_freed_memory
+from trainwright.text import size
 
 T = TypeVar("T")
 
@@ -89,8 +90,8 @@ def _detail(error: BaseException) -> str:
     if found := _ASKED_CUDA.search(said):
         asked, capacity, free = found.groups()
         return f"{asked} asked for, {free} of {capacity} free"
-    asked = f"{_size(int(found[1]))} asked for" if (found := _ASKED_CPU.search(said)) else said[:200] or "no memory"
-    return ", ".join([asked, f"{_size(psutil.virtual_memory().available)} free on the machine", *_limits()])
+    asked = f"{size(int(found[1]))} asked for" if (found := _ASKED_CPU.search(said)) else said[:200] or "no memory"
+    return ", ".join([asked, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 
 
 def _limits() -> list[str]:
@@ -99,9 +100,5 @@ def _limits() -> list[str]:
     for name, command in _LIMITS.items():
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            found.append(f"a process is limited to {_size(limit)} ({command})")
+            found.append(f"a process is limited to {size(limit)} ({command})")
     return found
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"

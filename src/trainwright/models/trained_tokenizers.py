@@ -39,7 +39,7 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
 
-    from trainwright.data.prepare import look
+    from trainwright.data.source_key import look
 
     size, source = _parsed(name, key)
     seen = json.dumps([_VERSION, size, look(source, key)], default=str)

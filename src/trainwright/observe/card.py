@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright import __version__
-from trainwright.observe import text
+from trainwright import __version__, text
 from trainwright.observe.reader import Event, read_events
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe

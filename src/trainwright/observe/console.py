@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from trainwright.observe import text
+from trainwright import text
 from trainwright.observe.progress import Bar, Lines, Progress
 from trainwright.observe.reader import Event, resumed_step
 

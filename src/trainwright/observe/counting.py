@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from trainwright.observe import text
+from trainwright import text
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 5.0

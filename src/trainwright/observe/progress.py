@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trainwright.observe import text
+from trainwright import text
 from trainwright.observe.reader import Event
 
 if TYPE_CHECKING:

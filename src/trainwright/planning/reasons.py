@@ -9,6 +9,7 @@ from trainwright.planning.candidates import Wishes
 from trainwright.planning.search import SAFETY_MARGIN, Found, Judged
 from trainwright.planning.ways_out import WayOut
 from trainwright.planning.workload import Choice, Workload
+from trainwright.text import size
 
 
 def reasons_of(
@@ -76,12 +77,6 @@ def shortage(nearest: Judged, cluster: Cluster, out: Sequence[WayOut]) -> str:
         return f"{text}. Nothing that is known here would make it fit"
     ways = "".join(f"\n  {way.change}: {_size(way.judged)}{_speed(way.judged)}" for way in out)
     return f"{text}. What would fit:{ways}\n--force starts it all the same"
-
-
-def size(count: float) -> str:
-    """Bytes in GiB, with as many digits as say something."""
-    value = count / 2**30
-    return f"{value:.0f} GiB" if value >= 100 else f"{value:.1f} GiB" if value >= 1 else f"{value * 1024:.0f} MiB"
 
 
 def _too_large(judged: Judged) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainwright.planning.plan import Plan
-from trainwright.planning.reasons import same_place, shortage, size, verdict
+from trainwright.planning.reasons import same_place, shortage, verdict
 from trainwright.planning.search import Judged
+from trainwright.text import count, size, span
 
 # Parts of the memory, from what is there from the beginning to what comes and goes, and what they are drawn with.
 _GROUPS = {
@@ -37,8 +38,8 @@ _SHOWN = 8
 def grouped(judged: Judged) -> dict[str, int]:
     """Bytes at the fullest moment by ``_GROUPS``; what the process itself takes is in the rest."""
     sums = dict.fromkeys(_GROUPS, 0)
-    for name, count in judged.memory.parts.items():
-        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += count
+    for name, taken in judged.memory.parts.items():
+        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += taken
     sums["rest"] += sum(judged.memory.overhead.values())
     return sums
 
@@ -74,7 +75,9 @@ def words(plan: Plan) -> Iterator[str]:
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
         speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} a device"
-    yield from _labelled("speed", [f"{speed}, {time.mfu:.0%} of the peak rate"])
+    if time.mfu is not None:
+        speed += f", {time.mfu:.0%} of the peak rate"
+    yield from _labelled("speed", [speed])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
     measured = "measured on this machine" if plan.calibrated else "from nominal rates"
@@ -88,20 +91,9 @@ def summary(plan: Plan) -> str:
     memory = f"{size(chosen.memory.total)} a process"
     if time is None:
         return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
-    line = f"{place}, {memory}, {duration(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s"
+    line = f"{place}, {memory}, {span(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s"
     steps = plan.workload.steps
-    return line if steps is None else f"{line}, {duration(steps * time.seconds)} for {steps:,} steps"
-
-
-def duration(seconds: float) -> str:
-    """As people say it: 0.3 s, 12 min, 3.4 h, 2.1 days."""
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+    return line if steps is None else f"{line}, {span(steps * time.seconds)} for {steps:,} steps"
 
 
 def _rows(plan: Plan, everything: bool) -> list[Judged]:
@@ -121,8 +113,8 @@ def _row(one: Judged, scale: int, why: str, *, chosen: bool) -> str:
     batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
     recompute = str(choice.activation_checkpointing)
     recompute = f"1 in {recompute}" if recompute.isdigit() else recompute
-    shown = ("-", "-", "-") if time is None else (duration(time.seconds), f"{time.tokens_per_second:,.0f}", "")
-    mfu = "-" if time is None else f"{time.mfu:.0%}"
+    shown = ("-", "-") if time is None else (span(time.seconds), f"{time.tokens_per_second:,.0f}")
+    mfu = "-" if time is None or time.mfu is None else f"{time.mfu:.0%}"
     mark = "*" if chosen else " "
     name = f"{mark}{one.layout.describe(choice.num_processes)}"
     return (
@@ -146,12 +138,12 @@ def _bar(one: Judged, scale: int) -> str:
 def _memory_line(chosen: Judged) -> str:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {size(count)}" for name, count in largest if count > 0.005 * chosen.memory.total)
+    shown = ", ".join(f"{name} {size(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
     return f"{size(chosen.memory.total)} a process at the fullest: {shown}"
 
 
 def _phases(chosen: Judged) -> list[str]:
-    phases = ", ".join(f"{name} {size(count)}" for name, count in chosen.memory.phases.items())
+    phases = ", ".join(f"{name} {size(taken)}" for name, taken in chosen.memory.phases.items())
     lines = [f"tensors by phase: {phases}"]
     if chosen.host_needed_bytes:
         lines.append(f"{size(chosen.host_needed_bytes)} in the host's memory of each node")
@@ -160,24 +152,17 @@ def _phases(chosen: Judged) -> list[str]:
 
 def _time_line(parts: Mapping[str, float], seconds: float) -> str:
     shown = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
-    return f"{duration(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
+    return f"{span(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
 
 
 def _run_line(plan: Plan) -> str:
     time, steps = plan.chosen.time, plan.workload.steps
     assert time is not None and steps is not None
     tokens = steps * time.tokens
-    line = f"{steps:,} steps, {_count(tokens)} tokens in {duration(steps * time.seconds)}"
+    line = f"{steps:,} steps, {count(tokens)} tokens in {span(steps * time.seconds)}"
     if time.joules:
         line += f", {steps * time.joules / 3.6e6:.3g} kWh"
     return line
-
-
-def _count(number: float) -> str:
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:.0f}"
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them on a console."""
+"""Numbers and texts as a person reads them on a console. Imports nothing of the house."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def count(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, in binary units: 4_404_019_200 -> '4.1 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    """Bytes, in binary units with two or three digits: 4_404_019_200 -> '4.1 GiB', 512 MiB, 154 GiB."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+            break
+        unit, value = larger, value / 1024
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -30,6 +31,17 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def span(seconds: float) -> str:
+    """As people say it: 300 ms, 12.5 s, 12 min, 3.4 h, 2.1 days."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def metric(value: object) -> str:

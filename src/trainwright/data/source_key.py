@@ -1,0 +1,63 @@
+"""What tells prepared data from other data: by what the sources look like, or by what they hold. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.sources import BUILT_IN, source_files
+
+if TYPE_CHECKING:
+    from trainwright.recipe.data_schema import DataSection, SourceSection
+
+VERSION = 5  # of everything that decides tokens and targets; raised when any of it changes
+
+
+def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
+    """What of the recipe decides the datasets. A separate validation source counts by its content."""
+    each = [[source.format, source.limit, source.weight] for source in data.sources]
+    return {
+        "version": VERSION,
+        "format": data.format,
+        "sources": each if len(each) > 1 else each[0][:2],
+        "max_length": data.max_length,
+        "long_documents": data.long_documents,
+        "validation": "source" if isinstance(data.validation, str) else data.validation,
+        "seed": seed if isinstance(data.validation, (int, float)) else None,
+    }
+
+
+def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
+    """What tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
+    looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    if data.validation_source is not None:
+        looks.append(look(data.validation_source, "data.validation"))
+    return {**settings_of(data, seed), "sources of rows": looks, "tokenizer": identity, "python": sys.version}
+
+
+def look(source: SourceSection, key: str) -> Any:
+    """What tells a source from a changed one without reading it."""
+    if source.source in BUILT_IN:
+        from trainwright.data.pydoc_rows import pydoc_key
+
+        return [source.source, pydoc_key()]
+    files = source_files(source.source, key, source.format == "documents")
+    if files is None:
+        return ["hub", source.source]
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+def content_of(source: SourceSection) -> Any:
+    """What a source holds, wherever it lies."""
+    if source.source in BUILT_IN:
+        return look(source, "")
+    files = source_files(source.source, documents=source.format == "documents")
+    if files is None:
+        return ["hub", source.source]
+    digests = []
+    for file in files:
+        with file.open("rb") as opened:
+            digests.append([file.suffix.lower(), hashlib.file_digest(opened, "sha256").hexdigest()])
+    return digests
