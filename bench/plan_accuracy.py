@@ -77,7 +77,7 @@ def main() -> None:
     output = arguments.output or RESULTS / f"plan_accuracy_{device}_{arguments.seed}.json"
     before = json.loads(output.read_text()) if output.exists() else {"cases": [], "machine": None}
     known = {result["id"]: result for result in before["cases"]}
-    described = before["machine"] if arguments.predict else describe(use_cores(2))
+    described = before["machine"] if arguments.predict else describe(use_cores(2)) | {"gpus": _gpus(machine)}
     cases = draw(arguments.seed, arguments.cases, machine)
     chosen = [case for case in cases if all(word in case.name for word in arguments.only)]
     results: dict[str, dict[str, Any]] = {}
@@ -95,9 +95,15 @@ def main() -> None:
             error, measured = results[case.id]["error"], results[case.id]["measured"]
             print(f"{error:+7.1%}  {measured / 2**20:8.1f} MiB  {case.name}", flush=True)
             kept = [known[case.id] for case in cases if case.id in known]
-            output.write_text(json.dumps({"machine": described, "seed": arguments.seed, "cases": kept}, indent=1) + "\n")
+            output.write_text(
+                json.dumps({"machine": described, "seed": arguments.seed, "cases": kept}, indent=1) + "\n"
+            )
     report(list(results.values()))
     print(f"All numbers: {output}")
+
+
+def _gpus(machine: Machine) -> list[dict[str, Any]]:
+    return [{"name": gpu.name, "memory_gib": round(gpu.memory_bytes / 2**30, 1)} for gpu in machine.gpus]
 
 
 def report(results: list[dict[str, Any]]) -> None:
@@ -120,10 +126,7 @@ def _line(title: str, errors: list[float]) -> None:
     sizes = sorted(abs(error) for error in errors)
     under = sum(error < -0.03 for error in errors) / len(errors)
     rank = max(0, -(-95 * len(sizes) // 100) - 1)
-    print(
-        f"{title:26}{len(sizes):4}{statistics.median(sizes):8.1%}{sizes[rank]:8.1%}"
-        f"{sizes[-1]:8.1%}{under:11.1%}"
-    )
+    print(f"{title:26}{len(sizes):4}{statistics.median(sizes):8.1%}{sizes[rank]:8.1%}{sizes[-1]:8.1%}{under:11.1%}")
 
 
 if __name__ == "__main__":

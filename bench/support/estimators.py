@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from support.plan_cases import Case
-
 from trainwright.models.load import load_config
 from trainwright.recipe.schema import ModelSection
 

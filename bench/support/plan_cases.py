@@ -177,15 +177,18 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
     batches = [batch for rank in found["ranks"] for batch in rank["batches"]]
     lengths = max((batch["lengths"] for batch in batches), key=sum)
     tokens, rows = sum(lengths), max(batch["rows"] for batch in batches)
+    steps = [batch["step"] for batch in found["ranks"][0]["batches"]]
+    passes = max(steps.count(step) for step in steps)  # packs that are not full make more than were asked for
     section = ModelSection.model_validate(case.model)
     workload = Workload(
         architecture=architecture_of(section),
         row_tokens=-(-tokens // rows) if case.pack else max(lengths),
-        global_batch_rows=rows * case.accumulation * case.processes,
+        global_batch_rows=rows * passes * case.processes,
         packed=case.pack is not None,
         document_tokens=tokens / len(lengths) if case.pack else statistics.mean(case.documents),
         longest_document=max(lengths),
-        batch_documents=() if case.pack else _longest_first(case, found),
+        most_batch_tokens=max(sum(lengths) for lengths in _steps(found)) if case.pack else None,
+        batch_documents=() if case.pack else _longest_first(found),
         adapter=adapter_of(section),
         quantisation=section.adapter.quantisation,
         evaluates=False,
@@ -194,7 +197,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         strategy=case.strategy,  # type: ignore[arg-type]
         num_processes=case.processes,
         micro_batch_size=rows,
-        gradient_accumulation_steps=case.accumulation,
+        gradient_accumulation_steps=passes,
         mixed_precision=case.precision,  # type: ignore[arg-type]
         activation_checkpointing=case.recompute,  # type: ignore[arg-type]
         reshard_after_forward=found["parallel"]["reshard_after_forward"],
@@ -203,13 +206,17 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
     return memory_of(workload, choice, cluster_of(machine))
 
 
-def _longest_first(case: Case, found: dict[str, Any]) -> tuple[int, ...]:
+def _longest_first(found: dict[str, Any]) -> tuple[int, ...]:
     """As data.lengths has it, of the global batches that were run."""
+    return tuple(max(lengths) for lengths in zip(*(sorted(step, reverse=True) for step in _steps(found)), strict=False))
+
+
+def _steps(found: dict[str, Any]) -> list[list[int]]:
+    """Lengths of the documents of each global batch; passes that only keep other ranks company have no targets."""
     steps: dict[int, list[int]] = {}
-    for rank in found["ranks"]:
-        for number, batch in enumerate(rank["batches"]):
-            steps.setdefault(number // case.accumulation, []).extend(batch["lengths"])
-    return tuple(max(lengths) for lengths in zip(*(sorted(step, reverse=True) for step in steps.values()), strict=False))
+    for batch in (batch for rank in found["ranks"] for batch in rank["batches"] if batch["targets"]):
+        steps.setdefault(batch["step"], []).extend(batch["lengths"])
+    return list(steps.values())
 
 
 def _examples(documents: tuple[int, ...], directory: Path) -> Path:

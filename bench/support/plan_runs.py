@@ -63,6 +63,8 @@ def _prepare(recipe: Recipe, cache: Path) -> None:
 
 
 def _work(directory: Path, cache: Path) -> int:
+    if torch.cuda.is_available():  # before anything is counted: each rank on its own
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with live_memory() as live:
         _Watched.live = live
         worker.Trainer = _Watched  # type: ignore[misc]
@@ -106,7 +108,7 @@ class _Watched(Trainer):
         dataset = self.task.stream.dataset
         for micro in batch.for_rank(self.world.rank, self.world.size):
             lengths = [dataset.length(example) for example in micro.examples]
-            self.batches.append({"rows": len(micro.rows), "lengths": lengths, "targets": micro.weight})
+            self.batches.append({"step": self.progress.step, "rows": len(micro.rows), "lengths": lengths, "targets": micro.weight})
         self.live.settle()
         with self.live.phase("step"):
             return super()._step()

@@ -63,6 +63,10 @@ class Lengths:
             fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
         return counts / len(sample) * max(1.0, global_batch_size / _MOST_SAMPLED), fullest
 
+    def most_tokens(self, global_batch_size: int) -> float:
+        """Tokens of the largest global batch, over some random batches."""
+        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MOST_SAMPLED)
+
     def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
         """Lengths of the examples of a global batch in falling order, at up to 64 equal distances: each the
         longest that is met in its place over some random batches."""

@@ -76,6 +76,8 @@ class Architecture:
     ``experts``: per block, in ``sparse_layers`` of the blocks, of width ``expert_intermediate``; each token
     goes to ``experts_per_token`` of them and through a shared one of width ``shared_intermediate`` (0: none),
     which ``shared_gate`` weighs.
+
+    ``config``: of a family that is not written down here its configuration as JSON, which its blocks are traced from.
     """
 
     family: str
@@ -120,6 +122,7 @@ class Architecture:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
+    config: str = ""
 
     @property
     def query_width(self) -> int:

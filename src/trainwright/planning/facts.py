@@ -15,6 +15,7 @@ from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
+from trainwright.planning.operations import MicroBatch, traced
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ def facts_of(recipe: Recipe) -> Facts:
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
     architecture = architecture_of(recipe.model)
     if architecture.family not in (*FAMILIES, MODEL_TYPE):
-        assumptions.append(f"{architecture.family} is not known here, and planned as a llama of its sizes")
+        architecture, how = _unknown(architecture, data.pack_length is not None)
+        assumptions.append(how)
     return Facts(
         Workload(
             architecture=architecture,
@@ -82,6 +84,7 @@ def facts_of(recipe: Recipe) -> Facts:
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
             batch_tokens=train.global_batch_size * lengths.mean,
+            most_batch_tokens=lengths.most_tokens(train.global_batch_size),
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
         ),
         tuple(assumptions),
@@ -149,13 +152,56 @@ def architecture_of_file(file: Path) -> Architecture:
 
 
 def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
-    """Of a family that is not known here, what its sizes would be in a llama; its name stays its own."""
+    """Of a family that is not known here, what tracing finds; where that cannot be, what its sizes would be in a llama.
+    Its name stays its own."""
     found = from_config(config, origin)
-    if found is None:
+    if found is not None:
+        return found
+    text = json.dumps(dict(config), sort_keys=True)
+    try:
+        return _from_trace(str(config["model_type"]), text, traced.layout(text))
+    except traced.TraceError:
         found = from_config({**config, "model_type": "llama"}, origin)
         assert found is not None
         return replace(found, family=str(config["model_type"]))
-    return found
+
+
+def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architecture:
+    hidden, heads, intermediate = layout["hidden"], layout["heads"], layout["intermediate"]
+    block = sum(rows * columns for unit, _, rows, columns in layout["weights"] if unit == 0)
+    return Architecture(
+        family=family,
+        config=config,
+        layers=layout["layers"],
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=layout["key_value_heads"],
+        head_dim=hidden // heads,
+        intermediate=intermediate,
+        vocabulary=layout["vocabulary"],
+        positions=layout["positions"],
+        tied=layout["tied"],
+        gated=block > 2.5 * hidden * intermediate + 2 * hidden**2,
+        norm="layer" if layout["norm_bias"] else "rms",
+        norm_bias=layout["norm_bias"],
+        head_bias=layout["head_bias"],
+        learned_positions=layout["learned_positions"],
+        rotary_layers=0 if layout["learned_positions"] else layout["layers"],
+    )
+
+
+def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, str]:
+    """The architecture of a family that is not written down here, and how it is planned, in words."""
+    family, batch = architecture.family, MicroBatch(1, 64, ((32, 2),), 62, packed, masked=False)
+    try:
+        if architecture.config:
+            traced.numbers(architecture.config, "none", 4, batch, input_wants=True)
+            return architecture, f"{family} is not known here: the memory of its blocks was traced with fake tensors"
+        reason = ""
+    except traced.TraceError as error:
+        reason = f" ({error})"
+    llama = f"{family} is not known here and cannot be traced{reason}: planned as a llama of its sizes"
+    return replace(architecture, config=""), llama
 
 
 def _fresh(model: ModelSection) -> dict[str, Any]:

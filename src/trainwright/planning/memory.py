@@ -48,7 +48,7 @@ class Memory:
 
 def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
     """The largest micro-batch of a process; with ``later`` of those that come after the first of their step: padded
-    rows come sorted (data/stream.py), the longest first."""
+    rows come sorted (data/stream.py), the longest first, and packs fill the last micro-batch as far as there are any."""
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
     mean = max(1, round(workload.document))
     if not workload.packed:
@@ -59,6 +59,10 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
         targets = _targets(workload, _filled(workload, first, rows), rows)
         return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
+    if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
+        # What the packs of the first pass have left over.
+        left = workload.most_batch_tokens - choice.num_processes * tokens
+        tokens = min(tokens, max(round(left), mean))
     longest = min(longest, tokens)
     others, rest = divmod(tokens - longest, mean)
     documents = [(mean, others), (longest, 1), (rest, 1)]

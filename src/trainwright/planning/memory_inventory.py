@@ -7,11 +7,12 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from trainwright.planning.architecture import Architecture
-from trainwright.planning.operations import block_kinds, block_weights, end_weights
+from trainwright.planning.operations import block_kinds, block_weights, end_weights, traced
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.workload import Adapter, Quantisation
 
 OUTSIDE = -1  # the unit of what is in no block
+_FIRST = ("embedding", "positions")
 
 
 class Weight(NamedTuple):
@@ -59,10 +60,13 @@ def inventory(
 ) -> Inventory:
     """Of a model whose weights compute in numbers of ``width`` bytes. A quantised weight counts as the numbers of that
     width that its bits take the place of (models/quantisation.py)."""
+    if a.config and adapter is None:
+        rows = [Weight(*weight, trainable) for weight in traced.layout(a.config)["weights"]]
+        return Inventory(tuple(sorted(rows, key=lambda w: w.unit == OUTSIDE and w.name not in _FIRST)))
     ends = [
         Weight(OUTSIDE, name, p.n, p.k, p.trainable) for name, p in end_weights(a, width, trainable).parameters.items()
     ]
-    first = [w for w in ends if w.name in ("embedding", "positions")]
+    first = [w for w in ends if w.name in _FIRST]
     last = [w for w in ends if w not in first]
     blocks, buffers = [], 0
     for unit, kind in enumerate(block_kinds(a)):

@@ -13,6 +13,8 @@ from trainwright.planning.memory_walk import Flow, Held
 _FP32 = 4
 # parallel/deepspeed_config.py: elements that are gathered or reduced at a time.
 _BUCKET = 2**24
+# Elements whose gradients DeepSpeed's engine sums over the ranks at a time, from a copy of them (runtime/engine.py).
+_ALL_REDUCED = 5 * 10**8
 # DeepSpeed's stage3_max_reuse_distance: what is used again sooner than after so many elements stays gathered.
 _REUSE = 10**9
 
@@ -85,7 +87,7 @@ class Stage12Flow(Flow):
     def end(self) -> Held:
         most = self.held
         if self._stage == 1 and self._width < _FP32:
-            return most._replace(buckets=_FP32 * self._largest)
+            return most._replace(buckets=_FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
         if self._stage == 1:
             if not self._last:
                 return most
@@ -154,9 +156,11 @@ class Stage3Flow(Flow):
             most = self._gather(unit)
         if unit == 0:
             self._whole = max(0, self._whole - self._frozen_ends)
-        if unit == self._last_block:
-            self._buffer = 0
         return most
+
+    def head(self) -> Held:
+        self._buffer = 0  # it went when the last weight in it was used
+        return self.held
 
     def backward(self, unit: int) -> Held:
         if self._units.get(unit, 0) * self._width > self._whole:

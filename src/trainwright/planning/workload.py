@@ -37,6 +37,7 @@ class Workload:
     ``batch_tokens``: tokens of one optimizer step, padding not counted in; a mean, None where it is not known.
     ``batch_documents``: of padded rows, the lengths of the documents of a global batch at equal distances, the longest
     first, each the longest that stands in its place in any batch; empty where they are not known, or all alike.
+    ``most_batch_tokens``: of packs, as ``batch_tokens`` but of the largest one; None where it is not known.
     ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
 
     ``quantisation``: of the frozen base that ``adapter`` stands on. ``optimizer_slots``: numbers that the optimizer
@@ -58,6 +59,7 @@ class Workload:
     generates: bool = False
     batch_tokens: float | None = None
     batch_documents: tuple[int, ...] = ()
+    most_batch_tokens: float | None = None
 
     @property
     def tokens(self) -> float:

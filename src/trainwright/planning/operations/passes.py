@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 from trainwright.planning.architecture import Architecture
+from trainwright.planning.operations import traced
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.ends import begin, finish
 from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
@@ -79,7 +80,23 @@ class Setting:
 
 @lru_cache(maxsize=512)
 def block_pass(setting: Setting, kind: BlockKind, recompute: Recompute, input_wants: bool = True) -> Pass:
-    """One block. ``input_wants``: whether a gradient goes on to what is before it."""
+    """One block. ``input_wants``: whether a gradient goes on to what is before it.
+
+    Of a family that is traced the memory is that of its first block, and the kernels are those of a llama of its sizes.
+    """
+    made = _written_block(setting, kind, recompute, input_wants)
+    a = setting.architecture
+    if not a.config or setting.adapter is not None:
+        return made
+    try:
+        found = traced.numbers(a.config, recompute, setting.width, setting.batch, input_wants)
+    except traced.TraceError:
+        return made
+    moments = tuple(Moment(*moment) for moment in found.pop("moments"))
+    return replace(made, moments=moments, **found)
+
+
+def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, input_wants: bool) -> Pass:
     a, batch = setting.architecture, setting.batch
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
