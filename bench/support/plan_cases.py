@@ -187,6 +187,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         packed=case.pack is not None,
         document_tokens=tokens / len(lengths) if case.pack else statistics.mean(case.documents),
         longest_document=max(lengths),
+        fresh=True,
         most_batch_tokens=max(sum(lengths) for lengths in _steps(found)) if case.pack else None,
         batch_documents=() if case.pack else _longest_first(found),
         adapter=adapter_of(section),

@@ -108,7 +108,9 @@ class _Watched(Trainer):
         dataset = self.task.stream.dataset
         for micro in batch.for_rank(self.world.rank, self.world.size):
             lengths = [dataset.length(example) for example in micro.examples]
-            self.batches.append({"step": self.progress.step, "rows": len(micro.rows), "lengths": lengths, "targets": micro.weight})
+            self.batches.append(
+                {"step": self.progress.step, "rows": len(micro.rows), "lengths": lengths, "targets": micro.weight}
+            )
         self.live.settle()
         with self.live.phase("step"):
             return super()._step()

@@ -84,6 +84,7 @@ def facts_of(recipe: Recipe) -> Facts:
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
             batch_tokens=train.global_batch_size * lengths.mean,
+            fresh=recipe.model.config is not None,
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
         ),

@@ -47,8 +47,10 @@ class Memory:
 
 
 def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
-    """The largest micro-batch of a process; with ``later`` of those that come after the first of their step: padded
-    rows come sorted (data/stream.py), the longest first, and packs fill the last micro-batch as far as there are any."""
+    """The largest micro-batch of a process; with ``later`` of those that come after the first of their step.
+
+    Padded rows come sorted (data/stream.py), the longest first; packs fill the last micro-batch as far as there are any.
+    """
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
     mean = max(1, round(workload.document))
     if not workload.packed:
@@ -104,7 +106,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     norm = min(_NORM_BYTES, 4 * held.largest_trained) if cluster.device == "cpu" else 0
     step = max(_step(held, setting, choice), flow.held.total + norm)
     phases = {
-        "load": _load(held, choice, cluster, base, host),
+        "load": _load(held, workload, choice, cluster, base, host),
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
         "optimizer": between + (0 if host else step),
@@ -160,10 +162,21 @@ def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
     return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
 
 
-def _load(held: Inventory, choice: Choice, cluster: Cluster, base: Mapping[str, int], host: dict[str, int]) -> int:
+def _load(
+    held: Inventory,
+    workload: Workload,
+    choice: Choice,
+    cluster: Cluster,
+    base: Mapping[str, int],
+    host: dict[str, int],
+) -> int:
     """On a device while the weights come in; on a GPU machine they come by way of the host's memory."""
     whole = choice.strategy not in ("fsdp", "zero3")
     if cluster.device == "cpu":
-        return 4 * held.numel
+        if not workload.fresh:
+            return 4 * held.numel
+        # Made whole in fp32, with a head of its own until it is tied; quantised and adapted afterwards.
+        counts = workload.architecture.parameters()
+        return 4 * max(held.numel, counts.total + (counts.embedding if workload.architecture.tied else 0))
     host["weights while loading"] = max(0, loading(choice, held.numel, whole) - sum(host.values()))
     return base.get("parameters", 0)

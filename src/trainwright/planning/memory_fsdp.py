@@ -115,7 +115,7 @@ class FsdpFlow(Flow):
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._on_cpu else 0
         if self._width < _FP32:
-            copies += self._units[unit].own * self._width
+            copies += self._units[unit].own_trained * self._width  # frozen ones have that width already
         return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing)
 
     def _copied_out(self, unit: int, buffer: int, gathering: Held, keep: bool) -> Held:

@@ -40,8 +40,8 @@ class Workload:
     ``most_batch_tokens``: of packs, as ``batch_tokens`` but of the largest one; None where it is not known.
     ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
 
-    ``quantisation``: of the frozen base that ``adapter`` stands on. ``optimizer_slots``: numbers that the optimizer
-    keeps for each parameter (AdamW: 2).
+    ``fresh``: the weights are drawn here, not read from files. ``quantisation``: of the frozen base that ``adapter``
+    stands on. ``optimizer_slots``: numbers that the optimizer keeps for each parameter (AdamW: 2).
     """
 
     architecture: Architecture
@@ -58,6 +58,7 @@ class Workload:
     evaluates: bool = True
     generates: bool = False
     batch_tokens: float | None = None
+    fresh: bool = False
     batch_documents: tuple[int, ...] = ()
     most_batch_tokens: float | None = None
 
