@@ -20,6 +20,8 @@ from trainwright.planning.workload import Choice, Workload
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 # parallel/norms.py: squared at a time on a CPU.
 _NORM_BYTES = 4 * 2**18
+# models/quantisation.py: numbers that are quantised at once, and about the bytes that each takes meanwhile.
+_QUANTISED, _QUANTISING = 2**20, 23
 _PLACES = 256  # rows whose lengths are looked at one by one
 
 
@@ -49,7 +51,7 @@ class Memory:
 def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
     """The largest micro-batch of a process; with ``later`` of those that come after the first of their step.
 
-    Padded rows come sorted (data/stream.py), the longest first; packs fill the last micro-batch as far as there are any.
+    Padded rows come sorted (data/stream.py), the longest first; packs fill the last micro-batch as far as they go.
     """
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
     mean = max(1, round(workload.document))
@@ -162,6 +164,16 @@ def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
     return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
 
 
+def _drawing(workload: Workload, choice: Choice) -> int:
+    """Bytes beside a fresh model, which is whole in fp32 before it is cast, quantised and adapted."""
+    a = workload.architecture
+    embedding = a.vocabulary * a.hidden
+    head = 4 * embedding if a.tied else 0  # of its own until it is tied
+    if workload.quantisation != "none":
+        return max(head, _QUANTISING * min(_QUANTISED, a.hidden * a.intermediate))
+    return head if workload.adapter is None else max(head, (4 - _WIDTHS[choice.mixed_precision]) * embedding)
+
+
 def _load(
     held: Inventory,
     workload: Workload,
@@ -175,8 +187,6 @@ def _load(
     if cluster.device == "cpu":
         if not workload.fresh:
             return 4 * held.numel
-        # Made whole in fp32, with a head of its own until it is tied; quantised and adapted afterwards.
-        counts = workload.architecture.parameters()
-        return 4 * max(held.numel, counts.total + (counts.embedding if workload.architecture.tied else 0))
+        return 4 * max(held.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
     host["weights while loading"] = max(0, loading(choice, held.numel, whole) - sum(host.values()))
     return base.get("parameters", 0)
