@@ -61,7 +61,8 @@ def inventory(
     """Of a model whose weights compute in numbers of ``width`` bytes. A quantised weight counts as the numbers of that
     width that its bits take the place of (models/quantisation.py)."""
     if a.config and adapter is None:
-        rows = [Weight(*weight, trainable) for weight in traced.layout(a.config)["weights"]]
+        listed = traced.layout(a.config)["weights"]
+        rows = [Weight(unit, name, n, k, trainable) for unit, name, n, k in listed]
         return Inventory(tuple(sorted(rows, key=lambda w: w.unit == OUTSIDE and w.name not in _FIRST)))
     ends = [
         Weight(OUTSIDE, name, p.n, p.k, p.trainable) for name, p in end_weights(a, width, trainable).parameters.items()

@@ -17,16 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from trainwright.data.batch import Batch
 from trainwright.models.causal_lm import CausalLM
+from trainwright.models.cut import cut_config, layer_count
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.operations.traced import Event, TraceError
 
+_LAYERS = 2  # of a model whose first block is traced
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def layout_of(config: dict[str, Any]) -> dict[str, Any]:
     """What a plan needs to know of the model: its sizes, and its parameters as [unit, name, rows, columns]."""
     with _fake(), _telling(config):
-        model = _model(config)
+        model = _model(config, torch.float32)
         lm = CausalLM(model, packed=False)
         blocks = lm.blocks()
         inside = {id(p): (unit, name) for unit, block in enumerate(blocks) for name, p in block.named_parameters()}
@@ -70,9 +72,11 @@ def timeline(
 ) -> dict[str, list[Event]]:
     """Allocations, releases and gradients of the first block, without gradients, forwards, and backwards."""
     with _fake(), _telling(config):
-        lm = CausalLM(_model(config).to(_DTYPES[width]), packed=packed).train()
+        lm = CausalLM(_model(config, _DTYPES[width], _LAYERS), packed=packed).train()
         block = lm.blocks()[0]
         hidden, arguments, named = _call(lm, block, _batch(lm, packed, masked, rows, length))
+        if not masked and "attention_mask" in named:  # transformers makes one where it cannot look at the tokens
+            named["attention_mask"] = None
         save_activation_memory([block], recompute)
         recorder = _Recorder()
         lines: dict[str, list[Event]] = {}
@@ -81,10 +85,9 @@ def timeline(
             block(made.pop(), *arguments, **named)
         gc.collect()
         lines["evaluation"] = recorder.take()
+        leaf = hidden.clone().requires_grad_(input_wants)
         with recorder:
-            given = hidden.clone()
-            if input_wants:
-                given.requires_grad_()
+            given = leaf * 1
             storage = weakref.ref(given.untyped_storage())
             made = [given]
             del given
@@ -154,12 +157,14 @@ class _Recorder(TorchDispatchMode):
         return taken
 
 
-def _model(config: dict[str, Any]) -> Any:
+def _model(config: dict[str, Any], dtype: torch.dtype, layers: int | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config)
     made = AutoConfig.for_model(values.pop("model_type"), **values)
-    return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    if layers is not None:
+        made = cut_config(made, min(layers, layer_count(made)))
+    return AutoModelForCausalLM.from_config(made, dtype=dtype)
 
 
 def _batch(lm: CausalLM, packed: bool, masked: bool, rows: int, length: int) -> Batch:

@@ -1,0 +1,45 @@
+"""The shapes that the micro-batches of a step are planned with."""
+
+from __future__ import annotations
+
+from trainwright.data.lengths import Lengths
+from trainwright.machine.describe import parse_machine
+from trainwright.planning.memory import memory_of, micro_batch
+from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.workload import Choice, Workload
+
+MODEL = find_model("SmolLM2-135M").architecture()
+TWO_PASSES = Choice("single", 1, 1, 2, "no")
+
+
+def test_padded_rows_come_sorted_so_that_later_micro_batches_are_shorter() -> None:
+    documents = Workload(
+        MODEL, 500, 2, packed=False, document_tokens=260, longest_document=500, batch_documents=(500, 20)
+    )
+    assert micro_batch(documents, TWO_PASSES).length == 500
+    assert micro_batch(documents, TWO_PASSES, later=True).length == 20
+    both_long = Workload(MODEL, 500, 2, packed=False, document_tokens=500, longest_document=500)
+    cluster = parse_machine("1xA100-40GB")
+    assert memory_of(documents, TWO_PASSES, cluster).tensors < memory_of(both_long, TWO_PASSES, cluster).tensors
+
+
+def test_the_last_packs_of_a_step_are_as_full_as_what_is_left() -> None:
+    packs = Workload(MODEL, 512, 1.3, document_tokens=64, longest_document=64, most_batch_tokens=700)
+    assert micro_batch(packs, TWO_PASSES).tokens == 512
+    assert micro_batch(packs, TWO_PASSES, later=True).tokens == 700 - 512
+
+
+def test_targets_of_padded_rows_leave_out_the_padding() -> None:
+    rows = Workload(
+        MODEL, 500, 4, packed=False, document_tokens=145, longest_document=500, batch_documents=(500, 40, 20, 20)
+    )
+    batch = micro_batch(rows, Choice("single", 1, 4, 1, "no"))
+    assert batch.tokens == 2000 and batch.targets == 500 + 40 + 20 + 20 - 4
+
+
+def test_lengths_of_a_global_batch_are_given_longest_first() -> None:
+    lengths = Lengths((10, 20, 400), 300, 1.0)
+    found = lengths.longest_first(8)
+    assert len(found) == 8 and list(found) == sorted(found, reverse=True) and found[0] == 400
+    assert Lengths((64, 64), 300, 1.0).longest_first(8) == ()
+    assert 8 * 10 <= lengths.most_tokens(8) <= 8 * 400
