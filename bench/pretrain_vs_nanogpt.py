@@ -3,9 +3,9 @@
     python bench/pretrain_vs_nanogpt.py --text tinyshakespeare.txt
     python bench/pretrain_vs_nanogpt.py --text tinyshakespeare.txt --steps 100      # a trial
 
-nanoGPT's CPU setting: characters, 4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps, no dropout. Both train
-in one process, step by step in turn, each on its own batches of the same text, and are measured on the same end of it.
-The engine trains as `trainwright train recipes/pretrain/shakespeare.yaml` has it train.
+nanoGPT's CPU setting: characters, 4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps, no dropout. Both
+train in one process, step by step in turn, each on its own batches of the same text, and are measured on the same end
+of it. The engine trains as `trainwright train recipes/pretrain/shakespeare.yaml` has it train.
 """
 
 from __future__ import annotations

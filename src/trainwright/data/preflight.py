@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.data.corpora import STDLIB
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
-from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, place_of
+from trainwright.data.sources import BUILT_IN, PYDOC, PYDOC_PAIRS, check_source, place_of, source_files
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def check_data(recipe: Recipe) -> None:
         none that is known, one of the first is wrong, or a chat template is given and the rows are plain text.
     """
     if recipe.pretrain is not None:
-        from trainwright.data.pretraining import check_corpus
-
-        check_corpus(recipe)
+        _check_corpus(recipe)
         return
     data = recipe.data
     kind = kind_of_rows(recipe)
@@ -70,3 +69,19 @@ def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
         except RequestError as error:
             raise RequestError(f"{key}: {place_of(source, index, documents)}: {error}") from None
     return layout
+
+
+def _check_corpus(recipe: Recipe) -> None:
+    """Of pretraining: shards are to be whole, and files to be text. A corpus of the Hub is looked at when it is read."""
+    from trainwright.data.shards import Shards, is_shards
+    from trainwright.data.texts import pieces
+
+    data = recipe.data
+    named = list(zip(data.sources, data.source_keys, strict=True))
+    if data.validation_source is not None:
+        named.append((data.validation_source, "data.validation"))
+    for source, key in named:
+        if is_shards(source.source):
+            Shards.open(Path(source.source).expanduser(), key)
+        elif source.source not in BUILT_IN and source_files(source.source, key, source.format == "documents"):
+            next(pieces(source, key))

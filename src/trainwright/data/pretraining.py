@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.mixture import Part, parts_of, shares
 from trainwright.data.shards import Shards, is_shards, tokenizer_fingerprint
-from trainwright.data.texts import pieces
 from trainwright.data.windows import Spans, WindowDataset, divided, everything
 from trainwright.errors import MachineError, RequestError
 
@@ -24,18 +23,6 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
-
-
-def check_corpus(recipe: Recipe) -> None:
-    """Refuse what can be refused before anything is launched: shards that are not whole, files that are not text.
-
-    A corpus of the Hub is looked at when it is tokenised. Imports no torch.
-    """
-    for source, key in _all_sources(recipe.data):
-        if is_shards(source.source):
-            Shards.open(Path(source.source).expanduser(), key)
-        elif _is_local(source):
-            next(pieces(source, key))
 
 
 def prepare_windows(
@@ -72,17 +59,6 @@ def prepare_windows(
         if dataset is not None and not len(dataset):
             raise RequestError(f"{key}: there is nothing to predict in it; it has no document of two tokens")
     return *datasets, [*lines, *_mixture_lines(data, mixture), _split_line(*datasets, contiguous)]
-
-
-def _all_sources(data: DataSection) -> list[tuple[SourceSection, str]]:
-    found = list(zip(data.sources, data.source_keys, strict=True))
-    return [*found, (data.validation_source, "data.validation")] if data.validation_source is not None else found
-
-
-def _is_local(source: SourceSection) -> bool:
-    from trainwright.data.sources import BUILT_IN, source_files
-
-    return source.source not in BUILT_IN and source_files(source.source, documents=False) is not None
 
 
 def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:

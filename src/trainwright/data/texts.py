@@ -89,7 +89,6 @@ def _rows(source: SourceSection, key: str) -> Iterator[tuple[str, str]]:
 
 def _file_pieces(file: Path) -> Iterator[Piece]:
     """A file's documents, cut at the separators."""
-    document: list[str] = []
     parts = _parts(file)
     number, ended = 1, False
 
@@ -105,7 +104,6 @@ def _file_pieces(file: Path) -> Iterator[Piece]:
     while not ended:
         yield from _cut(f"{file}: document {number}", until_separator())
         number += 1
-    assert not document
 
 
 def _parts(file: Path) -> Iterator[str]:

@@ -107,7 +107,7 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
     opened = [token for token in backend.encode("", add_special_tokens=True).ids if token != end]
     return Settings(
         backend=backend.to_str(),
-        dtype=str(np.min_scalar_type(len(tokenizer) - 1).newbyteorder("<").name),
+        dtype=np.min_scalar_type(max(tokenizer.get_vocab().values())).name,
         prefix=tuple(opened),
         suffix=() if end is None else (int(end),),
         characters=bool(tokenizer.init_kwargs.get("characters")),
@@ -138,7 +138,6 @@ class _Writer:
         self._shard_tokens = shard_tokens
         self.position = self._earlier()
         self._saved = time.monotonic()
-        self._pending: list[bytes] = []  # of the document that has begun
         self._open()
 
     @property
@@ -163,19 +162,14 @@ class _Writer:
         width = self._dtype.itemsize
         self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)
         self._index = _opened(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
-        self._content = hashlib.sha256()
         self._document = hashlib.blake2b(digest_size=8)
         begun = 0  # where the document begins that is not at its end
         if self.position.index:
             self._index.seek(-INDEX.itemsize, os.SEEK_END)
             begun = int(np.frombuffer(self._index.read(INDEX.itemsize), INDEX)["end"][0])
-        self._tokens.seek(0)
-        done = 0
+        self._tokens.seek(begun * width)
         while part := self._tokens.read(_COPY):
-            self._content.update(part)
-            if done + len(part) > begun * width:
-                self._document.update(part[max(0, begun * width - done) :])
-            done += len(part)
+            self._document.update(part)
 
     def add(self, chunk: Sequence[Piece], encoded: Encoded) -> None:
         """Write some pieces."""
@@ -185,7 +179,6 @@ class _Writer:
             part = tokens[begin : begin + length * width]
             begin += length * width
             self._tokens.write(part)
-            self._content.update(part)
             self._document.update(part)
             self.position.tokens += length
             self.position.pieces += 1
@@ -200,7 +193,6 @@ class _Writer:
         record["end"] = self.position.tokens
         record["digest"] = int.from_bytes(self._document.digest(), "little")
         self._index.write(record.tobytes())
-        self._content.update(record.tobytes())
         self._document = hashlib.blake2b(digest_size=8)
         self.position.index += 1
         self.position.documents += 1

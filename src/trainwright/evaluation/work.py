@@ -174,6 +174,10 @@ def _rows_of_run(found: Found) -> tuple[Rows, int]:
     if recipe is None:
         raise RequestError(f"--data: {found.origin} is not of a run, which would have validation rows; name the rows")
     data = recipe.data
+    if recipe.pretrain is not None:
+        raise RequestError(
+            f"--data: {found.origin} is of a pretraining, whose validation loss is in its events; name other rows"
+        )
     if kind_of_rows(recipe) != EXAMPLES:
         raise RequestError(f"--data: {found.origin} is of a run on answers to compare; name rows with one answer each")
     if data.validation is None:

@@ -1,4 +1,4 @@
-"""What a number of tokens costs: time, devices' hours, energy and money, and the loss to be expected. Imports no torch."""
+"""What a number of tokens costs in time, energy and money, and the loss to be expected of it. Imports no torch."""
 
 from __future__ import annotations
 

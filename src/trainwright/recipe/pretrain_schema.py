@@ -36,8 +36,9 @@ def filled_in(values: dict[str, Any]) -> dict[str, Any]:
     data, model = values.get("data"), values.get("model")
     if not isinstance(data, dict):
         return values
-    if values.get("task") == "pretrain" and "pack_length" not in data:
-        values = {**values, "data": {**data, "pack_length": data.get("max_length", 1024)}}
+    length = data.get("max_length", 1024)
+    if values.get("task") == "pretrain" and "pack_length" not in data and isinstance(length, int):
+        values = {**values, "data": {**data, "pack_length": length}}
     if (
         isinstance(model, dict)
         and isinstance(name := model.get("tokenizer"), str)
@@ -83,9 +84,6 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _of_the_task(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
-    for key, one in zip(data.source_keys, data.sources, strict=True):
-        if one.format in ("preference", "labelled"):
-            yield (f"{key}.format", "task"), f"task pretrain learns texts, and {one.format} rows compare answers"
     if data.long_documents == "cut":
         yield ("data.long_documents", "task"), "pretraining loses nothing of a document; set it to auto or to split"
     if recipe.model.chat_template is not None:

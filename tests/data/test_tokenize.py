@@ -1,0 +1,227 @@
+"""Token shards: what is in them, on how many processes and over which kills they are made, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.commands import environment, wait_for
+from trainwright.data.shards import Shards
+from trainwright.data.texts import Piece, pieces
+from trainwright.data.tokenize import tokenize
+from trainwright.errors import RequestError
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.trained_tokenizers import make_tokenizer, trained_tokenizer
+from trainwright.recipe.data_schema import SourceSection
+
+WORDS = "the quick brown fox jumps over it\n\n  lazily, 12 times — ein Fuchs\nnot a dog's\t\tday\n".splitlines(True)
+
+
+def text(length: int, seed: int = 0) -> str:
+    """So many characters of words, line ends and spaces."""
+    chosen = np.random.default_rng(seed).integers(0, len(WORDS), length // 8)
+    return "".join(WORDS[i] for i in chosen)[:length].strip() + "\n"
+
+
+def rows(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
+    return path
+
+
+def sources(*paths: Path | str, **fields: Any) -> list[tuple[SourceSection, str]]:
+    return [(SourceSection(source=str(path), **fields), "data.train") for path in paths]
+
+
+def made(out: Path, *paths: Path | str, tokenizer: Any = None, **options: Any) -> Shards:
+    tokenize(sources(*paths), tokenizer or bytes_tokenizer(), out, identity=[str(path) for path in paths], **options)
+    return Shards.open(out)
+
+
+def documents(shards: Shards) -> list[list[int]]:
+    edges = [0, *shards.ends.tolist()]
+    return [shards.read(begin, end).tolist() for begin, end in itertools.pairwise(edges)]
+
+
+def test_documents_are_there_whole_in_order_and_ended(tmp_path: Path) -> None:
+    texts = ["a", "zwei\n\nZeilen", "é" * 5, "last"]
+    shards = made(tmp_path / "out", rows(tmp_path / "rows.jsonl", texts), shard_tokens=8)
+    assert documents(shards) == [[*one.encode(), 258] for one in texts]
+    assert len(shards.files) > 1
+    assert shards.about["dtype"] == "uint16"
+    assert shards.about["characters"] == sum(map(len, texts))
+    assert shards.digests[0] != shards.digests[1]
+    assert shards.read(1, 8).tolist() == [258, *b"zwei\n\n"]
+
+
+def test_a_text_file_is_a_document_and_several_with_separators(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a\n\nb")
+    (tmp_path / "two.txt").write_text("first<|endoftext|>\nsecond<|endoftext|><|endoftext|>third")
+    shards = made(tmp_path / "out", tmp_path / "one.txt", tmp_path / "two.txt")
+    found = [bytes(ids[:-1]).decode() for ids in documents(shards)]
+    assert found == ["a\n\nb", "first", "\nsecond", "third"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_any_number_of_processes_writes_the_same(tmp_path: Path, processes: int) -> None:
+    file = rows(tmp_path / "rows.jsonl", [text(20_000, seed) for seed in range(200)])
+    one = made(tmp_path / "one", file, shard_tokens=1_000_000)
+    several = made(tmp_path / "several", file, shard_tokens=1_000_000, processes=processes)
+    assert several.about == one.about
+    assert several.fingerprint == one.fingerprint
+    for name in sorted(path.name for path in (tmp_path / "one").iterdir()):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "several" / name).read_bytes()
+
+
+def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path) -> None:
+    (tmp_path / "large.txt").write_text(text(2_500_000))
+    tokenizer = make_tokenizer(sources(tmp_path / "large.txt"), 400)
+    cut = list(pieces(*sources(tmp_path / "large.txt")[0]))
+    assert len(cut) > 2
+    assert [piece.first for piece in cut] == [True] + [False] * (len(cut) - 1)
+    assert max(len(piece.text) for piece in cut) < 1_100_000
+    (found,) = documents(made(tmp_path / "out", tmp_path / "large.txt", tokenizer=tokenizer))
+    whole = tokenizer.backend_tokenizer.encode((tmp_path / "large.txt").read_text()).ids
+    assert found == [*whole, tokenizer.eos_token_id]
+
+
+def test_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_document(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl", [f"{number} {text(3_000, number)}" for number in range(1_500)])
+    out, whole = tmp_path / "out", made(tmp_path / "whole", file, shard_tokens=200_000)
+    options = ["--tokenizer", "bytes", "--shard-tokens", "200000", "--processes", "2"]
+    command = [sys.executable, "-m", "trainwright", "data", "tokenize", str(file), "--out", str(out), *options]
+    for shards in (2, 9):
+        started = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.PIPE)
+        last = out / f"{shards:05d}.tokens"
+        wait_for(lambda last=last: last.exists(), 100, every=0.001)  # type: ignore[misc]
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+        assert not (out / "shards.json").exists()
+        with pytest.raises(RequestError, match="is not finished"):
+            Shards.open(out)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert f"{whole.token_count:,} tokens" in done.stdout
+    found = Shards.open(out)
+    assert found.fingerprint == whole.fingerprint
+    assert documents(found)[700] == documents(whole)[700]
+
+
+def test_a_position_within_a_document_is_one_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.data.tokenize._SAVE_SECONDS", 0.0)
+    (tmp_path / "large.txt").write_text(text(4_000_000))
+    whole = made(tmp_path / "whole", tmp_path / "large.txt")
+
+    def stop(characters: int, tokens: int, documents: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "out", tmp_path / "large.txt", report=stop)
+    assert json.loads((tmp_path / "out" / "progress.json").read_text())["pieces"]
+    with (tmp_path / "out" / "00000.tokens").open("ab") as file:
+        file.write(b"what was not noted")
+    found = made(tmp_path / "out", tmp_path / "large.txt")
+    assert (found.fingerprint, found.digests.tolist()) == (whole.fingerprint, whole.digests.tolist())
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from tests.data.test_tokenize import made
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+made(Path(sys.argv[2]), sys.argv[1])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    part, used = text(1_000_000), []
+    for megabytes in (8, 64):
+        file = tmp_path / f"{megabytes}.txt"
+        with file.open("w") as opened:
+            for _ in range(megabytes):
+                opened.write(part)
+        command = [sys.executable, "-c", MEASURE, str(file), str(tmp_path / f"out-{megabytes}")]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        used.append(int(done.stdout) / 1024)
+    assert used[1] < used[0] + 16  # MiB
+
+
+def test_what_cannot_be_tokenized_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "binary.txt").write_bytes(b"text\n" * 200_000 + b"\xff\xfe")
+    (tmp_path / "zero.txt").write_bytes(b"text\0more")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "blank.txt").write_bytes(b" \n\n ")
+    for name, said in {
+        "binary.txt": "binary.txt: not UTF-8 text at byte 1,000,000",
+        "zero.txt": "zero.txt: not text: a zero byte at 4",
+        "empty.txt": "empty.txt is empty",
+        "blank.txt": "blank.txt holds no text",
+        "none.txt": "none.txt",
+    }.items():
+        with pytest.raises(RequestError, match=said):
+            made(tmp_path / f"out-{name}", tmp_path / name)
+
+
+def test_shards_that_are_not_whole_are_refused_by_name(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl", [text(500, seed) for seed in range(9)])
+    shards = made(tmp_path / "out", file, shard_tokens=1_000)
+    last = tmp_path / "out" / f"{len(shards.files) - 1:05d}.tokens"
+    content = last.read_bytes()
+    last.write_bytes(content[:-7])
+    with pytest.raises(RequestError, match=rf"{last.name} is cut short: .* of {len(content):,}"):
+        Shards.open(tmp_path / "out")
+    last.unlink()
+    with pytest.raises(RequestError, match=f"{last.name} is not there"):
+        Shards.open(tmp_path / "out")
+
+
+def test_shards_of_another_tokenizer_and_of_another_text_are_refused(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl", [text(5_000, seed) for seed in range(9)])
+    shards = made(tmp_path / "out", file)
+    other = make_tokenizer(sources(file), 300)
+    with pytest.raises(RequestError, match=r"another tokenizer .*259 tokens.*300 tokens"):
+        shards.check_tokenizer(other)
+    shards.check_tokenizer(bytes_tokenizer())
+    with pytest.raises(RequestError, match="shards of another text or tokenizer"):
+        made(tmp_path / "out", file, tokenizer=other)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").write_text("")
+    with pytest.raises(RequestError, match="holds other files"):
+        made(tmp_path / "taken", file)
+
+
+def test_a_tokenizer_of_characters_has_those_of_its_text_and_refuses_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("hello\nworld")
+    (tmp_path / "other.txt").write_text("hello moon")
+    name = f"characters:{tmp_path / 'text.txt'}"
+    tokenizer = trained_tokenizer(name)
+    assert len(tokenizer) == len(set("hello\nworld"))
+    shards = made(tmp_path / "out", tmp_path / "text.txt", tokenizer=tokenizer)
+    assert shards.about["dtype"] == "uint8"
+    assert tokenizer.decode(shards.read(0, shards.token_count)) == "hello\nworld"
+    with pytest.raises(RequestError, match=r"other\.txt: document 1: the tokenizer has no token for ' '"):
+        made(tmp_path / "other", tmp_path / "other.txt", tokenizer=trained_tokenizer(name))
+
+
+def test_rows_of_turns_become_their_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "x", "answer": "y"}\n')
+    found = list(pieces(SourceSection(source=str(tmp_path / "rows.jsonl"), limit=1), "data.train"))
+    assert found == [Piece(f"{tmp_path / 'rows.jsonl'}:1", "1 + 1?\n\n2", True, True)]
+
+
+def test_the_standard_library_is_a_corpus() -> None:
+    found = list(pieces(SourceSection(source="stdlib", limit=3), "data.train"))
+    assert sum(piece.last for piece in found) == 3
+    assert any("import" in piece.text for piece in found)
