@@ -72,7 +72,7 @@ def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
 
 
 def _check_corpus(recipe: Recipe) -> None:
-    """Of pretraining: shards are to be whole, and files to be text. A corpus of the Hub is looked at when it is read."""
+    """Of pretraining: shards are to be whole, and files to be text. What is on the Hub is looked at when it is read."""
     from trainwright.data.shards import Shards, is_shards
     from trainwright.data.texts import pieces
 
