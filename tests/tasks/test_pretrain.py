@@ -148,6 +148,28 @@ def test_shards_are_trained_on_and_refused_where_they_are_anothers(runs: Runs, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-openwebtext", "phi3-fsdp", "llama-8b"])
+def test_recipes_for_gpus_train_small(runs: Runs, tmp_path: Path, name: str) -> None:
+    recipe = yaml.safe_load((ROOT / "recipes" / "pretrain" / f"{name}.yaml").read_text())
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    recipe["model"]["config"] |= {**small, "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 64}
+    recipe["model"]["tokenizer"] = "bytes"
+    if "pad_token_id" in recipe["model"]["config"]:
+        recipe["model"]["config"]["pad_token_id"] = 256
+    (tmp_path / "text.txt").write_text("some text, and more of it\n" * 2000)
+    recipe["data"] |= {"train": str(tmp_path / "text.txt"), "max_length": 64, "validation": None}
+    recipe["train"] |= {"max_tokens": 2000, "global_batch_size": 8, "mixed_precision": "no"}
+    recipe["optimizer"]["warmup_steps"] = 1
+    recipe["parallel"]["num_processes"] = 2
+    recipe |= {"evaluate": {}, "checkpoint": {}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    run = runs.trained(recipe=path)
+    assert len(column(run, "loss")) == 4
+    assert AutoModelForCausalLM.from_pretrained(run / "final").config.hidden_size == 32
+
+
+@pytest.mark.slow
 def test_stdlib_tiny_runs_as_a_user_starts_it(runs: Runs) -> None:
     short = ("train.max_steps=20", "optimizer.warmup_steps=5", "evaluate.max_new_tokens=16", "checkpoint.every=null")
     run = runs.trained(*short, "parallel.num_processes=2", recipe=ROOT / "recipes" / "pretrain" / "stdlib-tiny.yaml")
