@@ -121,10 +121,10 @@ class Paired(Trainer):
         self.times["differences"].append(abs(self.loss - loss) / loss)
         return stop
 
-    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]]]:
-        loss, norm, ranks = super()._gradients(step, batch)
-        self.loss = loss
-        return loss, norm, ranks
+    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]], list[float]]:
+        found = super()._gradients(step, batch)
+        self.loss = found[0]
+        return found
 
 
 def measure(work: Path) -> int:
