@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
-    from trainwright.planning.candidates import Wishes
     from trainwright.planning.facts import Facts
     from trainwright.planning.plan import Plan
+    from trainwright.recipe.schema import Recipe
 
 
 def plan(
@@ -51,7 +51,8 @@ def plan(
 
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """
-    facts, wishes = _asked(arguments or [], model, sequence_length, global_batch_size, steps)
+    recipe = _asked(arguments or [], model, sequence_length, global_batch_size, steps)
+    facts = _facts(recipe, full=model is not None)
     if price is not None and tokens is None:
         raise RequestError("--price: is of a budget; give --tokens too, such as 20x")
     budget = None
@@ -62,7 +63,7 @@ def plan(
             raise RequestError("--tokens, --steps: both say how long the run is; give one")
         budget = tokens_of(tokens, facts.workload)
         facts = facts._replace(workload=with_budget(facts.workload, budget))
-    made = _made(facts, wishes, on)
+    made = _made(recipe, facts, on)
     if chart is not None:
         from trainwright.planning.chart import draw
 
@@ -84,10 +85,8 @@ def plan(
 
 def _asked(
     arguments: list[str], model: str | None, sequence_length: int, global_batch_size: int, steps: int | None
-) -> tuple[Facts, Wishes]:
-    """What is planned, and what is fixed in it."""
-    from trainwright.planning.facts import facts_of, full_rows
-    from trainwright.planning.plan import wishes_of
+) -> Recipe:
+    """What is planned; of a model by itself, a recipe that says no more than what was given."""
     from trainwright.recipe.loading import load_recipe, recipe_of
 
     files = [a for a in arguments if "=" not in a]
@@ -95,8 +94,7 @@ def _asked(
     if len(files) != (model is None):
         raise RequestError("plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
     if model is None:
-        recipe = load_recipe(Path(files[0]), overrides)
-        return facts_of(recipe), wishes_of(recipe)
+        return load_recipe(Path(files[0]), overrides)
     asked = [
         "task=sft",
         f"model.name={model}",
@@ -106,22 +104,36 @@ def _asked(
         f"train.global_batch_size={global_batch_size}",
         *([f"train.max_steps={steps}"] if steps is not None else []),
     ]
-    recipe = recipe_of([*asked, *overrides], "--model")
-    return full_rows(recipe), wishes_of(recipe)
+    return recipe_of([*asked, *overrides], "--model")
 
 
-def _made(facts: Facts, wishes: Wishes, on: str | None) -> Plan:
+def _facts(recipe: Recipe, full: bool) -> Facts:
+    """``full``: the recipe's data does not matter, every row is full."""
+    from trainwright.planning.facts import facts_of, full_rows
+
+    return full_rows(recipe) if full else facts_of(recipe)
+
+
+def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
+    from dataclasses import replace
+
     from trainwright.machine.describe import cluster_of, parse_machine
-    from trainwright.planning.plan import installed, make_plan
+    from trainwright.planning.plan import installed, make_plan, wishes_of
+    from trainwright.planning.resolve import possible
 
+    here: dict[str, Any] = {}
     if on is not None:
-        return make_plan(wishes, facts.workload, parse_machine(on), facts.assumptions)
-    from trainwright.machine.calibration import current_calibration
-    from trainwright.machine.detect import detect
+        cluster = parse_machine(on)
+    else:
+        from trainwright.machine.calibration import current_calibration
+        from trainwright.machine.detect import detect
 
-    machine = detect()
-    calibration = current_calibration(machine)
-    return make_plan(wishes, facts.workload, cluster_of(machine), facts.assumptions, calibration, installed)
+        machine = detect()
+        cluster = cluster_of(machine)
+        here = {"calibration": current_calibration(machine), "available": installed}
+    recipe, remarks = possible(recipe, cluster)
+    made = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    return replace(made, reasons=(*made.reasons, *remarks))
 
 
 def _show(made: Plan, compare: bool) -> None:

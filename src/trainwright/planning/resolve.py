@@ -38,11 +38,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         RequestError: more processes than GPUs, or batch sizes that no number of processes here goes with.
         MachineError: a precision the device cannot compute in.
     """
-    remarks: list[str] = []
-    recipe = _with_implied_strategy(recipe, remarks)
-    _check_offload(recipe, machine)
-    _check_processes(recipe, machine, nodes, remarks, check_gpus)
-    _check_precision(recipe, machine, remarks)
+    recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
     facts = facts_of(recipe)
     cluster = _cluster(recipe, machine, nodes)
     plan = make_plan(
@@ -54,6 +50,21 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if recipe.checkpoint.keep_best == "auto":
         values["checkpoint"]["keep_best"] = recipe.data.validation is not None
     return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
+
+
+def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:
+    """The recipe with the strategy that its keys ask for, and remarks on what it asks of ``cluster``.
+
+    Raises:
+        RequestError: more processes than GPUs.
+        MachineError: a precision the devices cannot compute in, or an offload from where nothing is.
+    """
+    remarks: list[str] = []
+    recipe = _with_implied_strategy(recipe, remarks)
+    _check_offload(recipe, cluster)
+    _check_processes(recipe, cluster, remarks, check_gpus)
+    _check_precision(recipe, cluster, remarks)
+    return recipe, remarks
 
 
 def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
@@ -83,32 +94,40 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
         raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in found)) from error
 
 
-def _check_processes(recipe: Recipe, machine: Machine, nodes: int, remarks: list[str], check_gpus: bool) -> None:
-    asked, gpus, cores = recipe.parallel.num_processes, len(machine.gpus) * nodes, machine.cpu_cores * nodes
+def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
+    asked, rows = recipe.parallel.num_processes, recipe.train.global_batch_size
     if asked == "auto":
         return
-    if check_gpus and gpus and asked > gpus:
-        raise RequestError(
-            f"parallel.num_processes: {asked} processes for {gpus} GPU{'s' * (gpus > 1)}; "
-            f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
-    if not gpus and asked > cores:
+    if cluster.device == "cuda":
+        gpus = cluster.devices
+        if check_gpus and asked > gpus:
+            raise RequestError(
+                f"parallel.num_processes: {asked} processes for {gpus} GPU{'s' * (gpus > 1)}; "
+                f"set it to {gpus} or auto, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
+    elif asked > (cores := cluster.cpu_cores * cluster.nodes):
         share = f"{asked} processes share {cores} core{'s' * (cores > 1)}"
         remarks.append(f"parallel.num_processes: {share}: correct, but slower than fewer")
+    if asked > rows:
+        remarks.append(
+            f"parallel.num_processes: a step has {rows} example{'s' * (rows > 1)} for {asked} processes: correct, but "
+            f"{asked - rows} of them {'have' if asked - rows > 1 else 'has'} nothing to do"
+        )
 
 
-def _check_precision(recipe: Recipe, machine: Machine, remarks: list[str]) -> None:
-    asked = recipe.train.mixed_precision
-    if asked == "bf16" and not machine.has_bf16:
-        if machine.gpus:
-            raise MachineError(f"train.mixed_precision: {machine.gpus[0].name} does not compute in bf16; set it to no")
-        remarks.append("train.mixed_precision: bf16 is emulated by this CPU, correct but slower than no (fp32)")
-    if asked == "fp16" and not machine.gpus:
+def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
+    asked, card = recipe.train.mixed_precision, cluster.card
+    if asked == "bf16" and "bf16" not in card.rates:
+        if cluster.device == "cuda" and card.capability < (8, 0):
+            raise MachineError(f"train.mixed_precision: {card.name} does not compute in bf16; set it to no")
+        if cluster.device == "cpu":
+            remarks.append("train.mixed_precision: bf16 is emulated by this CPU, correct but slower than no (fp32)")
+    if asked == "fp16" and cluster.device == "cpu":
         remarks.append("train.mixed_precision: a CPU computes fp16 through fp32, correct but slower than no (fp32)")
 
 
-def _check_offload(recipe: Recipe, machine: Machine) -> None:
-    if recipe.train.activation_offload and not machine.gpus:
+def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
+    if recipe.train.activation_offload and cluster.device == "cpu":
         raise MachineError(
             "train.activation_offload: there is no GPU here, so activations are in the host's memory already; "
             "set it to false, or train.activation_checkpointing to full to save memory"
