@@ -76,7 +76,7 @@ def shortage(nearest: Judged, cluster: Cluster, out: Sequence[WayOut]) -> str:
     if not out:
         return f"{text}. Nothing that is known here would make it fit"
     ways = "".join(f"\n  {way.change}: {_size(way.judged)}{_speed(way.judged)}" for way in out)
-    return f"{text}. What would fit:{ways}\n--force starts it all the same"
+    return f"{text}. What would fit:{ways}\n`train --force` starts it all the same"
 
 
 def _too_large(judged: Judged) -> str:
