@@ -30,7 +30,7 @@ from trainwright.launch.process import preload_libraries
 from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine, detect
-from trainwright.planning.candidates import choice_of, layouts, micro_batches, recomputations, worlds
+from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import installed, make_plan, wishes_of
 from trainwright.planning.rates import rates_of
@@ -160,7 +160,7 @@ class Bench:
         }
 
     def candidates(self) -> list[Measured]:
-        """All that fit and can run here, the one predicted fastest first."""
+        """All that fit and can run here, the one predicted fastest first; before all others the best of each layout."""
         workload = facts_of(self.recipe).workload
         judges = {
             key: Judge(workload, self.cluster, rates_of(self.cluster, calibration), installed)
@@ -171,7 +171,9 @@ class Bench:
             for choice in self.choices()
             if judges["datasheet"].fit(choice).runs
         ]
-        return sorted(found, key=lambda one: min(one.predicted.values()))
+        found.sort(key=lambda one: min(one.predicted.values()))
+        first = {(layout_of(one.choice), one.choice.num_processes): one for one in reversed(found)}
+        return sorted(found, key=lambda one: one not in first.values())
 
     def choices(self) -> Iterator[Choice]:
         workload, cluster, wishes = facts_of(self.recipe).workload, self.cluster, self.wishes

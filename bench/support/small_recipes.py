@@ -36,7 +36,8 @@ def small_recipe(
     values = {
         "task": "sft",
         "model": {"config": MODELS[model], "tokenizer": "bytes"},
-        "data": {"train": str(_texts(length, work)), "validation": None, "format": "text", "max_length": 1024,
+        "data": {"train": str(_texts(length, work)), "validation": None, "format": "text",
+                 "max_length": min(1024, pack or 1024),
                  "pack_length": pack},
         "optimizer": {"learning_rate": 1e-4},
         "train": {"max_steps": 100, "global_batch_size": examples, "compile": False},

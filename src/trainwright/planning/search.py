@@ -32,7 +32,9 @@ _THIN = 0.10
 _AS_FAST = 0.02
 # What is further from fitting than this with all recomputed does not fit with less of it.
 _NEAR = 1.1
-_PER_ROW = 4  # micro-batches that are timed for one layout: the largest ones that fit
+# Micro-batches that are timed for one layout: the largest ones that fit. Where small ones save padding, or stay in a
+# processor's caches, all are.
+_PER_ROW = 4
 
 
 @dataclass(frozen=True)
@@ -205,12 +207,13 @@ def _best_of(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> Ju
         return least
     fitting: list[Choice] = []
     end = len(sizes)
+    timed = _PER_ROW if judge.workload.packed and judge.cluster.device == "cuda" else end
     for recompute in options:
         some = choices(recompute, end)
         if not some or not judge.fit(some[-1]).fits:
             continue
         first = _largest_that_fits(judge, some)
-        fitting += some[first : first + _PER_ROW]
+        fitting += some[first : first + timed]
         if recompute == options[0]:
             end = first  # what recomputes takes longer, but for a larger micro-batch than fits without
     return judge.timed(judge.fit(_fastest(judge, fitting)))

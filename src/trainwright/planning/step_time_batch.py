@@ -13,11 +13,12 @@ def typical_batch(workload: Workload, choice: Choice) -> MicroBatch:
     most = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
         tokens = round(min(most, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
+        documents = _documents(max(1, tokens), workload.document)
         return MicroBatch(
             rows=1,
             length=max(1, tokens),
-            documents=_documents(max(1, tokens), workload.document),
-            targets=round(tokens * workload.target_fraction),
+            documents=documents,
+            targets=workload.targets(tokens, sum(count for _, count in documents)),
             packed=True,
             masked=False,
         )
@@ -27,7 +28,7 @@ def typical_batch(workload: Workload, choice: Choice) -> MicroBatch:
         rows=rows,
         length=length,
         documents=((length, rows),),
-        targets=round(rows * workload.document * workload.target_fraction),
+        targets=workload.targets(round(rows * workload.document), rows),
         packed=False,
         masked=rows > 1 and workload.longest > workload.document,
     )

@@ -86,6 +86,10 @@ class Workload:
             return None
         return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
 
+    def targets(self, tokens: int, documents: int) -> int:
+        """How many of ``tokens`` in so many documents are predicted: the first of each is not."""
+        return max(0, min(tokens - documents, round(tokens * self.target_fraction)))
+
 
 @dataclass(frozen=True)
 class Choice:
