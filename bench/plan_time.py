@@ -4,8 +4,10 @@
     python bench/plan_time.py --only fsdp         cases whose name has it
     python bench/plan_time.py --calibration FILE  one made before
 
-Every case is a recipe in which nothing is left open, run for a few steps by the product's own workers. Wants a machine
-that does nothing else; each run says how many cores everything else used meanwhile.
+Every case is a recipe in which nothing is left open, run for a few steps by the product's own workers. A datasheet says
+little of a machine's true speed, so its predictions are judged by their order, and by their errors after all are
+multiplied by one factor; those by calibration as they are. Wants a machine that does nothing else; each run says how
+many cores everything else used meanwhile.
 """
 
 from __future__ import annotations
@@ -166,7 +168,12 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     for key in ("datasheet", "calibrated"):
         predicted = [row[key] for row in rows]
         errors = sorted(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
+        # In the right proportions, whatever the machine's speed: all predictions times one factor.
+        factor = statistics.median(m / p for p, m in zip(predicted, measured, strict=True))
+        scaled = [abs(factor * p / m - 1) for p, m in zip(predicted, measured, strict=True)]
         summary |= {
+            f"{key}_factor": factor,
+            f"{key}_median_error_scaled": statistics.median(scaled),
             f"{key}_median_error": statistics.median(errors),
             f"{key}_worst_error": errors[-1],
             f"{key}_spearman": spearman(predicted, measured) if len(rows) > 2 else 1.0,
