@@ -221,5 +221,5 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     content = json.loads(json.dumps(made.as_json()))
     assert content["fits"] and content["chosen"]["strategy"] == made.chosen.choice.strategy
     assert content["predicted"]["memory_bytes"] == made.chosen.memory.total
-    assert set(content["predicted"]) == {"memory_bytes", "tensors_bytes", "step_time", "tokens_per_second"}
+    assert {"memory_bytes", "tensors_bytes", "step_time", "tokens_per_second"} <= set(content["predicted"])
     assert len(content["candidates"]) == len(made.found.judged)
