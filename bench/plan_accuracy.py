@@ -29,7 +29,7 @@ from typing import Any
 from support import plan_runs
 from support.estimators import estimates
 from support.machine import describe, use_cores
-from support.plan_cases import Case, draw, predict
+from support.plan_cases import FAMILIES, Case, draw, predict
 
 from trainwright.errors import TrainwrightError
 from trainwright.machine.detect import Machine, detect
@@ -67,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="which cases are drawn (0)")
     parser.add_argument("--cases", type=int, default=CASES, help=f"how many ({CASES})")
+    parser.add_argument("--family", action="append", help="of these alone; stablelm and olmo are ones that are traced")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cases with this in their name")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--predict", action="store_true", help="run nothing; judge what the file of results has")
@@ -78,7 +79,7 @@ def main() -> None:
     before = json.loads(output.read_text()) if output.exists() else {"cases": [], "machine": None}
     known = {result["id"]: result for result in before["cases"]}
     described = before["machine"] if arguments.predict else describe(use_cores(2)) | {"gpus": _gpus(machine)}
-    cases = draw(arguments.seed, arguments.cases, machine)
+    cases = draw(arguments.seed, arguments.cases, machine, arguments.family or FAMILIES)
     chosen = [case for case in cases if all(word in case.name for word in arguments.only)]
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as work:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,13 +108,13 @@ class Case:
         }
 
 
-def draw(seed: int, count: int, machine: Machine) -> list[Case]:
+def draw(seed: int, count: int, machine: Machine, families: Sequence[str] = FAMILIES) -> list[Case]:
     """Cases with the strategies and families in turn and all else at random; on GPUs larger ones."""
     chance, strategies = random.Random(seed), [s for s in STRATEGIES if s[:4] != "zero" or find_spec("deepspeed")]
     processes = min(2, len(machine.gpus)) if machine.gpus else 2
     cases = []
     for i in range(count):
-        strategy, family = strategies[i % len(strategies)], FAMILIES[i % len(FAMILIES)]
+        strategy, family = strategies[i % len(strategies)], families[i % len(families)]
         on = 1 if strategy == "single" else processes
         cases.append(_case(chance, family, strategy, on, 8 if machine.gpus else 1))
     return cases

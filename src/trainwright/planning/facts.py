@@ -170,6 +170,7 @@ def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
 def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architecture:
     hidden, heads, intermediate = layout["hidden"], layout["heads"], layout["intermediate"]
     block = sum(rows * columns for unit, _, rows, columns in layout["weights"] if unit == 0)
+    attention = 2 * hidden * hidden * (1 + layout["key_value_heads"] / heads)
     return Architecture(
         family=family,
         config=config,
@@ -182,7 +183,7 @@ def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architec
         vocabulary=layout["vocabulary"],
         positions=layout["positions"],
         tied=layout["tied"],
-        gated=block > 2.5 * hidden * intermediate + 2 * hidden**2,
+        gated=block - attention > 2.5 * hidden * intermediate,
         norm="layer" if layout["norm_bias"] else "rms",
         norm_bias=layout["norm_bias"],
         head_bias=layout["head_bias"],

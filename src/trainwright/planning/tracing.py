@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,14 +78,14 @@ def timeline(
         if not masked and "attention_mask" in named:  # transformers makes one where it cannot look at the tokens
             named["attention_mask"] = None
         save_activation_memory([block], recompute)
-        recorder = _Recorder()
+        recorder = _Recorder([*lm.parameters(), *lm.buffers(), *tree_leaves([hidden, arguments, named])])
         lines: dict[str, list[Event]] = {}
         with torch.no_grad(), recorder:
             made = [recorder.note(hidden.clone())]
             block(made.pop(), *arguments, **named)
         gc.collect()
         lines["evaluation"] = recorder.take()
-        leaf = hidden.clone().requires_grad_(input_wants)
+        leaf = recorder.ignore(hidden.clone().requires_grad_(input_wants))
         with recorder:
             given = leaf * 1
             storage = weakref.ref(given.untyped_storage())
@@ -111,12 +111,13 @@ def timeline(
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every new storage, and its end."""
+    """Notes every storage that was not there ``before``, and its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Any]) -> None:
         super().__init__()
+        self._before = [value for value in before if isinstance(value, torch.Tensor)]
         self._events: list[Event] = []
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in self._before}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -131,6 +132,11 @@ class _Recorder(TorchDispatchMode):
         if key not in self._known:
             self._events.append(["+", "", size])
             self._known[key] = weakref.finalize(storage, self._end, key, size)
+        return tensor
+
+    def ignore(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._before.append(tensor)
+        self._known[tensor.untyped_storage()._cdata] = None
         return tensor
 
     def _end(self, key: int, size: int) -> None:
