@@ -15,6 +15,7 @@ from trainwright.planning.memory_inventory import inventory
 from trainwright.planning.operations import Device, Setting, block_kinds, block_pass, traced
 from trainwright.recipe.schema import ModelSection
 
+SLOW = pytest.mark.slow
 OPT = {
     "model_type": "opt",
     "hidden_size": 64,
@@ -33,11 +34,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=SLOW)])
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("llama", PACK), ("llama", ROWS), ("gpt2", ROWS)],
-    ids=["llama in packs", "llama, masked rows", "gpt2, masked rows"],
+    [("llama", ROWS), pytest.param("llama", PACK, marks=SLOW), pytest.param("gpt2", ROWS, marks=SLOW)],
+    ids=["llama, masked rows", "llama in packs", "gpt2, masked rows"],
 )
 def test_a_traced_block_is_the_one_that_is_written_down(family: str, shape: Shape, recompute: str) -> None:
     setting = Setting(architecture_of(family), shape.planned, Device("cpu", 1), 4)
