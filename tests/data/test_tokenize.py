@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from tests.support.commands import environment, wait_for
 from trainwright.data.shards import Shards
 from trainwright.data.texts import Piece, pieces
 from trainwright.data.tokenize import tokenize
+from trainwright.data.word_tokens import WordTokens
 from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.trained_tokenizers import make_tokenizer, trained_tokenizer
@@ -225,3 +227,20 @@ def test_the_standard_library_is_a_corpus() -> None:
     found = list(pieces(SourceSection(source="stdlib", limit=3), "data.train"))
     assert sum(piece.last for piece in found) == 3
     assert any("import" in piece.text for piece in found)
+
+
+def test_words_that_were_seen_give_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(text(100_000))
+    tokenizer = make_tokenizer(sources(tmp_path / "text.txt"), 500).backend_tokenizer
+    llamas = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    cut = tokenizers.Regex(r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+")
+    steps = [
+        tokenizers.pre_tokenizers.Split(cut, "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    llamas.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    odd = "Ünïcode  \t\n\n 12345's it'S — 漢字\r\n🙂🙂 <|endoftext|> \u00a0x\u2028y" * 3
+    for backend in (tokenizer, llamas, bytes_tokenizer().backend_tokenizer):
+        tokens = WordTokens(backend)
+        for one in (text(5_000, 1), odd, text(5_000, 2), odd, ""):
+            assert tokens(one).tolist() == backend.encode(one, add_special_tokens=False).ids

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.data.word_tokens import WordTokens
 from trainwright.errors import RequestError
 
 Encoded = tuple[bytes, list[int]]  # the tokens of some pieces end to end, and how many each has
@@ -33,8 +34,9 @@ class Encoder:
         from tokenizers import Tokenizer
 
         self._settings = settings
-        self._tokenizer: Any = Tokenizer.from_str(settings.backend)
-        self._known = set(self._tokenizer.get_vocab()) if settings.characters else None
+        tokenizer: Any = Tokenizer.from_str(settings.backend)
+        self._tokens = WordTokens(tokenizer)
+        self._known = set(tokenizer.get_vocab()) if settings.characters else None
 
     def __call__(self, pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
         """``(place, text, first, last)`` of each piece.
@@ -42,21 +44,17 @@ class Encoder:
         Raises:
             RequestError: a character that the vocabulary does not have.
         """
-        texts = [text for _, text, _, _ in pieces]
         if self._known is not None:
             for place, text, _, _ in pieces:
                 if unknown := set(text) - self._known:
                     raise RequestError(f"{place}: the tokenizer has no token for {min(unknown)!r}")
+        prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
         found, lengths = [], []
-        # Without offsets into the text, which nobody asks for here.
-        for (_, _, first, last), encoding in zip(
-            pieces, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
-            ids = encoding.ids
-            own = [*(self._settings.prefix if first else ()), *ids, *(self._settings.suffix if last else ())]
-            found.append(np.asarray(own, dtype=self._settings.dtype))
-            lengths.append(len(own))
-        tokens: npt.NDArray[Any] = np.concatenate(found)
+        for _, text, first, last in pieces:
+            parts = [*([prefix] if first else []), self._tokens(text), *([suffix] if last else [])]
+            found += parts
+            lengths.append(sum(map(len, parts)))
+        tokens: npt.NDArray[Any] = np.concatenate(found).astype(self._settings.dtype)
         return tokens.tobytes(), lengths
 
 

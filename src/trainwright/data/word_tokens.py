@@ -1,0 +1,100 @@
+"""Byte-level BPE with a memory: texts are cut into words as the tokenizer cuts them, and each word is encoded once.
+
+A text has few different words, and a word's tokens do not depend on its neighbours; so most of a text is looked up. It
+is some three times as fast as encoding all of it, and gives the same tokens: that is seen on the first text of a run.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# What tokenizers' ByteLevel cuts by, GPT-2's own (github.com/openai/gpt-2, src/encoder.py).
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_MOST_WORDS = 1_000_000
+_CHECKED = 100_000  # characters
+
+
+class WordTokens:
+    """Encodes texts with a backend tokenizer, by words where that can be done."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        description = json.loads(tokenizer.to_str())
+        self._pattern = _pattern(description)
+        self._added = [token["content"] for token in description["added_tokens"]]
+        self._known: dict[str, list[int]] = {}
+        self._checked = False
+
+    def __call__(self, text: str) -> npt.NDArray[np.int64]:
+        """Tokens of a text, without special ones around it."""
+        if self._pattern is not None and not self._checked:
+            self._check(text[:_CHECKED])
+        found = None if self._pattern is None else self._by_words(text)
+        return self._plain(text) if found is None else found
+
+    def _plain(self, text: str) -> npt.NDArray[np.int64]:
+        # Without offsets into the text, which nobody asks for here.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int64)
+
+    def _check(self, text: str) -> None:
+        found = self._by_words(text)
+        if found is not None:
+            self._checked = True
+            if not np.array_equal(found, self._plain(text)):
+                self._pattern = None
+
+    def _by_words(self, text: str) -> npt.NDArray[np.int64] | None:
+        """None where the text has a token that is no word, or parts that the pattern leaves out."""
+        assert self._pattern is not None
+        if any(token in text for token in self._added):
+            return None
+        words: list[str] = self._pattern.findall(text)
+        if sum(map(len, words)) != len(text):
+            return None
+        known = self._known
+        if missing := [word for word in set(words) if word not in known]:
+            if len(known) > _MOST_WORDS:
+                known.clear()
+                missing = list(set(words))
+            encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
+            known.update((word, encoding.ids) for word, encoding in zip(missing, encodings, strict=True))
+        return np.fromiter(chain.from_iterable(map(known.__getitem__, words)), dtype=np.int64)
+
+
+def _pattern(description: dict[str, Any]) -> Any:
+    """What words are found by, compiled; None for a tokenizer that is no byte-level BPE over them."""
+    import regex
+
+    if description["normalizer"] is not None or description["model"].get("type") != "BPE":
+        return None
+    if description["model"].get("dropout"):
+        return None
+    steps = description["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", []) if steps.get("type") == "Sequence" else [steps]
+    *cuts, last = steps or [{}]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    of_gpt2 = None if cuts else _GPT2
+    written = of_gpt2 if last.get("use_regex", True) else _written(cuts)
+    if written is None:
+        return None
+    try:
+        pattern = regex.compile(written)
+    except regex.error:
+        return None
+    return None if pattern.groups else pattern
+
+
+def _written(cuts: list[dict[str, Any]]) -> str | None:
+    if len(cuts) != 1 or cuts[0].get("type") != "Split" or cuts[0].get("invert"):
+        return None
+    if cuts[0].get("behavior") != "Isolated":
+        return None
+    found = cuts[0]["pattern"].get("Regex")
+    return found if isinstance(found, str) else None
