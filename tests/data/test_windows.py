@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.batch_sizes import BatchSizes
-from trainwright.data.mixture import Part
+from trainwright.data.mixture import parts_of
 from trainwright.data.shards import Shards
 from trainwright.data.stream import Stream
 from trainwright.data.windows import WindowDataset, collate_windows, divided, everything
@@ -96,11 +96,11 @@ def test_a_corpus_of_one_document_is_not_divided_by_documents(tmp_path: Path) ->
 def test_a_mixture_draws_by_its_shares(shards: Shards) -> None:
     parts = [everything(shards, 16, contiguous=True), everything(shards, 16, contiguous=False)]
     sizes = [int(part.counts().sum()) for part in parts]
-    mixture = tuple(Part(size, size // 2) for size in sizes)
+    mixture = parts_of(sizes, [1, 3])
     dataset = WindowDataset.of(parts, mixture)
-    stream = Stream(dataset, global_batch_size=sum(part.drawn for part in mixture), seed=0, rows=1)
+    stream = Stream(dataset, global_batch_size=len(dataset), seed=0, rows=1)
     seen = stream.examples(0)
-    assert sum(example < sizes[0] for example in seen) == sizes[0] // 2
+    assert sum(example < sizes[0] for example in seen) == pytest.approx(sum(sizes) / 4, abs=1)
     assert dataset.fingerprint != WindowDataset.of(parts, None).fingerprint
 
 

@@ -210,8 +210,11 @@ def _fresh(model: ModelSection) -> dict[str, Any]:
     """A recipe's configuration with the vocabulary that its tokenizer gives it."""
     config = dict(model.config or {})
     if "vocab_size" not in config:
+        kind, _, rest = (model.tokenizer or "").partition(":")
         if model.tokenizer == "bytes":
             config["vocab_size"] = _BYTES_VOCABULARY
+        elif kind == "bpe" and rest.partition(":")[0].isdigit():  # as many as are asked for, as a rule
+            config["vocab_size"] = int(rest.partition(":")[0])
         else:
             from trainwright.models.load import load_tokenizer
 
