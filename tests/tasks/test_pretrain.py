@@ -138,9 +138,8 @@ def test_shards_are_trained_on_and_refused_where_they_are_anothers(runs: Runs, t
     assert train(runs, given, 1)[""].column("loss") == train(runs, {"": case()}, 1)[""].column("loss")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"include": str(ROOT / "recipes" / "sft" / "tiny.yaml"), "task": "pretrain"}))
-    ended = runs.train(
-        f"data.train={out}", "data.limit=null", f"model.tokenizer=bpe:300:{ROOT / 'docs'}", recipe=recipe
-    ).wait()
+    another = f"model.tokenizer=bpe:300:{ROOT / 'docs'}"
+    ended = runs.train(f"data.train={out}", "data.limit=null", another, recipe=recipe).wait()
     assert ended.code == 2
     assert "was made with another tokenizer" in ended.stderr
     (out / "00000.tokens").write_bytes(b"x")
