@@ -71,7 +71,12 @@ def plan(
     if as_json:
         import json
 
-        typer.echo(json.dumps(made.as_json(), indent=2))
+        found = made.as_json()
+        if budget is not None:
+            from trainwright.planning.budget import cost
+
+            found["budget"] = cost(made, budget, price)
+        typer.echo(json.dumps(found, indent=2))
     else:
         _show(made, compare)
         if budget is not None:

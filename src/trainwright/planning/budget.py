@@ -37,20 +37,35 @@ def with_budget(workload: Workload, tokens: float) -> Workload:
     return replace(workload, steps=max(1, -(-round(tokens) // round(workload.tokens))))
 
 
-def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
-    """What training on ``tokens`` takes; ``price``: of an hour of a device."""
+def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
+    """What training on ``tokens`` takes, and the loss to be expected; ``price``: of an hour of a device.
+
+    Empty where nothing fits.
+    """
     time, size = plan.chosen.time, plan.workload.architecture.parameters().total
     if not plan.fits or time is None:
-        return
-    steps = plan.workload.steps
-    assert steps is not None
-    hours = steps * time.seconds / 3600
+        return {}
+    assert plan.workload.steps is not None
+    hours = plan.workload.steps * time.seconds / 3600
     devices = plan.chosen.choice.num_processes if plan.cluster.device == "cuda" else 1
+    found = {
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / size,
+        "hours": hours,
+        "device_hours": hours * devices,
+        "expected_loss": _IRREDUCIBLE + _A / size**_ALPHA + _B / tokens**_BETA,
+    }
+    return found if price is None else {**found, "cost": hours * devices * price}
+
+
+def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
+    """The same for people."""
+    found = cost(plan, tokens, price)
+    if not found:
+        return
+    size, steps = plan.workload.architecture.parameters().total, plan.workload.steps
     unit = "GPU hours" if plan.cluster.device == "cuda" else "hours of the machine"
-    yield f"{tokens:.3g} tokens, {tokens / size:.3g} for each of {size:,} parameters, in {steps:,} steps"
-    line = f"{hours:,.3g} hours, {hours * devices:,.3g} {unit}"
-    if price is not None:
-        line += f", {hours * devices * price:,.2f} at {price:g} an hour"
-    yield line
-    loss = _IRREDUCIBLE + _A / size**_ALPHA + _B / tokens**_BETA
-    yield f"about {loss:.2f} nats a token of web text, by the fit of arXiv 2203.15556"
+    yield f"{tokens:.3g} tokens, {found['tokens_per_parameter']:.3g} for each of {size:,} parameters, in {steps:,} steps"
+    line = f"{found['hours']:,.3g} hours, {found['device_hours']:,.3g} {unit}"
+    yield line if price is None else f"{line}, {found['cost']:,.2f} at {price:g} an hour"
+    yield f"about {found['expected_loss']:.2f} nats a token of web text, by the fit of arXiv 2203.15556"
