@@ -65,7 +65,8 @@ def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
         return
     size, steps = plan.workload.architecture.parameters().total, plan.workload.steps
     unit = "GPU hours" if plan.cluster.device == "cuda" else "hours of the machine"
-    yield f"{tokens:.3g} tokens, {found['tokens_per_parameter']:.3g} for each of {size:,} parameters, in {steps:,} steps"
+    each = found["tokens_per_parameter"]
+    yield f"{tokens:.3g} tokens, {each:.3g} for each of {size:,} parameters, in {steps:,} steps"
     line = f"{found['hours']:,.3g} hours, {found['device_hours']:,.3g} {unit}"
     yield line if price is None else f"{line}, {found['cost']:,.2f} at {price:g} an hour"
     yield f"about {found['expected_loss']:.2f} nats a token of web text, by the fit of arXiv 2203.15556"
