@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from trainwright.data.shards import is_shards
 from trainwright.data.texts import SEPARATOR, pieces
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
+from trainwright.models.save import replacing
 from trainwright.recipe.data_schema import SourceSection
 
 if TYPE_CHECKING:
@@ -48,11 +47,8 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     with FileLock(directory.with_suffix(".lock")):
         if not directory.exists():
             made = make_tokenizer([(source, key)], size)
-            with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+            with replacing(directory) as scratch:
                 made.save_pretrained(scratch)
-                os.chmod(scratch, 0o755)
-                os.rename(scratch, directory)
-                os.mkdir(scratch)  # for the context to remove
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     tokenizer.name_or_path = name
     return tokenizer
