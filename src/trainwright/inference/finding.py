@@ -172,12 +172,15 @@ def _with_adapter(found: Found, adapter: str) -> Found:
 
 
 def _adapted(section: ModelSection, directory: Path) -> ModelSection:
-    """The section with the adapter in ``directory``, and with the tokenizer that was saved with it, if one was."""
+    """The section with the adapter in ``directory``, and with the tokenizer that was saved with it, if one was.
+
+    Fresh weights depend on the tokenizer, by its vocabulary: beside them it stays the one they were made for.
+    """
     from trainwright.models.adapters_files import SavedAdapter
 
     saved = SavedAdapter.open(str(directory))
     keep = {key: getattr(section.adapter, key) for key in ("quantisation", "double_quantisation")}
     values = section.model_dump() | {"adapter": {**keep, "type": saved.type, "start_from": str(directory)}}
-    if any((directory / file).exists() for file in TOKENIZER_FILES):
+    if section.config is None and any((directory / file).exists() for file in TOKENIZER_FILES):
         values |= {"tokenizer": str(directory), "chat_template": None}
     return ModelSection.model_validate(values)
