@@ -53,6 +53,17 @@ def test_packs_hold_several_examples(tmp_path: Path) -> None:
     assert (workload.document, workload.longest) == (80, 80)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_documents_are_looked_at_before_they_are_prepared(tmp_path: Path, mixed: bool) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.md").write_text("# One\n" + "word " * 10)
+    source = str(tmp_path / "texts")
+    train = [{"source": source, "format": "documents"}] if mixed else source
+    data = {"train": train, **({} if mixed else {"format": "documents"})}
+    workload, assumptions = facts_of(recipe(tmp_path, data=data))
+    assert workload.row_tokens < 80 and "by the characters of the first 1;" in assumptions[0]
+
+
 def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
     asked = recipe(tmp_path, train={"max_steps": None, "epochs": 2.0})
     assert facts_of(asked).workload.steps is None

@@ -252,7 +252,7 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     found = recall(recipe.model, data, seed, cache_root())
     if found is not None:
         return found
-    rows = [] if recipe.pretrain is not None else _first_rows(data.train)
+    rows = [] if recipe.pretrain is not None else _first_rows(data.train, data.format)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         assumptions.append(f"every example has data.max_length, {data.max_length} tokens: the data is not here yet")
@@ -264,15 +264,19 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     return guess
 
 
-def _first_rows(train: str | list[SourceSection]) -> list[Row]:
-    """Of a mixture as many of each source as its weight says."""
+def _first_rows(train: str | list[SourceSection], layout: str) -> list[Row]:
+    """Of a mixture as many of each source as its weight says; ``layout``: of the rows of one source alone."""
     from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
 
-    parts = [(train, 1.0)] if isinstance(train, str) else [(part.source, part.weight) for part in train]
-    whole = sum(weight for _, weight in parts)
+    parts: list[tuple[str, str, float]]
+    if isinstance(train, str):
+        parts = [(train, layout, 1.0)]
+    else:
+        parts = [(part.source, part.format, part.weight) for part in train]
+    whole = sum(weight for *_, weight in parts)
     rows: list[Row] = []
-    for source, weight in parts:
-        found = built_in_rows(source) if source in BUILT_IN else check_source(source)
+    for source, kind, weight in parts:
+        found = built_in_rows(source) if source in BUILT_IN else check_source(source, documents=kind == "documents")
         rows += found[: max(1, round(_SAMPLED_ROWS * weight / whole))]
     return rows
 
