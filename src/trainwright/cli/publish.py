@@ -39,7 +39,7 @@ def merge(
     found = find_model(model, adapter)
     result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
     typer.echo(f"{result.directory}: {result.changed} matrices merged, none of them the base's")
-    typer.echo(f"logits agree with base and adapter to {result.difference:.1e} of the largest")
+    typer.echo(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
     typer.echo(f"it writes: {result.sample!r}")
     typer.echo(f'use it: AutoModelForCausalLM.from_pretrained("{result.directory}")')
 
