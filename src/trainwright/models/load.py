@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.machine.allocator import leave_to_system
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.configuration import SPECIAL_IDS, fresh_config, set_dropout
 from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
@@ -209,7 +210,9 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() % 64:
-            tensor.data = tensor.data.clone()
+            mapped = tensor.data
+            tensor.data = mapped.clone()
+            leave_to_system(mapped.data_ptr(), mapped.nbytes)  # or the whole file stays in memory beside the model
 
 
 def config_from(directory: Path) -> PretrainedConfig:
