@@ -242,5 +242,5 @@ def test_words_that_were_seen_give_the_tokens_of_the_whole_text(tmp_path: Path) 
     odd = "Ünïcode  \t\n\n 12345's it'S — 漢字\r\n🙂🙂 <|endoftext|> \u00a0x\u2028y" * 3
     for backend in (tokenizer, llamas, bytes_tokenizer().backend_tokenizer):
         tokens = WordTokens(backend)
-        for one in (text(5_000, 1), odd, text(5_000, 2), odd, ""):
+        for one in (text(5_000, 1), odd, odd.replace("<|endoftext|>", ""), text(5_000, 2), ""):
             assert tokens(one).tolist() == backend.encode(one, add_special_tokens=False).ids
