@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.parallel.norms import squared_norm
+from trainwright.parallel.norms import squared_norm, squared_norm_of_all
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -12,3 +12,12 @@ def test_the_norm_of_any_size_is_right_to_fp32s_digits(dtype: torch.dtype, size:
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = tensor.double().square().sum()
     assert squared_norm(tensor).item() == pytest.approx(exact.item(), rel=2e-7)
+
+
+def test_all_together_are_the_sum_of_each() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (3, 100_000, 200_000, 2**18, 600_000, 1)]
+    tensors += [torch.randn(7, 5).bfloat16(), torch.randn(())]
+    wanted = sum(float(squared_norm(tensor)) for tensor in tensors)
+    assert float(squared_norm_of_all(tensors)) == pytest.approx(wanted, rel=1e-7)
+    assert float(squared_norm_of_all([])) == 0

@@ -6,6 +6,8 @@ another amount for every way the tensor is cut into shards. Its sum is cascaded:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 _CACHE_ELEMENTS = 2**18  # worked on at a time, so that neither a conversion nor a square leaves the cache
@@ -18,3 +20,23 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
         return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     parts = [part.to(torch.float32, copy=True).square_().sum() for part in flat.split(_CACHE_ELEMENTS)]
     return torch.stack(parts).double().sum()
+
+
+def squared_norm_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``squared_norm`` over tensors on one device; a model's many small ones are added up together."""
+    sums: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        if flat.is_cuda or flat.numel() >= _CACHE_ELEMENTS:
+            sums.append(squared_norm(flat))
+            continue
+        if elements + flat.numel() > _CACHE_ELEMENTS:
+            sums.append(squared_norm(torch.cat(small)))
+            small, elements = [], 0
+        small.append(flat)
+        elements += flat.numel()
+    if small:
+        sums.append(squared_norm(torch.cat(small)))
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)

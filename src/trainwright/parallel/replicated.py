@@ -15,7 +15,7 @@ from torch import nn
 
 from trainwright.parallel.gradients import Gradients
 from trainwright.parallel.layout import Layout, dtype_name, placement
-from trainwright.parallel.norms import squared_norm
+from trainwright.parallel.norms import squared_norm_of_all
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
@@ -60,25 +60,28 @@ class Replicated:
 
     def gradient_norm(self) -> float:
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
-        return math.sqrt(sum(squared_norm(grad) for grad in grads))
+        return math.sqrt(squared_norm_of_all(grads))
 
     def step(self, learning_rate: float, scale: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         for names in self._parts():
-            for name in names:
-                grad = self._gradients.of(self._working[name])
+            masters, working = [self._masters[name] for name in names], [self._working[name] for name in names]
+            apart = [(m, w) for m, w in zip(masters, working, strict=True) if m is not w]
+            for master, parameter in zip(masters, working, strict=True):
+                grad = self._gradients.of(parameter)
                 # What no loss reached counts as zero, as it does after an exchange: the optimizer must do the same
                 # on one process as on many, and must have the same state to save.
-                grad = torch.zeros_like(self._masters[name]) if grad is None else grad.float()
-                self._masters[name].grad = grad.mul_(scale) if scale != 1.0 else grad
-                if self._masters[name] is not self._working[name]:
-                    self._gradients.drop(self._working[name])
+                master.grad = torch.zeros_like(master) if grad is None else grad.float()
+                if master is not parameter:
+                    self._gradients.drop(parameter)
+            if scale != 1.0:
+                torch._foreach_mul_([master.grad for master in masters if master.grad is not None], scale)
             self._optimizer.step()
-            for name in names:
-                self._masters[name].grad = None
-                if self._masters[name] is not self._working[name]:
-                    self._working[name].data.copy_(self._masters[name])
+            for master in masters:
+                master.grad = None
+            if apart:  # all at once, as a model has many small ones
+                torch._foreach_copy_([parameter.data for _, parameter in apart], [master.data for master, _ in apart])
         self._gradients.clear()
 
     def _parts(self) -> Iterator[list[str]]:
