@@ -24,9 +24,9 @@ SETTINGS = (
     "checkpoint.keep_last=3",
     "evaluate.every=3",
     # Under these the loss falls at first and then rises.
-    "optimizer.learning_rate=0.3",
+    "optimizer.learning_rate=0.1",
     "optimizer.schedule=constant",
-    "optimizer.warmup_steps=6",
+    "optimizer.warmup_steps=9",
     "parallel.num_processes=1",
 )
 
