@@ -1,0 +1,150 @@
+"""What an environment is: a family of tasks, and many copies of it that are stepped at once."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+import torch
+
+
+class Environment(ABC):
+    """A family of tasks that look alike: the same observations and actions, another goal in each.
+
+    Attributes:
+        name: as in the registry.
+        options: what it was made with besides its name.
+        horizon: steps of the longest episode.
+        action_count: actions are whole numbers from 0 to this, exclusive.
+        observation_counts: an observation is as many whole numbers as this has entries, each from 0 to its entry,
+            exclusive.
+        observation_kind: coordinates: numbers that are near each other mean places that are near each other.
+            category: they are names.
+        state_count: number of states, for algorithms that keep a table of them.
+    """
+
+    name: ClassVar[str]
+    observation_kind: ClassVar[Literal["coordinates", "category"]]
+    options: dict[str, Any]
+    horizon: int
+    action_count: int
+    observation_counts: tuple[int, ...]
+    state_count: int
+
+    @property
+    def observation_size(self) -> int:
+        """How many whole numbers an observation is."""
+        return len(self.observation_counts)
+
+    @abstractmethod
+    def tasks(self) -> torch.Tensor:
+        """The parameters of every task, ``[tasks, p]``."""
+
+    @abstractmethod
+    def describe(self, task: torch.Tensor) -> str:
+        """A task's parameters ``[p]`` in words."""
+
+    @abstractmethod
+    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """The highest expected return of an episode, for tasks ``[n, p]``: float32 ``[n]``, NaN where not known."""
+
+    @abstractmethod
+    def vector(
+        self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: int | torch.Tensor = 0
+    ) -> VectorEnvironment:
+        """As many copies as ``tasks`` ``[n, p]`` has rows, each with its own task.
+
+        Args:
+            seed: of what is random in the environment: one number, or int64 ``[n]``, one for each copy.
+        """
+
+    def split(self, seed: int, test_fraction: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tasks to train on and the tasks held back, ``[n, p]`` each, in an order that ``seed`` decides."""
+        tasks = self.tasks()
+        train, test = self.split_indices(seed, test_fraction)
+        return tasks[train], tasks[test]
+
+    def split_indices(self, seed: int, test_fraction: float = 0.1) -> tuple[list[int], list[int]]:
+        """``split`` as rows of ``tasks()``.
+
+        Python's generator shuffles, and the last tasks are held back, as in the reference code of Algorithm
+        Distillation on Darkroom (https://github.com/tommyma3/Algorithm_Distillation), so that the same seed holds
+        back the same goals.
+        """
+        order = list(range(len(self.tasks())))
+        random.Random(seed).shuffle(order)
+        kept = round(len(order) * (1 - test_fraction))
+        return order[:kept], order[kept:]
+
+
+class VectorEnvironment(ABC):
+    """Copies of an environment that are stepped together; a copy whose episode is over begins anew by itself.
+
+    Attributes:
+        copies: how many.
+        final_observations: int64 ``[n, k]``. What the last step led to, before copies that were done began anew.
+    """
+
+    def __init__(self, environment: Environment, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
+        self.copies = len(tasks)
+        self.device = torch.device(device)
+        self.tasks = tasks.to(self.device)
+        self.horizon = environment.horizon
+        self.action_count = environment.action_count
+        self.observation_size = environment.observation_size
+        self.seeds = _seeds(seed, self.copies).to(self.device)
+        self.elapsed = torch.zeros(self.copies, dtype=torch.int64, device=self.device)
+        self.final_observations = torch.zeros(self.copies, self.observation_size, dtype=torch.int64, device=self.device)
+
+    def reset(self, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Begin a new episode in every copy, or in those of ``mask`` (bool ``[n]``).
+
+        Returns:
+            Observations of all copies, int64 ``[n, k]``.
+        """
+        if mask is None:
+            mask = torch.ones(self.copies, dtype=torch.bool, device=self.device)
+        self.elapsed.masked_fill_(mask, 0)
+        self._begin(mask)
+        return self.observations()
+
+    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take ``actions`` (int64 ``[n]``) in all copies.
+
+        Returns:
+            Observations int64 ``[n, k]`` (the first of the new episode where one ended), rewards float32 ``[n]``,
+            and whether the episode ended, bool ``[n]``.
+        """
+        rewards, over = self._move(actions)
+        self.elapsed += 1
+        dones = self.elapsed >= self.horizon
+        if over is not None:
+            dones |= over
+        observations = self.final_observations = self.observations()
+        # Most episodes end together, and most steps end none.
+        if bool(dones.any()):
+            observations = self.reset(dones)
+        return observations, rewards, dones
+
+    @abstractmethod
+    def observations(self) -> torch.Tensor:
+        """What the copies show now, int64 ``[n, k]``; a new tensor."""
+
+    @abstractmethod
+    def states(self) -> torch.Tensor:
+        """The states the copies are in, int64 ``[n]`` from 0 to ``state_count``: all there is to know but the task."""
+
+    @abstractmethod
+    def _begin(self, mask: torch.Tensor) -> None:
+        """Put the copies of ``mask`` in a first state."""
+
+    @abstractmethod
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Change the state by ``actions``; the rewards, and where episodes end before the horizon (or None)."""
+
+
+def _seeds(seed: int | torch.Tensor, copies: int) -> torch.Tensor:
+    if isinstance(seed, torch.Tensor):
+        return seed.to(torch.int64)
+    return torch.arange(copies, dtype=torch.int64) + (seed << 32)

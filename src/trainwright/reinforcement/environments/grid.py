@@ -1,0 +1,178 @@
+"""Dark rooms: a square grid in which the agent sees where it is and not where the goal is.
+
+Darkroom and its hard variant are from Laskin et al. 2022 (arXiv 2210.14215); the permuted one from Lee et al. 2023
+(arXiv 2306.14892). Moves, start and order of tasks are as in https://github.com/tommyma3/Algorithm_Distillation.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import torch
+
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
+
+# What the five actions do to (x, y): one up, one down in x; the same in y; nothing.
+MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))
+
+
+class Grid(Environment):
+    """What all rooms share: ``size`` x ``size`` cells, five actions, observations (x, y)."""
+
+    observation_kind = "coordinates"
+
+    def __init__(self, size: int, horizon: int, **more: Any) -> None:
+        self.options = {"size": size, "horizon": horizon, **more}
+        self.size = size
+        self.horizon = horizon
+        self.action_count = len(MOVES)
+        self.observation_counts = (size, size)
+        self.state_count = size * size
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Where an episode begins: the centre."""
+        return self.size // 2, self.size // 2
+
+    def _cells(self) -> torch.Tensor:
+        axis = torch.arange(self.size)
+        return torch.cartesian_prod(axis, axis)
+
+    def _distance(self, cells: torch.Tensor) -> torch.Tensor:
+        return (cells - torch.tensor(self.start, device=cells.device)).abs().sum(dim=-1)
+
+
+class GridCopies(VectorEnvironment):
+    """Where the agents are, and how they move; ``_rewards`` is left to the kind of room."""
+
+    def __init__(self, environment: Grid, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.size = environment.size
+        self.moves = torch.tensor(MOVES, device=self.device)
+        self.start = torch.tensor(environment.start, device=self.device)
+        self.position = self.start.repeat(self.copies, 1)
+
+    def observations(self) -> torch.Tensor:
+        return self.position.clone()
+
+    def states(self) -> torch.Tensor:
+        return self.position[:, 0] * self.size + self.position[:, 1]
+
+    def _begin(self, mask: torch.Tensor) -> None:
+        self.position = torch.where(mask[:, None], self.start, self.position)
+
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.position = (self.position + self.moves[actions]).clamp_(0, self.size - 1)
+        return self._rewards(), None
+
+    def _at(self, cells: torch.Tensor) -> torch.Tensor:
+        return (self.position == cells).all(dim=1)
+
+    def _rewards(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Darkroom(Grid):
+    """One reward for every step that ends on the goal. A task is the goal's (x, y)."""
+
+    name = "darkroom"
+
+    def __init__(self, size: int = 9, horizon: int = 20) -> None:
+        super().__init__(size, horizon)
+
+    def tasks(self) -> torch.Tensor:
+        return self._cells()
+
+    def describe(self, task: torch.Tensor) -> str:
+        return f"goal ({int(task[0])}, {int(task[1])})"
+
+    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        # The step that arrives is rewarded, and at the start no step is lost.
+        return (self.horizon + 1 - self._distance(tasks)).clamp(0, self.horizon).float()
+
+    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        return _DarkroomCopies(self, tasks, device, seed)
+
+
+class _DarkroomCopies(GridCopies):
+    def _rewards(self) -> torch.Tensor:
+        return self._at(self.tasks).float()
+
+
+class DarkroomHard(Darkroom):
+    """A larger room and one reward an episode, for the first step that ends on the goal."""
+
+    name = "darkroom-hard"
+
+    def __init__(self, size: int = 17, horizon: int = 20) -> None:
+        super().__init__(size, horizon)
+        self.state_count = 2 * size * size
+
+    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        return (self._distance(tasks) <= self.horizon).float()
+
+    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        return _HardCopies(self, tasks, device, seed)
+
+
+class _HardCopies(GridCopies):
+    def __init__(self, environment: Grid, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.found = torch.zeros(self.copies, dtype=torch.bool, device=self.device)
+
+    def states(self) -> torch.Tensor:
+        return super().states() + self.found * self.size**2
+
+    def _begin(self, mask: torch.Tensor) -> None:
+        super()._begin(mask)
+        self.found = self.found & ~mask
+
+    def _rewards(self) -> torch.Tensor:
+        first = self._at(self.tasks) & ~self.found
+        self.found = self.found | first
+        return first.float()
+
+
+class DarkroomPermuted(Grid):
+    """From one corner to the opposite one, with the five actions exchanged for one another.
+
+    A task is the number of the permutation p in lexicographic order; action a then moves as action p[a] does elsewhere.
+    """
+
+    name = "darkroom-permuted"
+
+    def __init__(self, size: int = 9, horizon: int = 50) -> None:
+        super().__init__(size, horizon)
+        self.permutations = torch.tensor(list(permutations(range(len(MOVES)))))
+
+    @property
+    def start(self) -> tuple[int, int]:
+        return 0, 0
+
+    def tasks(self) -> torch.Tensor:
+        return torch.arange(len(self.permutations))[:, None]
+
+    def describe(self, task: torch.Tensor) -> str:
+        return f"actions {self.permutations[int(task[0])].tolist()}"
+
+    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        best = max(self.horizon + 1 - 2 * (self.size - 1), 0)
+        return torch.full((len(tasks),), float(min(best, self.horizon)), device=tasks.device)
+
+    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        return _PermutedCopies(self, tasks, device, seed)
+
+
+class _PermutedCopies(GridCopies):
+    def __init__(
+        self, environment: DarkroomPermuted, tasks: torch.Tensor, device: torch.device | str, seed: Any
+    ) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.meant = environment.permutations.to(self.device)[self.tasks[:, 0]]
+
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super()._move(self.meant.gather(1, actions[:, None])[:, 0])
+
+    def _rewards(self) -> torch.Tensor:
+        return (self.position == self.size - 1).all(dim=1).float()

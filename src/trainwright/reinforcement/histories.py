@@ -1,0 +1,239 @@
+"""Histories of learning in one HDF5 file, read goal by goal.
+
+Layout: a group for each goal, named "0", "1", ... by its place among the environment's tasks, with the arrays of
+``ARRAYS``. The file's attribute ``environment`` is JSON with ``name`` and ``options``, ``source`` is JSON of whatever
+made the histories; a group's attribute ``task`` holds the goal's parameters. Without these attributes the layout is
+that of https://github.com/tommyma3/Algorithm_Distillation, whose files are read too, and which reads these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.reinforcement.environments import Environment, make
+
+FORMAT = "trainwright-histories-1"
+# What a file without attributes is taken for.
+_REFERENCE = {"name": "darkroom", "options": {}}
+
+
+class History(NamedTuple):
+    """What all streams of one goal lived through. A step is a row, a stream is a column.
+
+    Attributes:
+        states: ``[time, streams, k]``, what was seen before the action.
+        actions: ``[time, streams]``.
+        rewards: float32 ``[time, streams]``.
+        next_states: ``[time, streams, k]``, what was seen after it. Where an episode ends this is the last of that
+            episode; in files of the reference it is the first of the next.
+        dones: bool ``[time, streams]``, whether the episode ended with this step.
+    """
+
+    states: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    next_states: np.ndarray
+    dones: np.ndarray
+
+
+ARRAYS = History._fields
+
+
+class Histories:
+    """An open file of histories. Nothing but the outline is read until it is asked for.
+
+    Attributes:
+        environment: ``name`` and ``options``, for ``environments.make``.
+        source: what made the histories, as it was written; empty where the file does not say.
+        goals: the rows of the environment's ``tasks()`` that there are histories of.
+        tasks: their parameters, ``[goals, p]``.
+        time: steps of a stream.
+        streams: streams of a goal.
+        observation_size: k.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Open and check.
+
+        Raises:
+            RequestError: the file is not there, is no HDF5, lacks an array, or does not fit its environment.
+        """
+        self.path = Path(path)
+        self._file = _opened(self.path)
+        try:
+            self._read_outline()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Histories:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self.goals)
+
+    def make_environment(self) -> Environment:
+        """The environment that the histories are of."""
+        return make(self.environment["name"], **self.environment["options"])
+
+    def goal(self, index: int, time: slice = slice(None), streams: slice = slice(None)) -> History:
+        """The history of the ``index``-th goal of ``goals``, or a part of it."""
+        group = self._file[str(self.goals[index])]
+        return _typed(group[name][time, streams] for name in ARRAYS)
+
+    def read(
+        self, goals: Sequence[int] | None = None, time: slice = slice(None), streams: slice = slice(None)
+    ) -> History:
+        """Several goals at once (indices into ``goals``; default all): every array with a first dimension of goals."""
+        found = [self.goal(index, time, streams) for index in (range(len(self)) if goals is None else goals)]
+        return History(*(np.stack(parts) for parts in zip(*found, strict=True)))
+
+    def indices_of(self, tasks: Any) -> list[int]:
+        """Indices of ``tasks`` ``[n, p]`` (a tensor or an array), for ``goal`` and ``read``.
+
+        Raises:
+            RequestError: there is no history of one of them.
+        """
+        places = {_key(task): index for index, task in enumerate(self.tasks)}
+        missing = [task for task in np.asarray(tasks) if _key(task) not in places]
+        if missing:
+            raise RequestError(
+                f"{self.path}: has no history of {len(missing)} of {len(tasks)} tasks, such as "
+                f"{missing[0].tolist()}; collect it with all tasks"
+            )
+        return [places[_key(task)] for task in np.asarray(tasks)]
+
+    def _read_outline(self) -> None:
+        file = self._file
+        written = file.attrs.get("environment")
+        self.environment: dict[str, Any] = json.loads(written) if written else _REFERENCE
+        self.source: dict[str, Any] = json.loads(file.attrs.get("source", "{}"))
+        self.goals = sorted(int(name) for name in file if name.isdigit())
+        if not self.goals:
+            raise RequestError(f"{self.path}: has no histories: groups named 0, 1, ... are expected, one for each goal")
+        environment = self.make_environment()
+        self.observation_size = environment.observation_size
+        self.time, self.streams = _shape_of(self.path, file, self.goals[0])
+        for goal in self.goals:
+            _check(self.path, file, goal, (self.time, self.streams), environment)
+        self.tasks = self._read_tasks(environment)
+        self._check_values(environment)
+
+    def _read_tasks(self, environment: Environment) -> np.ndarray:
+        if "environment" in self._file.attrs:
+            return np.stack([self._file[str(goal)].attrs["task"] for goal in self.goals])
+        tasks = environment.tasks().numpy()
+        if self.goals[-1] >= len(tasks):
+            raise RequestError(
+                f"{self.path}: has a goal {self.goals[-1]}, but {environment.name} has {len(tasks)}; the file does "
+                f"not say which environment it is of, and was taken for {environment.name}"
+            )
+        return tasks[self.goals]
+
+    def _check_values(self, environment: Environment) -> None:
+        # The first goal is enough to tell another environment's histories, and all would take long.
+        first = self.goal(0)
+        limits = np.array(environment.observation_counts)
+        if (first.states < 0).any() or (first.states >= limits).any():
+            raise RequestError(
+                f"{self.path}: has observations up to {first.states.max(axis=(0, 1)).tolist()}, but those of "
+                f"{environment.name} end before {limits.tolist()}: these are histories of another environment"
+            )
+        if (first.actions < 0).any() or (first.actions >= environment.action_count).any():
+            raise RequestError(
+                f"{self.path}: has action {first.actions.max()}, but {environment.name} has "
+                f"{environment.action_count} actions: these are histories of another environment"
+            )
+
+
+def write(path: Path, environment: Environment, source: Mapping[str, Any], histories: Mapping[int, History]) -> None:
+    """Write ``histories``, by row of ``environment.tasks()``, to ``path``: whole, or not at all.
+
+    ``histories`` is asked for one goal after the other, so it may read them when it is asked.
+    """
+    h5py = _h5py()
+    tasks = environment.tasks().numpy()
+    part = path.with_name(f"{path.name}.part")
+    with h5py.File(part, "w") as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["environment"] = json.dumps({"name": environment.name, "options": environment.options})
+        file.attrs["source"] = json.dumps(dict(source))
+        for goal in histories:
+            group = file.create_group(str(goal))
+            group.attrs["task"] = tasks[goal]
+            for name, array in histories[goal]._asdict().items():
+                group.create_dataset(name, data=array, compression="gzip", compression_opts=1, shuffle=True)
+    part.replace(path)
+
+
+def narrow(counts: Sequence[int]) -> type[np.integer]:
+    """The smallest type that holds whole numbers below each of ``counts``."""
+    for kind in (np.uint8, np.int16):
+        if max(counts) - 1 <= np.iinfo(kind).max:
+            return kind
+    return np.int32
+
+
+def _opened(path: Path) -> Any:
+    h5py = _h5py()
+    if not path.is_file():
+        raise RequestError(f"{path}: there is no such file; trainwright collect makes one")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise RequestError(f"{path}: is not a readable HDF5 file: {error}") from None
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise MachineError("histories need h5py: pip install 'trainwright[reinforcement]'") from None
+    return h5py
+
+
+def _typed(arrays: Any) -> History:
+    states, actions, rewards, next_states, dones = arrays
+    return History(states, actions, rewards.astype(np.float32), next_states, dones.astype(bool))
+
+
+def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
+    array = file.get(f"{goal}/actions")
+    if array is None or array.ndim != 2 or 0 in array.shape:
+        raise RequestError(f"{path}: goal {goal} has no array actions [time, streams]")
+    return array.shape[0], array.shape[1]
+
+
+def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment: Environment) -> None:
+    size = environment.observation_size
+    for name in ARRAYS:
+        array = file.get(f"{goal}/{name}")
+        if array is None:
+            raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
+        expected = (*shape, size) if name.endswith("states") else shape
+        if array.shape != expected:
+            raise RequestError(
+                f"{path}: {name} of goal {goal} is {list(array.shape)}, where {list(expected)} is expected (time, "
+                f"streams{', and the ' + str(size) + ' numbers of an observation' if len(expected) == 3 else ''} of "
+                f"{environment.name})"
+            )
+
+
+def _key(task: np.ndarray) -> bytes:
+    return np.asarray(task, dtype=np.float64).tobytes()
