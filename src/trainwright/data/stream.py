@@ -10,14 +10,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.batch_sizes import BatchSizes
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.mixture import drawn, permuted
+from trainwright.data.mixture import Part, drawn, permuted
 from trainwright.data.packing import best_fit_decreasing
+
+
+class Examples(Protocol):
+    """What a stream asks of a data set: how long its examples are, and nothing of what is in them.
+
+    Attributes:
+        fingerprint: of all that is in it.
+        mixture: the sources whose examples follow each other, where an epoch has of each as many as its share.
+    """
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def mixture(self) -> tuple[Part, ...] | None: ...
+
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        """The parts of one example that a model reads each by itself."""
+
+    def document_length(self, document: int) -> int:
+        """Tokens of one part."""
+
+    def length(self, index: int) -> int:
+        """Tokens of one example."""
+
+    def target_count(self, index: int) -> int:
+        """Targets of one example."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +113,10 @@ class GlobalBatch:
         return tuple(share) + (filler,) * (passes - len(share))
 
 
-class Stream:
+Data = TypeVar("Data", bound=Examples)
+
+
+class Stream(Generic[Data]):
     """Global batches of a dataset, epoch after epoch, each example once an epoch; of a mixture, by its shares.
 
     Args:
@@ -98,7 +131,7 @@ class Stream:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: Data,
         *,
         global_batch_size: int,
         seed: int,

@@ -120,6 +120,8 @@ class ConsoleObserver:
             rows.append(("model", f"{model}/"))
             if (Path(model) / "adapter_config.json").is_file():
                 rows.append(("use it", f'PeftModel.from_pretrained(base, "{model}")'))
+            elif (Path(model) / "agent.json").is_file():
+                rows.append(("use it", f"trainwright eval {self._run}"))
             else:
                 rows.append(("use it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():

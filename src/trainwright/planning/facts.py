@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainwright.data.lengths import Lengths, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.facts_histories import Facts, histories_of
 from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
 from trainwright.planning.operations import MicroBatch, traced
@@ -49,18 +50,13 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 }
 
 
-class Facts(NamedTuple):
-    """``assumptions``: what is not known yet and was taken for granted, in words."""
-
-    workload: Workload
-    assumptions: tuple[str, ...]
-
-
 def facts_of(recipe: Recipe) -> Facts:
     """What ``recipe`` asks for, as plans see it.
 
     Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known.
     """
+    if not recipe.has_texts:
+        return histories_of(recipe)
     assumptions: list[str] = []
     lengths = _lengths(recipe, assumptions)
     data, train = recipe.data, recipe.train

@@ -48,7 +48,8 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     for section, chosen in plan.values().items():
         values[section].update(chosen)
     if recipe.checkpoint.keep_best == "auto":
-        values["checkpoint"]["keep_best"] = recipe.data.validation is not None
+        # The lowest loss of predicted actions is not the agent that learns best in its context.
+        values["checkpoint"]["keep_best"] = recipe.has_texts and recipe.validates
     return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
 
 

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from trainwright.recipe.algorithm_distillation_checks import distillation
+from trainwright.recipe.contradiction import Contradiction, Contradictions
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import ParallelSection, Recipe
 
+__all__ = ["Contradiction", "Contradictions", "contradictions", "implied_strategy"]
+
 _ROUNDING = 1e-9
-
-
-class Contradiction(NamedTuple):
-    """``keys``: the dotted keys that do not go together, the one to look at first in front."""
-
-    keys: tuple[str, ...]
-    message: str
-
-
-class Contradictions(ValueError):
-    """Every contradiction of a recipe; raised inside pydantic's validation, which wraps it."""
-
-    def __init__(self, found: list[Contradiction]) -> None:
-        super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in found))
-        self.found = found
 
 
 def contradictions(recipe: Recipe) -> list[Contradiction]:
@@ -55,6 +45,7 @@ def _pretraining(recipe: Recipe) -> Iterator[Contradiction]:
 def _task(recipe: Recipe) -> Iterator[Contradiction]:
     if recipe.dpo is not None and recipe.task != "dpo":
         yield Contradiction(("dpo", "task"), f"has no effect with task {recipe.task}; remove it, or set task to dpo")
+    yield from distillation(recipe)
 
 
 def _model(recipe: Recipe) -> Iterator[Contradiction]:
@@ -365,12 +356,12 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or give some",
         )
     yield from _metrics(recipe)
-    if recipe.checkpoint.keep_best is True and recipe.data.validation is None:
+    if recipe.checkpoint.keep_best is True and not recipe.validates:
         yield Contradiction(
             ("checkpoint.keep_best", "data.validation"),
             "without data.validation no checkpoint is known to be better than another; set that, or this to auto",
         )
-    if evaluate.every is not None and recipe.data.validation is None and not evaluate.prompts:
+    if evaluate.every is not None and not recipe.validates and not evaluate.prompts:
         yield Contradiction(
             ("evaluate.every", "data.validation", "evaluate.prompts"),
             "there is nothing to evaluate: set data.validation or evaluate.prompts, or set it to null",

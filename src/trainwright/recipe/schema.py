@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.recipe.checks import Contradictions, contradictions
 from trainwright.recipe.data_schema import DataSection
 from trainwright.recipe.dpo_schema import DpoSection
@@ -28,7 +29,7 @@ from trainwright.recipe.fields import (
 )
 from trainwright.recipe.pretrain_schema import PretrainSection, filled_in
 
-TaskName = Literal["sft", "dpo", "pretrain"]
+TaskName = Literal["sft", "dpo", "pretrain", "algorithm_distillation"]
 AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
 
 # What an adapter may be written as in one word, and what the word stands for.
@@ -327,7 +328,12 @@ class LoggingSection(Section):
 
 
 # Sections that belong to one task, by its name.
-_TASK_SECTIONS = ("dpo", "pretrain")
+_TASK_SECTIONS = ("dpo", "pretrain", "algorithm_distillation")
+# What stands in the sections that speak of texts, for tasks that know of none; it is not written out.
+_WITHOUT_TEXTS: dict[str, dict[str, Any]] = {
+    "model": {"config": {"model_type": "history"}, "tokenizer": "none"},
+    "data": {"train": "histories", "validation": None},
+}
 
 
 class Recipe(Section):
@@ -335,7 +341,8 @@ class Recipe(Section):
 
     task: TaskName = Field(
         description="The kind of training. sft: supervised fine-tuning on conversations or text. dpo: preference "
-        "tuning on answers that were compared or judged. pretrain: learning a corpus of text."
+        "tuning on answers that were compared or judged. pretrain: learning a corpus of text. algorithm_distillation: "
+        "an agent that learns in its context, from the histories of a reinforcement-learning algorithm."
     )
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
     data: DataSection = Field(description="What the model is trained on.")
@@ -357,6 +364,9 @@ class Recipe(Section):
     pretrain: PretrainSection | None = Field(
         None, description="How the corpus becomes examples. With task pretrain only."
     )
+    algorithm_distillation: AlgorithmDistillationSection | None = Field(
+        None, description="What is learnt from which histories. With that task only, which takes no model and no data."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -365,12 +375,33 @@ class Recipe(Section):
             return values
         if (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
             values = {**values, task: {}}
-        return filled_in(values)
+        return {**_WITHOUT_TEXTS, **values} if task == "algorithm_distillation" else filled_in(values)
 
     @model_serializer(mode="wrap")
     def _without_other_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        return {key: value for key, value in values.items() if value is not None or key not in _TASK_SECTIONS}
+        unsaid = () if self.has_texts else _WITHOUT_TEXTS
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in unsaid and (value is not None or key not in _TASK_SECTIONS)
+        }
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the model reads texts: sections model and data are of these."""
+        return self.task != "algorithm_distillation"
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to measure the model on."""
+        return not self.has_texts or self.data.validation is not None
+
+    @property
+    def says_texts(self) -> bool:
+        """Whether sections model or data say anything of texts."""
+        model, data = (_WITHOUT_TEXTS[name] for name in ("model", "data"))
+        return (self.model, self.data) != (ModelSection.model_validate(model), DataSection.model_validate(data))
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Recipe:

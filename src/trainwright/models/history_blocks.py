@@ -1,0 +1,101 @@
+"""Transformer blocks over histories, with a key-value cache of a fixed size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_BASE = 10_000.0  # of the rotation's wavelengths, arXiv 2104.09864
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the tokens that a context holds so far, of every block; room for ``capacity`` tokens.
+
+    ``append`` of a block writes behind the ``length`` tokens before; ``advance`` is called once all blocks have.
+    """
+
+    capacity: int
+    length: int = 0
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    def append(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values [n, heads, t, size] of the next tokens; all there are so far, these included."""
+        if block == len(self.keys):
+            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
+            self.keys.append(keys.new_empty(shape))
+            self.values.append(values.new_empty(shape))
+        begin, end = self.length, self.length + keys.shape[2]
+        assert end <= self.capacity, "the context is longer than its cache"
+        self.keys[block][:, :, begin:end] = keys
+        self.values[block][:, :, begin:end] = values
+        return self.keys[block][:, :, :end], self.values[block][:, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+    def clear(self) -> None:
+        """Forget all tokens and keep the room."""
+        self.length = 0
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each behind a normalisation (arXiv 2002.04745).
+
+    Args:
+        index: place among the blocks, which is that of its keys and values in a cache.
+    """
+
+    def __init__(self, index: int, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.index = index
+        self.heads = heads
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: torch.Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> torch.Tensor:
+        """``hidden`` [n, t, width] follows what the cache holds; ``rotation`` [2, t, size] is of its positions."""
+        count, tokens, width = hidden.shape
+        joint = self.query_key_value(self.attention_norm(hidden))
+        query, key, value = joint.view(count, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if rotation is not None:
+            query, key = rotated(query, rotation), rotated(key, rotation)
+        causal: bool = tokens > 1
+        mask: torch.Tensor | None = None
+        if cache is not None:
+            before = cache.length
+            key, value = cache.append(self.index, key, value)
+            if before and causal:
+                mask = hidden.new_ones(tokens, before + tokens, dtype=torch.bool).tril(before)
+                causal = False
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+        mixed = self.output(mixed.transpose(1, 2).reshape(count, tokens, width))
+        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        fed = self.down(F.gelu(self.up(self.feed_forward_norm(hidden)), approximate="tanh"))
+        return hidden + F.dropout(fed, self.dropout, self.training)
+
+
+def rotation_of(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Cosines and sines [2, t, size] by which queries and keys at ``positions`` [t] are turned (arXiv 2104.09864)."""
+    frequencies = _BASE ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
+    angles = positions.float()[:, None] * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return torch.stack([angles.cos(), angles.sin()]).to(dtype)
+
+
+def rotated(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """``vectors`` [..., t, size] turned by their positions."""
+    first, second = vectors.chunk(2, -1)
+    return vectors * rotation[0] + torch.cat([-second, first], -1) * rotation[1]

@@ -1,0 +1,55 @@
+"""A trained model of histories on disk: weights, shape, and the environment it acts in.
+
+model.safetensors   the weights, by the names of ``HistoryModel``
+agent.json          shape and environment
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.errors import RequestError
+from trainwright.models.history_model import HistoryModel, HistoryShape
+from trainwright.models.save import replacing
+
+WEIGHTS, ABOUT = "model.safetensors", "agent.json"
+
+
+def save_history_model(
+    directory: Path, shape: HistoryShape, environment: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write a model; ``environment`` is a name and options."""
+    from safetensors.torch import save_file
+
+    about = {"model": shape.as_json(), "environment": dict(environment)}
+    with replacing(directory) as scratch:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
+        (scratch / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def is_history_model(directory: Path) -> bool:
+    """Whether such a model lies in a directory."""
+    return (directory / ABOUT).is_file() and (directory / WEIGHTS).is_file()
+
+
+def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
+    """The model on the CPU, and its environment's name and options.
+
+    Raises:
+        RequestError: files are missing, or do not fit each other.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
+        model = HistoryModel(HistoryShape.from_json(about["model"]), seed=0)
+        model.load_state_dict(load_file(directory / WEIGHTS))
+        return model, about["environment"]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise RequestError(f"{directory}: is no model of histories that can be read: {error}") from error

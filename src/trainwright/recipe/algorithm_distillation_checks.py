@@ -1,0 +1,94 @@
+"""Checks of a recipe for Algorithm Distillation that need more than one key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainwright.recipe.contradiction import Contradiction
+
+if TYPE_CHECKING:
+    from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+    from trainwright.recipe.schema import Recipe
+
+_SECTION = "algorithm_distillation"
+
+
+def distillation(recipe: Recipe) -> Iterator[Contradiction]:
+    """What contradicts the task, and what in its section contradicts itself."""
+    section = recipe.algorithm_distillation
+    if recipe.has_texts:
+        if section is not None:
+            yield Contradiction(
+                (_SECTION, "task"), f"has no effect with task {recipe.task}; remove it, or set task to {_SECTION}"
+            )
+        return
+    assert section is not None, "the task's section is there"
+    yield from _texts(recipe)
+    yield from _model(section)
+    yield from _compression(section)
+    yield from _tasks(section)
+
+
+def _texts(recipe: Recipe) -> Iterator[Contradiction]:
+    if recipe.says_texts:
+        yield Contradiction(
+            ("model", "data", "task"),
+            f"task {_SECTION} reads no texts: remove the sections model and data; {_SECTION}.model and "
+            f"{_SECTION}.histories say what is trained on what",
+        )
+    evaluate = recipe.evaluate
+    for key, field in type(evaluate).model_fields.items():
+        if key != "every" and getattr(evaluate, key) != field.get_default(call_default_factory=True):
+            yield Contradiction(
+                (f"evaluate.{key}", "task"),
+                f"has no effect with task {_SECTION}, which has {_SECTION}.trial; remove it",
+            )
+
+
+def _model(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
+    model, key = section.model, f"{_SECTION}.model"
+    if model.n_embd % model.n_head:
+        yield Contradiction(
+            (f"{key}.n_head", f"{key}.n_embd"), f"{model.n_head} heads cannot share a width of {model.n_embd} evenly"
+        )
+    elif model.positions == "rotary" and model.n_embd // model.n_head % 2:
+        yield Contradiction(
+            (f"{key}.positions", f"{key}.n_embd", f"{key}.n_head"),
+            f"heads of {model.n_embd // model.n_head} cannot be turned in pairs; make it even, or set it to learned",
+        )
+
+
+# What each way of compressing reads.
+_READ_BY = {"compression": "", "mark_weight": "region", "latents": "latents", "trained_regions": "latents"}
+
+
+def _compression(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
+    for key, compression in _READ_BY.items():
+        if getattr(section, key) == type(section).model_fields[key].default:
+            continue
+        if section.context != "compressed":
+            yield Contradiction(
+                (f"{_SECTION}.{key}", f"{_SECTION}.context"),
+                "has no effect with a full context; set that to compressed",
+            )
+        elif compression not in ("", section.compression):
+            yield Contradiction(
+                (f"{_SECTION}.{key}", f"{_SECTION}.compression"),
+                f"has no effect with compression {section.compression}; it belongs to {compression}",
+            )
+
+
+def _tasks(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
+    train, test = section.train_tasks, section.test_tasks
+    if isinstance(train, list) and test is not None and (both := [task for task in train if task in test]):
+        yield Contradiction(
+            (f"{_SECTION}.test_tasks", f"{_SECTION}.train_tasks"),
+            f"{len(both)} tasks are in both, such as {both[0]}: an agent is tried on tasks it was not trained on; "
+            "remove them from one",
+        )
+    if section.trial.last_episodes > section.trial.episodes:
+        yield Contradiction(
+            (f"{_SECTION}.trial.last_episodes", f"{_SECTION}.trial.episodes"),
+            f"{section.trial.last_episodes} is more than there are episodes",
+        )

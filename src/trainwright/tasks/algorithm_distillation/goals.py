@@ -1,0 +1,98 @@
+"""Which tasks a model is trained on, and on which it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainwright.errors import RequestError
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+from trainwright.reinforcement.environments import Environment
+from trainwright.reinforcement.histories import Histories
+
+_MOST_NAMED = 3
+_KEY = "algorithm_distillation"
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Tasks as parameters, and the histories of those that there are histories of.
+
+    Attributes:
+        train: of the tasks to train on, as indices into the histories' goals.
+        held_back: of the tasks that the agent is tried on, where there are any.
+        train_tasks: ``[tasks, p]``.
+        tried: ``[tasks, p]``.
+    """
+
+    train: list[int]
+    held_back: list[int]
+    train_tasks: torch.Tensor
+    tried: torch.Tensor
+
+
+def find_goals(section: AlgorithmDistillationSection, environment: Environment, histories: Histories) -> Goals:
+    """Divide the tasks as the recipe says.
+
+    Where a part of the environment's tasks was collected, that part is what is divided.
+
+    Raises:
+        RequestError: a task is none of the environment's, or there is no history of it, or it is trained on and tried.
+    """
+    known = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
+    train, test = environment.split(section.split_seed, section.test_fraction)
+    tried = test if section.test_tasks is None else _given(section.test_tasks, environment, "test_tasks")
+    apart = {_key(task) for task in tried.tolist()}
+    if isinstance(section.train_tasks, list):
+        chosen = _given(section.train_tasks, environment, "train_tasks")
+        both = [task for task in chosen.tolist() if _key(task) in apart]
+        if both:
+            raise RequestError(
+                f"{_KEY}.train_tasks: {len(both)} of them are tried as well, such as {_named(both)}: an agent is "
+                f"tried on tasks it was not trained on; remove them, or set {_KEY}.test_tasks to others"
+            )
+        missing = [task for task in chosen.tolist() if _key(task) not in known]
+        if missing:
+            raise RequestError(
+                f"{_KEY}.train_tasks: {histories.path} has no history of {_named(missing)}; collect it, or remove it"
+            )
+    else:
+        left = [task for task in torch.cat([train, test]).tolist() if _key(task) in known and _key(task) not in apart]
+        wanted = section.train_tasks or len(left)
+        if wanted > len(left):
+            raise RequestError(
+                f"{_KEY}.train_tasks: {wanted} tasks are asked for, and {histories.path} has histories of {len(left)} "
+                "that are not held back"
+            )
+        chosen = torch.tensor(left[:wanted], dtype=train.dtype)
+    if not len(chosen):
+        raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all it has are held back")
+    if not len(tried):
+        raise RequestError(f"{_KEY}.test_fraction: holds no task back to try the agent on; raise it")
+    rows = [known[_key(task)] for task in chosen.tolist()]
+    held_back = [known[_key(task)] for task in tried.tolist() if _key(task) in known]
+    return Goals(rows, held_back, chosen, tried)
+
+
+def _given(tasks: list[list[int]], environment: Environment, name: str) -> torch.Tensor:
+    all_tasks = environment.tasks()
+    known = {_key(task) for task in all_tasks.tolist()}
+    unknown = [task for task in tasks if _key(task) not in known]
+    if unknown:
+        raise RequestError(
+            f"{_KEY}.{name}: {_named(unknown)} is no task of {environment.name}; one is {all_tasks[0].tolist()}, and "
+            f"there are {len(all_tasks)}"
+        )
+    return torch.tensor(tasks, dtype=all_tasks.dtype)
+
+
+def _named(tasks: Sequence[Sequence[int]]) -> str:
+    more = f" and {len(tasks) - _MOST_NAMED} more" if len(tasks) > _MOST_NAMED else ""
+    return ", ".join(map(str, tasks[:_MOST_NAMED])) + more
+
+
+def _key(task: Sequence[float]) -> bytes:
+    return np.asarray(task, dtype=np.float64).tobytes()

@@ -1,0 +1,202 @@
+"""A trained model at work: weights frozen, it acts episode after episode and learns from nothing but its context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainwright.models.history_context import Context
+from trainwright.models.history_model import HistoryModel, HistoryShape, Steps
+from trainwright.models.history_objective import HistoryObjective
+from trainwright.parallel.world import World
+from trainwright.reinforcement.environments import Environment
+from trainwright.reinforcement.random_numbers import mixed, uniform
+
+Returns = npt.NDArray[np.float32]
+# From what the copies see and did before to the actions [n] they take.
+Policy = Callable[[Steps], torch.Tensor]
+_MOVES_BY = 4  # a whole context forgets about this part of it at once
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How an agent is tried on a task.
+
+    Attributes:
+        episodes: one after another, with all that was lived through before in the context.
+        copies: independent agents of each task.
+        temperature: the logits of actions are divided by it before one is drawn; 0 takes the likeliest.
+        cached: False computes the whole context anew in every step.
+    """
+
+    episodes: int
+    copies: int
+    temperature: float
+    seed: int = 0
+    cached: bool = True
+
+
+def try_out(
+    module: HistoryObjective,
+    environment: Environment,
+    tasks: torch.Tensor,
+    trial: Trial,
+    world: World,
+    *,
+    together: bool = False,
+    every_step: Callable[[int], None] | None = None,
+) -> Returns:
+    """Returns of every episode [tasks, copies, episodes], the same on every rank, in float32.
+
+    What a copy does depends on the seed, its task and its place among the copies, and not on who computes it.
+
+    Args:
+        tasks: ``[tasks, p]``.
+        world: its ranks share the copies; every rank must call.
+        together: every rank runs the module equally often, whatever it has of the copies.
+        every_step: is told how many of a copy's steps are done.
+    """
+    rows = len(tasks) * trial.copies
+    mine = list(range(world.rank, rows, world.size)) or ([0] if together else [])
+    found = np.zeros((0, trial.episodes), np.float32)
+    if mine:
+        shape = module.model.shape
+        context = Context(shape, len(mine), moves_by=hop(shape, environment.horizon), cached=trial.cached)
+        seeds = _seeds(trial.seed, torch.tensor(mine))
+        policy = _model_policy(module, context, trial.temperature, seeds.to(world.device))
+        own_tasks = tasks[torch.tensor(mine) // trial.copies]
+        found = play(policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step)
+    together_found = np.zeros((rows, trial.episodes), np.float32)
+    for which, values in world.gather((mine, found)):
+        together_found[which] = values
+    return together_found.reshape(len(tasks), trial.copies, trial.episodes)
+
+
+def try_at_random(environment: Environment, tasks: torch.Tensor, copies: int, episodes: int, seed: int = 0) -> Returns:
+    """As ``try_out``, of an agent that takes all actions equally often; [tasks, copies, episodes]."""
+    rows = torch.arange(len(tasks) * copies)
+    seeds = _seeds(seed, rows)
+    draws = _Draws(seeds)
+
+    def policy(step: Steps) -> torch.Tensor:
+        return (draws.next() * environment.action_count).long()
+
+    found = play(policy, environment, tasks[rows // copies], episodes, seeds, torch.device("cpu"))
+    return found.reshape(len(tasks), copies, episodes)
+
+
+@torch.no_grad()
+def play(
+    policy: Policy,
+    environment: Environment,
+    tasks: torch.Tensor,
+    episodes: int,
+    seeds: torch.Tensor,
+    device: torch.device,
+    whole_length: bool = False,
+    every_step: Callable[[int], None] | None = None,
+) -> Returns:
+    """Returns [n, episodes] of a policy on tasks [n, p], a copy of the environment each.
+
+    Args:
+        whole_length: take as many steps as the longest episodes would need, though all may be over before.
+    """
+    copies = environment.vector(tasks, device, seeds)
+    rows = torch.arange(len(tasks), device=device)
+    returns = torch.zeros(len(tasks), episodes + 1, device=device)  # the last: of what comes after
+    episode = torch.zeros(len(tasks), dtype=torch.int64, device=device)
+    states = copies.reset()
+    step = _first_step(states, environment.action_count)
+    for done_steps in range(episodes * environment.horizon):
+        actions = policy(step)
+        states, rewards, dones = copies.step(actions)
+        returns[rows, episode] += rewards
+        episode = (episode + dones).clamp_(max=episodes)
+        step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
+        if every_step is not None:
+            every_step(done_steps + 1)
+        if not whole_length and bool((episode == episodes).all()):
+            break
+    found: Returns = returns[:, :episodes].cpu().numpy()
+    return found
+
+
+def hop(shape: HistoryShape, horizon: int) -> int:
+    """How many steps a full context forgets at once: a number of whole episodes where it holds more than one."""
+    if shape.steps <= horizon:
+        return max(1, shape.steps // 2)
+    episodes = max(1, shape.steps // (_MOVES_BY * horizon))
+    # What is left then begins with an episode, if episodes last as long as they may.
+    return episodes * horizon
+
+
+def source_returns(dones: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> Returns:
+    """Returns of every episode [streams, episodes] of a source's history, from [time, streams]; of unfinished ones, and
+    where a stream has fewer, NaN."""
+    ends = np.cumsum(dones, axis=0)
+    episodes = int(ends[-1].max(initial=0))
+    found = np.full((dones.shape[1], episodes), np.nan, np.float32)
+    for stream in range(dones.shape[1]):
+        edges = np.flatnonzero(dones[:, stream]) + 1
+        if len(edges):
+            found[stream, : len(edges)] = np.add.reduceat(rewards[: edges[-1], stream], [0, *edges[:-1]])
+    return found
+
+
+def _model_policy(module: HistoryObjective, context: Context, temperature: float, seeds: torch.Tensor) -> Policy:
+    draws = _Draws(seeds)
+
+    def policy(step: Steps) -> torch.Tensor:
+        def use(model: HistoryModel) -> torch.Tensor:
+            return context.logits(model, step)
+
+        logits = module(use=use).float()
+        drawn = draws.next()
+        if temperature == 0:
+            return logits.argmax(-1)
+        up_to = (logits / temperature).softmax(-1).cumsum(-1)
+        return (drawn[:, None] * up_to[:, -1:] >= up_to).sum(-1).clamp_(max=logits.shape[-1] - 1)
+
+    return policy
+
+
+class _Draws:
+    """Numbers in [0, 1), one a copy in every step; other ones than the environment draws."""
+
+    def __init__(self, seeds: torch.Tensor) -> None:
+        self._seeds = mixed(mixed(seeds))
+        self._count = 0
+
+    def next(self) -> torch.Tensor:
+        self._count += 1
+        return uniform(self._seeds, self._count)
+
+
+def _seeds(seed: int, rows: torch.Tensor) -> torch.Tensor:
+    return rows + (seed << 32)
+
+
+def _first_step(states: torch.Tensor, actions: int) -> Steps:
+    count = len(states)
+    return Steps(
+        states[:, None],
+        torch.full((count, 1), actions, device=states.device),
+        torch.zeros(count, 1, device=states.device),
+        torch.zeros(count, 1, dtype=torch.bool, device=states.device),
+    )
+
+
+def mean_over_last(returns: Returns, episodes: int) -> Returns:
+    """Mean return of the last episodes of every copy [...]."""
+    mean: Returns = returns[..., -episodes:].mean(-1)
+    return mean
+
+
+def on_tasks(indices: Sequence[int], tasks: torch.Tensor) -> torch.Tensor:
+    """Some rows of ``tasks``."""
+    return tasks[torch.tensor(list(indices))]

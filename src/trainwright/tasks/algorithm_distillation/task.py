@@ -1,0 +1,272 @@
+"""Algorithm Distillation: a model learns from histories of learning, and then learns in its context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.engine.task import LossSum
+from trainwright.errors import RequestError
+from trainwright.models.history_files import save_history_model
+from trainwright.models.history_model import HistoryModel, HistoryShape
+from trainwright.models.history_objective import SUMS, HistoryObjective, Weights
+from trainwright.parallel.strategy import Strategy
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+from trainwright.recipe.schema import Recipe
+from trainwright.reinforcement.environments import Environment, make
+from trainwright.reinforcement.histories import Histories
+from trainwright.tasks.algorithm_distillation.goals import Goals, find_goals
+from trainwright.tasks.algorithm_distillation.in_context import Trial, mean_over_last, try_out
+from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
+from trainwright.tasks.steps import planned_examples
+
+_VALIDATION_WINDOWS = 512  # drawn from all of the tasks that are held back
+
+
+def prepare_once(recipe: Recipe, cache: Path) -> int:
+    """Check that the histories are there and fit the recipe; says what a short context costs."""
+    section = section_of(recipe)
+    environment = environment_of(section)
+    with _histories(section, environment) as histories:
+        goals = find_goals(section, environment, histories)
+        if (warning := short_context(section, environment)) is not None:
+            print(f"warning: {warning}")
+        return len(_windows(section, environment, histories, goals.train))
+
+
+def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
+    """The task of a resolved recipe."""
+    section = section_of(recipe)
+    environment = environment_of(section)
+    with _histories(section, environment) as histories:
+        goals = find_goals(section, environment, histories)
+        train = _windows(section, environment, histories, goals.train)
+        held_back = _windows(section, environment, histories, goals.held_back) if goals.held_back else None
+    return AlgorithmDistillation(recipe, environment, goals, train, held_back)
+
+
+class AlgorithmDistillation:
+    """A transformer on windows of histories, tried on tasks whose histories it was not trained on."""
+
+    weights = None
+    prompts: Sequence[str] = ()
+    start: str | None = None
+    base: str | None = None
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        environment: Environment,
+        goals: Goals,
+        train: HistoryWindows,
+        held_back: HistoryWindows | None,
+    ) -> None:
+        self._recipe = recipe
+        self._section = section_of(recipe)
+        self._environment = environment
+        self._goals = goals
+        self._train, self._held_back = train, held_back
+        model = HistoryModel(shape_of(self._section, environment), recipe.train.seed)
+        section = self._section
+        weights = Weights(
+            section.label_smoothing, section.reward_weight, section.next_state_weight, section.mark_weight
+        )
+        self._objective = HistoryObjective(model, weights)
+        self.module: nn.Module = self._objective
+        self.stream = self._stream(train, planned_examples(recipe, len(train)))
+        # Without histories of the tasks held back there is no loss, and the agent is tried all the same.
+        self.validation = self._stream(held_back or train, min(_VALIDATION_WINDOWS, len(held_back or train)))
+
+    def _stream(self, windows: HistoryWindows, total: int) -> Stream:
+        train, parallel = self._recipe.train, self._recipe.parallel
+        rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
+        assert parallel.num_processes != "auto", "the recipe is resolved"
+        return Stream(
+            windows,
+            global_batch_size=train.global_batch_size,
+            seed=train.seed,
+            rows=None if rows == "auto" else rows,
+            passes=1 if steps == "auto" else steps * parallel.num_processes,
+            total_examples=total,
+        )
+
+    def blocks(self) -> list[nn.Module]:
+        return self._objective.blocks()
+
+    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+        """Say what a short context costs, where it is one."""
+        if (warning := short_context(self._section, self._environment)) is not None:
+            notify(warning)
+
+    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+        """The loss of a micro-batch depends on nothing outside it."""
+
+    def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        sums = module(self._train.batch(micro.examples).to(device))
+        weight = float(sum(map(self._train.target_count, micro.examples)))
+        return LossSum(sums[0], weight, sums.detach().double())
+
+    def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+        """The sums of ``HistoryObjective``."""
+        windows = self._held_back or self._train
+        sums: torch.Tensor = module(windows.batch(micro.examples).to(device))
+        return sums.double() * float(micro.weight > 0)
+
+    def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        found = dict(zip(SUMS, statistics, strict=True))
+        metrics = {
+            "loss": found["total"] / found["actions"],
+            "action_loss": found["action_loss"] / found["actions"],
+            "action_accuracy": found["correct"] / found["actions"],
+        }
+        if self._section.reward_weight:
+            metrics["reward_loss"] = found["reward_loss"] / found["actions"]
+        if self._section.next_state_weight:
+            metrics["next_state_loss"] = found["state_loss"] / found["actions"]
+        if found["marks"]:
+            metrics["mark_loss"] = found["mark_loss"] / found["marks"]
+            metrics["mark_accuracy"] = found["marks_right"] / found["marks"]
+        return metrics
+
+    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
+        """Returns of the agent on the tasks held back, in its first episode and at the end; drawn, and greedy."""
+        trial = self._section.trial
+        metrics: dict[str, float] = {}
+        with strategy.whole() as (module, in_step):
+            if in_step is not None:
+                tell(in_step)
+            assert isinstance(module, HistoryObjective)
+            for prefix, temperature in dict.fromkeys([("", trial.temperature), ("greedy_", 0.0)]):
+                returns = self._try(module, strategy, temperature, together=in_step is not None)
+                metrics |= {
+                    f"{prefix}return_first": float(returns[..., 0].mean()),
+                    f"{prefix}return_last": float(mean_over_last(returns, trial.last_episodes).mean()),
+                }
+        best = float(self._environment.optimal_return(self._goals.tried).mean())
+        if best == best and best:  # not known of every environment
+            metrics["share_of_optimum"] = metrics["return_last"] / best
+        return metrics
+
+    def _try(self, module: HistoryObjective, strategy: Strategy, temperature: float, *, together: bool) -> Any:
+        trial = self._section.trial
+        asked = Trial(trial.episodes, trial.copies, temperature, self._recipe.train.seed)
+        module.eval()
+        try:
+            return try_out(module, self._environment, self._goals.tried, asked, strategy.world, together=together)
+        finally:
+            module.train()
+
+    def generate(self, module: nn.Module, prompt: str) -> str:
+        raise AssertionError("there are no prompts")
+
+    def describe(self) -> dict[str, Any]:
+        windows = self._train
+        seen = "every step" if self._section.targets == "every" else "the last step"
+        return {
+            "weights": "fresh weights",
+            "data": [
+                f"{self._section.histories}: {len(self._goals.train)} tasks of {self._environment.name}, "
+                f"{windows.steps:,} steps, every {windows.cut.subsample}. episode a history",
+                f"{len(windows):,} windows of up to {windows.cut.window} steps, {seen} a target",
+                f"tried on {len(self._goals.tried)} other tasks",
+            ],
+            "epoch_examples": len(self._train),
+            "epoch_tokens": self._train.window_steps,
+        }
+
+    def describe_example(self, index: int) -> str:
+        return self._train.describe(index)
+
+    def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+        """Write the model's weights, its shape, and the environment that it acts in."""
+        prefix = "model."
+        environment = {"name": self._environment.name, "options": self._environment.options}
+        named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
+        save_history_model(directory, self._objective.model.shape, environment, named)
+
+    def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        raise AssertionError("there is no adapter")
+
+    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+        raise AssertionError("there is no adapter")
+
+
+def section_of(recipe: Recipe) -> AlgorithmDistillationSection:
+    """The task's own section, which its recipes always have."""
+    assert recipe.algorithm_distillation is not None
+    return recipe.algorithm_distillation
+
+
+def environment_of(section: AlgorithmDistillationSection) -> Environment:
+    """Raises RequestError naming the key."""
+    try:
+        return make(section.environment, **section.environment_options)
+    except RequestError as error:
+        raise RequestError(f"algorithm_distillation.environment: {error}") from None
+
+
+def shape_of(section: AlgorithmDistillationSection, environment: Environment) -> HistoryShape:
+    """The model that a recipe asks for, in its environment."""
+    model, compressed = section.model, section.context == "compressed"
+    return HistoryShape(
+        observations=tuple(environment.observation_counts),
+        actions=environment.action_count,
+        width=model.n_embd,
+        layers=model.n_layer,
+        heads=model.n_head,
+        layout=model.layout,
+        positions=model.positions,
+        steps=section.context_length,
+        regions=2 if compressed and section.compression == "region" else 1,
+        latents=section.latents if compressed and section.compression == "latents" else 0,
+        dropout=model.dropout,
+        predicts_reward=section.reward_weight > 0,
+        predicts_next_state=section.next_state_weight > 0,
+    )
+
+
+def short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
+    """What a context costs that does not hold an episode; None where it does."""
+    if section.context_length >= environment.horizon:
+        return None
+    return (
+        f"algorithm_distillation.context_length: {section.context_length} steps are less than an episode of "
+        f"{environment.horizon}: the agent forgets what an episode brought before the next one begins, so it hardly "
+        f"gets better from one to the next; it needs several, such as {4 * environment.horizon} steps"
+    )
+
+
+def _histories(section: AlgorithmDistillationSection, environment: Environment) -> Histories:
+    try:
+        histories = Histories(section.histories)
+    except RequestError as error:
+        raise RequestError(f"algorithm_distillation.histories: {error}") from None
+    found = histories.environment
+    if (found["name"], found["options"]) != (environment.name, environment.options):
+        theirs = Histories.make_environment(histories)
+        if (theirs.name, theirs.options) != (environment.name, environment.options):
+            histories.close()
+            raise RequestError(
+                f"algorithm_distillation.histories: {section.histories} has histories of {theirs.name} "
+                f"{theirs.options}, and algorithm_distillation.environment is {environment.name} "
+                f"{environment.options}; give both the same"
+            )
+    return histories
+
+
+def _windows(
+    section: AlgorithmDistillationSection, environment: Environment, histories: Histories, goals: Sequence[int]
+) -> HistoryWindows:
+    shape = shape_of(section, environment)
+    cut = Cut.of(
+        shape,
+        subsample=section.subsample,
+        trained_regions=section.trained_regions,
+        last_only=section.targets == "last",
+    )
+    return HistoryWindows(histories, goals, cut, shape)

@@ -1,0 +1,190 @@
+"""Windows of learning histories: the examples that Algorithm Distillation trains on.
+
+A history of a learner (one goal, one stream) is its episodes one after another. Of every n-th episode, n histories are
+made that each learn n times as fast: one begins with episode 0, one with episode 1, and so on. The steps are put in
+that order once, so that a window of any of them is a stretch of memory. Windows begin where episodes begin, as contexts
+do when the model acts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainwright.data.mixture import Part
+from trainwright.models.history_model import HistoryShape, Steps
+from trainwright.models.history_objective import HistoryBatch
+from trainwright.reinforcement.histories import Histories, History
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How histories become windows.
+
+    Attributes:
+        subsample: every how many episodes one is kept.
+        steps: of a context, or of a region of a compressed one.
+        regions: that a window has of a compressed context; 1 where it is not compressed.
+        last_only: whether only the last step of a window is a target.
+    """
+
+    subsample: int
+    steps: int
+    regions: int
+    last_only: bool
+    region_before: bool  # a window is a region and the one before it, which is not there at the beginning
+
+    @classmethod
+    def of(cls, shape: HistoryShape, *, subsample: int, trained_regions: int, last_only: bool) -> Cut:
+        regions = 2 if shape.regions == 2 else trained_regions if shape.latents else 1
+        return cls(subsample, shape.steps, regions, last_only, shape.regions == 2)
+
+    @property
+    def window(self) -> int:
+        """Steps of the longest window."""
+        return self.steps * self.regions
+
+
+class HistoryWindows:
+    """All windows of the histories of some goals; as the stream sees it, a data set of examples.
+
+    Args:
+        histories: read goal by goal.
+        goals: which of them, as indices into ``histories.goals``.
+    """
+
+    mixture: tuple[Part, ...] | None = None
+
+    def __init__(self, histories: Histories, goals: Sequence[int], cut: Cut, shape: HistoryShape) -> None:
+        self.cut = cut
+        self._actions_count = shape.actions
+        arrays = [_ordered(histories.goal(goal), cut.subsample) for goal in goals]
+        self._steps = {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]}
+        begins, lengths, absent = _windows(self._steps.pop("segment"), self._steps.pop("episode_start"), cut)
+        self._begins, self._lengths, self._absent = begins, lengths, absent
+        self.fingerprint = self._fingerprint()
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all histories together."""
+        return len(self._steps["actions"])
+
+    @property
+    def window_steps(self) -> int:
+        """Steps of all windows together."""
+        return int(self._lengths.sum())
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        return (index,)
+
+    def document_length(self, document: int) -> int:
+        return self.length(document)
+
+    def length(self, index: int) -> int:
+        """Steps of one window."""
+        return int(self._lengths[index])
+
+    def target_count(self, index: int) -> int:
+        """Actions that are predicted in one window."""
+        return 1 if self.cut.last_only else self.length(index)
+
+    def describe(self, index: int) -> str:
+        """Where a window begins, for messages."""
+        return f"{self.length(index)} steps from step {int(self._begins[index])} of all histories"
+
+    def batch(self, examples: Sequence[int]) -> HistoryBatch:
+        """Tensors of some windows, filled up to the longest; of compressed contexts to whole windows."""
+        chosen = np.asarray(examples)
+        lengths, absent = self._lengths[chosen], self._absent[chosen]
+        width = int((lengths + absent).max())
+        # A region that is not there takes its room in front.
+        place = np.arange(width)[None] - absent[:, None]
+        real = (place >= 0) & (place < lengths[:, None])
+        index = self._begins[chosen][:, None] + np.clip(place, 0, lengths[:, None] - 1)
+        taken = {name: values[index] for name, values in self._steps.items()}
+        targets = real & (place == lengths[:, None] - 1) if self.cut.last_only else real
+        return HistoryBatch(
+            steps=self._seen(taken, place),
+            actions=_tensor(taken["actions"], np.int64),
+            rewards=_tensor(taken["rewards"], np.float32),
+            next_states=_tensor(taken["next_states"], np.int64),
+            real=torch.from_numpy(real),
+            targets=torch.from_numpy(targets),
+        )
+
+    def _seen(self, taken: dict[str, Array], place: Array) -> Steps:
+        first = place <= 0
+        before = {name: np.roll(taken[name], 1, axis=1) for name in ("actions", "rewards", "dones")}
+        return Steps(
+            states=_tensor(taken["states"], np.int64),
+            before_actions=_tensor(np.where(first, self._actions_count, before["actions"]), np.int64),
+            before_rewards=_tensor(np.where(first, 0.0, before["rewards"]), np.float32),
+            before_dones=_tensor(np.where(first, False, before["dones"]), np.bool_),
+        )
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.cut.__dict__, sort_keys=True).encode())
+        for name in sorted(self._steps):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(self._steps[name]).data)
+        return digest.hexdigest()[:32]
+
+
+def _tensor(values: Array, dtype: Any) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values.astype(dtype)))
+
+
+def _ordered(history: History, subsample: int) -> dict[str, Array]:
+    """The steps of a goal's streams [streams * time], those of every n-th episode together, and where these begin."""
+    dones = history.dones.T
+    starts = np.ones(dones.shape, bool)
+    starts[:, 1:] = dones[:, :-1]
+    phase = (np.cumsum(starts, axis=1) - 1) % subsample
+    # Stable, so that within a phase the steps stay in the order of time.
+    order = np.argsort(phase, axis=1, kind="stable")
+
+    def in_order(values: Array) -> Array:
+        """``values`` [time, streams] or [time, streams, k] as [streams * time] or [streams * time, k]."""
+        values = np.swapaxes(values, 0, 1)
+        index = order[..., None] if values.ndim == 3 else order
+        return np.take_along_axis(values, index, axis=1).reshape(-1, *values.shape[2:])
+
+    phases = np.take_along_axis(phase, order, axis=1)
+    begins = np.ones(dones.shape, bool)
+    begins[:, 1:] = phases[:, 1:] != phases[:, :-1]
+    found = {name: in_order(values) for name, values in history._asdict().items()}
+    return {**found, "segment": begins.reshape(-1), "episode_start": in_order(starts.T)}
+
+
+def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
+    """First step, length and absent steps in front of every window, from where histories and episodes begin."""
+    edges = np.append(np.flatnonzero(segment), len(segment))
+    starts = np.flatnonzero(episode_start | segment)
+    of = np.searchsorted(edges, starts, side="right") - 1
+    begin_of, end_of = edges[of], edges[of + 1]
+    if cut.region_before:
+        # `starts` begin the later region; the one before is whole, or the history begins here.
+        offset = starts - begin_of
+        usable = (offset == 0) | (offset >= cut.steps)
+        absent = np.where(offset == 0, cut.steps, 0)[usable]
+        begins = (starts - cut.steps)[usable] + absent
+        return begins, np.minimum(end_of[usable] - begins, cut.window - absent), absent
+    left = end_of - starts
+    # Of the windows that the end of the history cuts short, the longest is kept, so that every step is in some.
+    previous = np.roll(starts, 1)
+    whole_before = (np.roll(of, 1) == of) & (end_of - previous <= cut.window)
+    usable = ~whole_before
+    usable[0] = True
+    return starts[usable], np.minimum(left, cut.window)[usable], np.zeros(int(usable.sum()), np.int64)
