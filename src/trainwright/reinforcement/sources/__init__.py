@@ -1,0 +1,1 @@
+"""Algorithms that learn while their histories are kept."""

@@ -1,0 +1,217 @@
+"""Proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of many goals at once.
+
+The algorithm and its defaults are those of Stable-Baselines3 (https://github.com/DLR-RM/stable-baselines3), with which
+the reference code of Algorithm Distillation collects: every goal has one learner, whose experience comes from
+all of its streams. The end of an episode is final: nothing is estimated beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import one_hot
+
+from trainwright.reinforcement.environments import Environment, VectorEnvironment
+from trainwright.reinforcement.random_numbers import mixed, uniform
+from trainwright.reinforcement.sources.recording import Recording
+from trainwright.reinforcement.sources.networks import Networks
+
+
+@dataclass(frozen=True)
+class PpoSettings:
+    """What the recipe says under ``source``."""
+
+    learning_rate: float = 3e-4
+    rollout_steps: int = 80
+    batch_size: int = 40
+    epochs: int = 20
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip_range: float = 0.2
+    value_coefficient: float = 0.5
+    max_grad_norm: float = 0.5
+    hidden_size: int = 64
+
+
+class Ppo:
+    """Learners of some goals, stepped together. A goal's history does not depend on which others are among them."""
+
+    def __init__(
+        self, environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, streams: int, settings: PpoSettings
+    ) -> None:
+        """Args:
+        tasks: ``[goals, p]``.
+        seeds: int64 ``[goals]``.
+        streams: copies of the environment for each goal.
+        """
+        self.environment = environment
+        self.settings = settings
+        self.goals, self.streams = len(tasks), streams
+        stream_seeds = mixed(seeds)[:, None] + torch.arange(streams)
+        copies = tasks.repeat_interleave(streams, dim=0)
+        self.copies: VectorEnvironment = environment.vector(copies, seed=mixed(stream_seeds).flatten())
+        self._action_seeds = mixed(stream_seeds + (1 << 32))
+        self._generators = [torch.Generator().manual_seed(int(seed)) for seed in mixed(seeds)]
+        counts = environment.observation_counts
+        self._names = environment.observation_kind == "category"
+        inputs = sum(counts) if self._names else len(counts)
+        self.networks = Networks(inputs, settings.hidden_size, environment.action_count, self._generators)
+        self._acting = self.networks.buffers(streams)
+        self._learning = self.networks.buffers(settings.batch_size)
+
+    def learn(self, steps: int, progress: Callable[[float], None] | None = None) -> Recording:
+        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the part that is done."""
+        recording = Recording(self.environment, steps, self.goals, self.streams)
+        observations = self.copies.reset()
+        taken = 0
+        while taken < steps:
+            # What is learnt after the last step is never seen.
+            wanted = min(self.settings.rollout_steps, steps - taken)
+            rollout = _Rollout(wanted, self.goals, self.streams, self._encode(observations).shape[-1])
+            for step in range(wanted):
+                observations = self._step(observations, taken + step, rollout, step, recording)
+            taken += wanted
+            if taken < steps:
+                _, last_values = self._forward(self._encode(observations))
+                self._learn_from(
+                    rollout, last_values, lambda part: _tell(progress, (taken - wanted + part * wanted) / steps)
+                )
+        _tell(progress, 1.0)
+        return recording
+
+    def _step(
+        self, observations: torch.Tensor, time: int, rollout: _Rollout, step: int, recording: Recording
+    ) -> torch.Tensor:
+        inputs = self._encode(observations)
+        logits, values = self._forward(inputs)
+        log_probabilities = torch.log_softmax(logits, dim=1)
+        drawn = uniform(self._action_seeds, time)[:, None]
+        # The last number of the sum may be a rounding below one.
+        below = log_probabilities.exp().cumsum(dim=1)[:, :-1] <= drawn
+        actions = below.sum(dim=1)
+        following, rewards, dones = self.copies.step(actions.flatten())
+        shape = (self.goals, self.streams)
+        rollout.inputs[:, step] = inputs
+        rollout.actions[:, step] = actions
+        rollout.log_probabilities[:, step] = log_probabilities.gather(1, actions[:, None])[:, 0]
+        rollout.values[:, step] = values
+        rollout.rewards[:, step] = rewards.view(shape)
+        rollout.dones[:, step] = dones.view(shape)
+        recording.add(observations, actions.flatten(), rewards, self.copies.final_observations, dones)
+        return following
+
+    def _forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, values = self.networks.forward(inputs.repeat(2, 1, 1), self._acting)
+        return logits, values.clone()
+
+    def _encode(self, observations: torch.Tensor) -> torch.Tensor:
+        """What the networks are given, float32 ``[goals, streams, inputs]``."""
+        if not self._names:
+            return observations.view(self.goals, self.streams, -1).float()
+        counts = self.environment.observation_counts
+        parts = [one_hot(observations[:, place], count) for place, count in enumerate(counts)]
+        return torch.cat(parts, dim=1).view(self.goals, self.streams, -1).float()
+
+    def _learn_from(self, rollout: _Rollout, last_values: torch.Tensor, progress: Callable[[float], None]) -> None:
+        settings = self.settings
+        advantages = rollout.advantages(last_values, settings.gamma, settings.gae_lambda)
+        returns = advantages + rollout.values
+        for epoch in range(settings.epochs):
+            batches = self._shuffled(rollout, advantages, returns)
+            for number in range(len(batches.inputs)):
+                self._minibatch(batches, number)
+            progress((epoch + 1) / settings.epochs)
+
+    def _shuffled(self, rollout: _Rollout, advantages: torch.Tensor, returns: torch.Tensor) -> _Batches:
+        samples, size = advantages[0].numel(), self.settings.batch_size
+        order = torch.stack([torch.randperm(samples, generator=generator) for generator in self._generators])
+
+        def dealt(values: torch.Tensor) -> torch.Tensor:
+            """Values ``[goals, steps, streams]`` as ``[batches, goals, size]``."""
+            return values.reshape(self.goals, samples).gather(1, order).view(self.goals, -1, size).transpose(0, 1)
+
+        inputs = rollout.inputs.flatten(1, 2)
+        inputs = inputs.gather(1, order[:, :, None].expand_as(inputs)).view(self.goals, -1, size, inputs.shape[2])
+        inputs = inputs.transpose(0, 1)
+        advantages = dealt(advantages)
+        mean, deviation = advantages.mean(dim=2, keepdim=True), advantages.std(dim=2, keepdim=True)
+        # The mean over a minibatch is a sum of these.
+        advantages = ((advantages - mean) / (deviation + 1e-8) / size).contiguous()
+        actions = dealt(rollout.actions)
+        return _Batches(
+            inputs=torch.cat([inputs, inputs], dim=1),
+            actions=actions[:, :, None].contiguous(),
+            chosen=one_hot(actions, self.environment.action_count).transpose(2, 3).float().contiguous(),
+            log_probabilities=dealt(rollout.log_probabilities).contiguous(),
+            advantages=advantages,
+            limits=advantages + self.settings.clip_range * advantages.abs(),
+            returns=dealt(returns).contiguous(),
+        )
+
+    def _minibatch(self, batches: _Batches, number: int) -> None:
+        inputs, room = batches.inputs[number], self._learning
+        logits, values = self.networks.forward(inputs, room)
+        policy_slopes = room.output_slopes[: self.goals]
+        value_slopes = room.output_slopes[self.goals :, 0]
+        surrogate_slopes(batches, number, logits, policy_slopes)
+        torch.sub(values, batches.returns[number], out=value_slopes)
+        value_slopes.mul_(2 * self.settings.value_coefficient / self.settings.batch_size)
+        self.networks.backward(inputs, room)
+        self.networks.update(self.settings.learning_rate, self.settings.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """An epoch's minibatches, in everything the first dimension; then come goals, and samples last.
+
+    ``limits`` is what advantage times ratio is cut off at: the clipped surrogate is the smaller of the two.
+    """
+
+    inputs: torch.Tensor
+    actions: torch.Tensor
+    chosen: torch.Tensor
+    log_probabilities: torch.Tensor
+    advantages: torch.Tensor
+    limits: torch.Tensor
+    returns: torch.Tensor
+
+
+def surrogate_slopes(batches: _Batches, number: int, logits: torch.Tensor, out: torch.Tensor) -> None:
+    """Gradient of the clipped surrogate loss with respect to ``logits`` ``[goals, actions, samples]``, into ``out``."""
+    log_probabilities = torch.log_softmax(logits, dim=1)
+    of_chosen = log_probabilities.gather(1, batches.actions[number])[:, 0]
+    gains = of_chosen.sub_(batches.log_probabilities[number]).exp_().mul_(batches.advantages[number])
+    # Where the surrogate is cut off it is constant.
+    gains.mul_(gains <= batches.limits[number])
+    torch.sub(log_probabilities.exp_(), batches.chosen[number], out=out)
+    out.mul_(gains[:, None])
+
+
+class _Rollout:
+    """What the learners saw since they last learnt: ``[goals, steps, streams]``."""
+
+    def __init__(self, steps: int, goals: int, streams: int, inputs: int) -> None:
+        shape = (goals, steps, streams)
+        self.inputs = torch.zeros(*shape, inputs)
+        self.actions = torch.zeros(shape, dtype=torch.int64)
+        self.log_probabilities, self.values, self.rewards = (torch.zeros(shape) for _ in range(3))
+        self.dones = torch.zeros(shape, dtype=torch.bool)
+
+    def advantages(self, last_values: torch.Tensor, gamma: float, gae_lambda: float) -> torch.Tensor:
+        """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), ``[goals, steps, streams]``."""
+        found = torch.zeros_like(self.values)
+        following, running = last_values, torch.zeros_like(last_values)
+        for step in reversed(range(self.values.shape[1])):
+            goes_on = (~self.dones[:, step]).float()
+            errors = self.rewards[:, step] + gamma * goes_on * following - self.values[:, step]
+            running = errors + gamma * gae_lambda * goes_on * running
+            found[:, step] = running
+            following = self.values[:, step]
+        return found
+
+
+def _tell(progress: Callable[[float], None] | None, part: float) -> None:
+    if progress is not None:
+        progress(part)
