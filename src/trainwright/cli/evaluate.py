@@ -64,6 +64,15 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that have it.")] = "auto",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that are answered at once.")] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="Default: one a GPU, or one.")] = None,
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="Of an agent: episodes in one context. Default: as its recipe.")
+    ] = None,
+    copies: Annotated[
+        int | None, typer.Option(min=1, help="Of an agent: how many try each task. Default: as its recipe.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Of an agent: that its actions are drawn at. Default: as its recipe.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIRECTORY", help="Where metrics.json and samples.jsonl go; must be new.")
     ] = None,
@@ -72,12 +81,37 @@ def evaluate(
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
+    from trainwright.cli.evaluate_agent import evaluate_agent, may_be_agent
     from trainwright.cli.workers import dtype_name, in_processes, process_count, work_directory
     from trainwright.evaluation.asked import Asked
     from trainwright.launch.environment import refuse_worker
     from trainwright.machine.detect import detect
 
     refuse_worker("eval")
+    trial = {"episodes": episodes, "copies": copies, "temperature": temperature}
+    of_texts = {
+        "--data": data,
+        "--format": format != "auto",
+        "--against": against,
+        "--adapter": adapter,
+        "--metrics": metrics,
+        "--answer-pattern": answer_pattern,
+        "--json-schema": json_schema,
+        "--limit": limit,
+        "--quick": quick,
+        "--full": full,
+        "--max-length": max_length,
+        "--lm-eval": lm_eval,
+        "--lm-eval-include": lm_eval_include,
+        "--dtype": dtype != "auto",
+        "--batch-size": batch_size,
+    }
+    if may_be_agent(model) and evaluate_agent(
+        model, checkpoint, trial, of_texts, num_processes, _new_directory(out, model)
+    ):
+        return
+    if given := [name for name, value in trial.items() if value is not None]:
+        raise RequestError(f"--{given[0]}: has no effect, as {model} is no agent that acts in an environment")
     names = _metrics(metrics, answer_pattern, json_schema)
     if quick and (full or limit is not None):
         raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")

@@ -35,6 +35,11 @@ class KeyValueCache:
         self.values[block][:, :, begin:end] = values
         return self.keys[block][:, :, :end], self.values[block][:, :, :end]
 
+    @property
+    def room(self) -> int:
+        """Tokens that keys are held for, whether they are used or not."""
+        return max((keys.shape[2] for keys in self.keys), default=0)
+
     def advance(self, tokens: int) -> None:
         self.length += tokens
 

@@ -38,6 +38,11 @@ class Context:
         """Steps in the context; of a compressed one, in this region."""
         return 0 if self._steps is None else self._steps.length
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that there is room for in the cache: of this size it stays."""
+        return 0 if self._cache is None else self._cache.room
+
     def logits(self, model: HistoryModel, step: Steps) -> torch.Tensor:
         """Of the actions [count, actions] after one more step [count, 1]."""
         if not self._begun:

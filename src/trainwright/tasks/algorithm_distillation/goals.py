@@ -44,7 +44,7 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     """
     known = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
     train, test = environment.split(section.split_seed, section.test_fraction)
-    tried = test if section.test_tasks is None else _given(section.test_tasks, environment, "test_tasks")
+    tried = tasks_tried(section, environment)
     apart = {_key(task) for task in tried.tolist()}
     if isinstance(section.train_tasks, list):
         chosen = _given(section.train_tasks, environment, "train_tasks")
@@ -70,11 +70,23 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
         chosen = torch.tensor(left[:wanted], dtype=train.dtype)
     if not len(chosen):
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all it has are held back")
-    if not len(tried):
-        raise RequestError(f"{_KEY}.test_fraction: holds no task back to try the agent on; raise it")
     rows = [known[_key(task)] for task in chosen.tolist()]
     held_back = [known[_key(task)] for task in tried.tolist() if _key(task) in known]
     return Goals(rows, held_back, chosen, tried)
+
+
+def tasks_tried(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
+    """The tasks ``[tasks, p]`` that are held back.
+
+    Raises:
+        RequestError: one of them is none of the environment's, or there are none.
+    """
+    if section.test_tasks is not None:
+        return _given(section.test_tasks, environment, "test_tasks")
+    tried = environment.split(section.split_seed, section.test_fraction)[1]
+    if not len(tried):
+        raise RequestError(f"{_KEY}.test_fraction: holds no task back to try the agent on; raise it")
+    return tried
 
 
 def _given(tasks: list[list[int]], environment: Environment, name: str) -> torch.Tensor:

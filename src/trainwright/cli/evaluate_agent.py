@@ -1,0 +1,78 @@
+"""``trainwright eval`` of a model of histories: how well it learns in its context."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import World
+    from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked
+
+
+def may_be_agent(model: str) -> bool:
+    """Whether it is worth asking, which takes the imports of torch."""
+    path = Path(model).expanduser()
+    return (path / "recipe.yaml").is_file() or (path / "agent.json").is_file()
+
+
+def evaluate_agent(
+    model: str,
+    checkpoint: str | None,
+    trial: Mapping[str, Any],
+    of_texts: Mapping[str, Any],
+    num_processes: int | None,
+    directory: Path,
+) -> bool:
+    """Try the agent and write what was found, or False where the model is none.
+
+    Args:
+        trial: episodes, copies and temperature, None where they are not given.
+        of_texts: options by name that speak of texts, with their values; an agent takes none of them.
+
+    Raises:
+        RequestError: an option that would have no effect, or an agent that cannot be tried.
+    """
+    from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, AgentReport, is_agent
+
+    if not is_agent(model):
+        return False
+    if unread := [name for name, value in of_texts.items() if value]:
+        raise RequestError(f"{unread[0]}: has no effect, as {model} acts in an environment and reads no texts")
+    from trainwright.cli.workers import in_processes, process_count, work_directory
+    from trainwright.machine.detect import detect
+
+    machine = detect()
+    asked = AgentAsked(model=model, checkpoint=checkpoint, **trial)
+    processes = process_count(machine, num_processes)
+    with work_directory("eval") as work:
+        in_processes(
+            functools.partial(_prepare, asked),
+            functools.partial(_entry, asked, work),
+            modules=["trainwright.tasks.algorithm_distillation.evaluation"],
+            machine=machine,
+            processes=processes,
+            work=work,
+        )
+        report = AgentReport.of(asked, work)
+        for line in report.lines():
+            print(line)
+        report.write(directory)
+    print(f"\n{directory}/")
+    return True
+
+
+def _prepare(asked: AgentAsked) -> None:
+    from trainwright.tasks.algorithm_distillation.evaluation import find_agent, load_agent
+
+    load_agent(*find_agent(asked))
+
+
+def _entry(asked: AgentAsked, work: Path, world: World) -> None:
+    from trainwright.tasks.algorithm_distillation.evaluation import work_on
+
+    work_on(asked, work, world)

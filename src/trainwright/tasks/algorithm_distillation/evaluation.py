@@ -1,0 +1,242 @@
+"""An agent tried on tasks by itself, after its training: in all processes, against its source, chance and the optimum.
+
+What is left in a directory:
+
+    eval_result.npz   returns of every episode, float32: sampled and greedy [tasks, copies, episodes], random likewise,
+                      source [tasks, streams, episodes] where there are histories of the tasks (NaN where a stream has
+                      no such episode); tasks [tasks, p], optimum [tasks]
+    metrics.json      means, with 95 % intervals
+    returns.png       returns by episode
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.engine.checkpoint import Checkpoint
+from trainwright.errors import RequestError
+from trainwright.inference.finding import Found, find_model
+from trainwright.models.history_files import is_history_model, load_history_model
+from trainwright.models.history_model import HistoryModel
+from trainwright.models.history_objective import HistoryObjective, Weights
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+from trainwright.reinforcement.environments import Environment
+from trainwright.reinforcement.histories import Histories
+from trainwright.tasks.algorithm_distillation.goals import tasks_tried
+from trainwright.tasks.algorithm_distillation.in_context import (
+    Returns,
+    Trial,
+    mean_over_last,
+    source_returns,
+    try_at_random,
+    try_out,
+)
+from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of
+
+RESULT, METRICS, FIGURE = "eval_result.npz", "metrics.json", "returns.png"
+_NORMAL_95 = 1.959964  # the normal distribution's 97.5 % quantile
+_SHOWN_EPISODES = 10
+
+
+@dataclass(frozen=True)
+class AgentAsked:
+    """What is to be tried, and how; None: as the recipe of the run says."""
+
+    model: str
+    checkpoint: str | None = None
+    episodes: int | None = None
+    copies: int | None = None
+    temperature: float | None = None
+    seed: int = 0
+
+
+def is_agent(model: str) -> bool:
+    """Whether what a user names is a model of histories, or a run or checkpoint of one. Reads no weights."""
+    path = Path(model).expanduser()
+    recipe = path / "recipe.yaml"
+    if recipe.is_file():
+        from trainwright.recipe.loading import load_recipe
+
+        return load_recipe(recipe).task == "algorithm_distillation"
+    return is_history_model(path)
+
+
+def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
+    """Where the weights are, and the section that says how they are tried.
+
+    Raises:
+        RequestError: there is no such agent.
+    """
+    path = Path(asked.model).expanduser()
+    inside = path.resolve().parent if is_history_model(path) else path
+    is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
+    found = find_model(str(inside) if is_final else asked.model, None, "final" if is_final else asked.checkpoint)
+    if found.recipe is not None:
+        assert found.recipe.algorithm_distillation is not None
+        section = found.recipe.algorithm_distillation
+    else:
+        _, environment = load_history_model(path)
+        section = AlgorithmDistillationSection(
+            environment=environment["name"], environment_options=environment["options"]
+        )
+    given = {key: getattr(asked, key) for key in ("episodes", "copies", "temperature")}
+    trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
+    trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
+    return found, section.model_copy(update={"trial": trial})
+
+
+def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryObjective:
+    """The model in evaluation mode on the CPU.
+
+    Raises:
+        RequestError: its files cannot be read.
+    """
+    if found.checkpoint is None:
+        assert found.section.name is not None
+        model, _ = load_history_model(Path(found.section.name))
+        return HistoryObjective(model, Weights()).eval()
+    objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), found.seed), Weights())
+    with Checkpoint.open(found.checkpoint, verify=False).reader() as read, torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            parameter.copy_(read(f"model.{name}", Shard.whole(parameter)))
+    return objective.eval()
+
+
+def work_on(asked: AgentAsked, work: Path, world: World) -> None:
+    """Try the agent with all ranks; rank 0 leaves ``eval_result.npz`` in ``work``."""
+    found, section = find_agent(asked)
+    environment = environment_of(section)
+    tasks = tasks_tried(section, environment)
+    module = load_agent(found, section).to(world.device)
+    trial = Trial(section.trial.episodes, section.trial.copies, section.trial.temperature, asked.seed)
+    sampled = try_out(module, environment, tasks, trial, world)
+    greedy = try_out(module, environment, tasks, replace(trial, temperature=0.0), world)
+    if not world.is_main:
+        return
+    arrays = {
+        "tasks": tasks.numpy(),
+        "optimum": environment.optimal_return(tasks).numpy(),
+        "sampled": sampled,
+        "greedy": greedy,
+        "random": try_at_random(environment, tasks, trial.copies, trial.episodes, asked.seed),
+    }
+    source = _source(section, environment, tasks)
+    if source is not None:
+        arrays["source"] = source
+    np.savez(work / RESULT, **arrays)
+
+
+def _source(section: AlgorithmDistillationSection, environment: Environment, tasks: torch.Tensor) -> Returns | None:
+    """Returns of the algorithm that the model learnt from, on the tasks; None where there are no histories of them."""
+    if not Path(section.histories).is_file():
+        return None
+    try:
+        with Histories(section.histories) as histories:
+            rows = [histories.goal(index) for index in histories.indices_of(tasks)]
+    except RequestError:  # others than those, or not of all of these tasks
+        return None
+    found = [source_returns(history.dones, history.rewards) for history in rows]
+    longest = max(returns.shape[1] for returns in found)
+    widened = [np.pad(each, ((0, 0), (0, longest - each.shape[1])), constant_values=np.nan) for each in found]
+    return np.stack(widened)
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """What was found: the arrays of ``eval_result.npz``, and of how many last episodes the end is."""
+
+    arrays: dict[str, Any]
+    last_episodes: int
+
+    @classmethod
+    def of(cls, asked: AgentAsked, work: Path) -> AgentReport:
+        """What ``work_on`` left."""
+        with np.load(work / RESULT) as file:
+            return cls({name: file[name] for name in file.files}, find_agent(asked)[1].trial.last_episodes)
+
+    def metrics(self) -> dict[str, Any]:
+        """Mean returns of the first episode and of the last ones, with intervals, and of every task at the end."""
+        found: dict[str, Any] = {"optimum": _number(self.arrays["optimum"].mean())}
+        for name in self._agents():
+            returns = self.arrays[name]
+            parts = {"first": returns[..., :1], "last": returns[..., -self.last_episodes :]}
+            found[name] = {
+                key: dict(zip(("mean", "low", "high"), interval(part), strict=True)) for key, part in parts.items()
+            }
+        tasks = self.arrays["tasks"].tolist()
+        ends = mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
+        optimum = self.arrays["optimum"]
+        found["tasks"] = [
+            {"task": task, "return": float(end), "optimum": _number(best)}
+            for task, end, best in zip(tasks, ends, optimum, strict=True)
+        ]
+        return found
+
+    def lines(self) -> Iterator[str]:
+        """A table of returns by episode, and the end of it with intervals."""
+        agents = self._agents()
+        episodes = self.arrays["sampled"].shape[-1]
+        shown = sorted({round(i * (episodes - 1) / max(1, _SHOWN_EPISODES - 1)) for i in range(_SHOWN_EPISODES)})
+        yield f"{'episode':<10}" + "".join(f"{name:>10}" for name in agents)
+        for episode in shown:
+            cells = (_at(self.arrays[name], episode) for name in agents)
+            yield f"{episode + 1:<10}" + "".join(f"{cell:>10}" for cell in cells)
+        yield ""
+        for name in agents:
+            first = interval(self.arrays[name][..., :1])
+            last = interval(self.arrays[name][..., -self.last_episodes :])
+            yield f"{name:<10} {_words(first)} at first, {_words(last)} over the last {self.last_episodes}"
+        best = self.arrays["optimum"].mean()
+        if np.isfinite(best):
+            yield f"{'optimum':<10} {best:.2f}"
+
+    def write(self, directory: Path) -> None:
+        """Arrays, metrics and figure into a new directory."""
+        from trainwright.tasks.algorithm_distillation.figure import draw
+
+        directory.mkdir(parents=True)
+        np.savez(directory / RESULT, **self.arrays)
+        (directory / METRICS).write_text(json.dumps(self.metrics(), indent=2) + "\n", encoding="utf-8")
+        draw(self.arrays, directory / FIGURE)
+
+    def _agents(self) -> list[str]:
+        return [name for name in ("sampled", "greedy", "random", "source") if name in self.arrays]
+
+
+def interval(returns: Returns) -> tuple[float, float, float]:
+    """Mean of returns [tasks, copies, ...], and its 95 % interval for other copies on these same tasks.
+
+    The tasks are strata, each with as many copies (Cochran 1977, chapter 5): its mean varies as those of the copies do.
+    """
+    flat = returns.reshape(*returns.shape[:2], -1)
+    each = np.nanmean(flat, -1, dtype=np.float64)
+    mean = float(each.mean())
+    tasks, copies = each.shape
+    if copies < 2:
+        return mean, mean, mean
+    error = _NORMAL_95 * float(np.sqrt(each.var(1, ddof=1).sum() / copies)) / tasks
+    return mean, mean - error, mean + error
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _at(returns: Returns, episode: int) -> str:
+    if episode >= returns.shape[-1] or np.isnan(returns[..., episode]).all():
+        return "-"
+    return f"{np.nanmean(returns[..., episode]):.2f}"
+
+
+def _words(found: Sequence[float]) -> str:
+    mean, low, high = found
+    return f"{mean:6.2f} [{low:.2f}, {high:.2f}]"
