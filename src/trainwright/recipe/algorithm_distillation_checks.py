@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.source_schema import source_contradictions
 
 if TYPE_CHECKING:
     from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
@@ -25,6 +26,7 @@ def distillation(recipe: Recipe) -> Iterator[Contradiction]:
         return
     assert section is not None, "the task's section is there"
     yield from _texts(recipe)
+    yield from source_contradictions(section.source, f"{_SECTION}.source")
     yield from _model(section)
     yield from _compression(section)
     yield from _tasks(section)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.fields import BelowOne, Count, NotNegative, Section, Text, whole
+from trainwright.recipe.source_schema import SourceSection
 
 Task = Annotated[list[int], Field(min_length=1)]
 Number = Annotated[int, Field(ge=0), BeforeValidator(whole)]
@@ -50,6 +51,9 @@ class AlgorithmDistillationSection(Section):
     environment_options: dict[str, Any] = Field({}, description="What the environment is made with, by its names.")
     histories: Text = Field(
         "histories.h5", description="The file of histories that trainwright collect writes and training reads."
+    )
+    source: SourceSection = Field(
+        default_factory=SourceSection, description="The algorithm that trainwright collect keeps histories of."
     )
     model: HistoryModelSection = Field(
         default_factory=HistoryModelSection, description="The transformer, which is always a fresh one."

@@ -182,6 +182,20 @@ def write(path: Path, environment: Environment, source: Mapping[str, Any], histo
     part.replace(path)
 
 
+def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Returns of every finished episode, float32 ``[streams, episodes]``, of a goal's arrays ``[time, streams]``.
+
+    NaN where a stream has fewer than another.
+    """
+    episodes = int(dones.sum(axis=0).max(initial=0))
+    found = np.full((dones.shape[1], episodes), np.nan, np.float32)
+    for stream in range(dones.shape[1]):
+        ends = np.flatnonzero(dones[:, stream]) + 1
+        sums = np.concatenate([[0.0], rewards[:, stream].cumsum(dtype=np.float64)])[[0, *ends]]
+        found[stream, : len(ends)] = np.diff(sums)
+    return found
+
+
 def narrow(counts: Sequence[int]) -> type[np.integer]:
     """The smallest type that holds whole numbers below each of ``counts``."""
     for kind in (np.uint8, np.int16):

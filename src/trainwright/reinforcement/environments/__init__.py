@@ -17,6 +17,8 @@ _PLACES = {
     "darkroom-hard": ("grid", "DarkroomHard"),
     "darkroom-permuted": ("grid", "DarkroomPermuted"),
     "key-to-door": ("key_to_door", "KeyToDoor"),
+    "bandit": ("bandit", "Bandit"),
+    "gymnasium": ("user", "UserEnvironment"),
 }
 NAMES = tuple(_PLACES)
 

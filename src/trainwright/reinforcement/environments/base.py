@@ -84,6 +84,8 @@ class VectorEnvironment(ABC):
     Attributes:
         copies: how many.
         final_observations: int64 ``[n, k]``. What the last step led to, before copies that were done began anew.
+        final_states: the same of ``states()``.
+        ended: bool ``[n]``. Where the last step ended an episode for a reason other than the horizon.
     """
 
     def __init__(self, environment: Environment, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
@@ -118,10 +120,10 @@ class VectorEnvironment(ABC):
         """
         rewards, over = self._move(actions)
         self.elapsed += 1
-        dones = self.elapsed >= self.horizon
-        if over is not None:
-            dones |= over
+        self.ended = torch.zeros_like(self.elapsed, dtype=torch.bool) if over is None else over
+        dones = (self.elapsed >= self.horizon) | self.ended
         observations = self.final_observations = self.observations()
+        self.final_states = self.states()
         # Most episodes end together, and most steps end none.
         if bool(dones.any()):
             observations = self.reset(dones)

@@ -1,1 +1,39 @@
 """Algorithms that learn while their histories are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.reinforcement.environments import Environment
+    from trainwright.reinforcement.sources.recording import Recording
+
+# What a source says that is not a setting of its algorithm.
+_COMMON = ("name", "streams", "steps", "seed")
+
+
+class Learners(Protocol):
+    """Learners of some goals."""
+
+    def learn(self, steps: int, progress: Callable[[float], None] | None = None) -> Recording:
+        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the part that is done."""
+        ...
+
+
+def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, source: Mapping[str, Any]) -> Learners:
+    """Fresh learners of ``tasks`` ``[goals, p]``, seeded by ``seeds`` int64 ``[goals]``.
+
+    Args:
+        source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
+    """
+    from trainwright.reinforcement.sources.ppo import Ppo, PpoSettings
+    from trainwright.reinforcement.sources.tables import QLearningSettings, Tables, UcbSettings
+
+    own = {key: value for key, value in source.items() if key not in _COMMON}
+    if source["name"] == "ppo":
+        return Ppo(environment, tasks, seeds, source["streams"], PpoSettings(**own))
+    settings = QLearningSettings(**own) if source["name"] == "q-learning" else UcbSettings(**own)
+    return Tables(environment, tasks, seeds, source["streams"], settings)

@@ -31,11 +31,11 @@ class Networks:
         self.goals = len(generators)
         self.actions = actions
         shapes = [(inputs, hidden), (1, hidden), (hidden, hidden), (1, hidden), (actions, hidden), (actions, 1)]
-        size = sum(rows * columns for rows, columns in shapes)
-        self.parameters = torch.zeros(2 * self.goals, size)
-        self.gradients = torch.zeros_like(self.parameters)
-        self.weights = _views(self.parameters, shapes)
-        self.slopes = _views(self.gradients, shapes)
+        size = 2 * self.goals * sum(rows * columns for rows, columns in shapes)
+        self.parameters, self.gradients = torch.zeros(size), torch.zeros(size)
+        self.weights = _views(self.parameters, 2 * self.goals, shapes)
+        self.slopes = _views(self.gradients, 2 * self.goals, shapes)
+        self._norms = torch.zeros(len(shapes), 2 * self.goals)
         self._moments = torch.zeros_like(self.parameters), torch.zeros_like(self.parameters)
         self._updates = torch.tensor(0.0)
         for goal, generator in enumerate(generators):
@@ -85,9 +85,12 @@ class Networks:
 
     def update(self, learning_rate: float, max_grad_norm: float) -> None:
         """A step of Adam, after scaling down the gradients of those goals whose norm is above ``max_grad_norm``."""
-        by_goal = self.gradients.view(2, self.goals, -1)
-        norms = torch.linalg.vector_norm(by_goal, dim=(0, 2))
-        by_goal.mul_((max_grad_norm / (norms + 1e-6)).clamp_(max=1)[:, None])
+        for slopes, norms in zip(self.slopes, self._norms, strict=True):
+            torch.linalg.vector_norm(slopes.flatten(1), dim=1, out=norms)
+        norms = torch.linalg.vector_norm(self._norms.view(-1, self.goals), dim=0)
+        factors = (max_grad_norm / (norms + 1e-6)).clamp_(max=1).repeat(2)[:, None, None]
+        for slopes in self.slopes:
+            slopes.mul_(factors)
         adam(
             [self.parameters],
             [self.gradients],
@@ -131,7 +134,7 @@ def _through_tanh(slopes: torch.Tensor, activations: torch.Tensor) -> None:
     torch.ops.aten.tanh_backward.grad_input(slopes, activations, grad_input=slopes)
 
 
-def _views(flat: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    sizes = [rows * columns for rows, columns in shapes]
-    parts = flat.split(sizes, dim=1)
-    return [part.view(len(flat), *shape) for part, shape in zip(parts, shapes, strict=True)]
+def _views(flat: torch.Tensor, networks: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    # Each is contiguous, as batched products are much slower where what they write to is not.
+    parts = flat.split([networks * rows * columns for rows, columns in shapes])
+    return [part.view(networks, *shape) for part, shape in zip(parts, shapes, strict=True)]

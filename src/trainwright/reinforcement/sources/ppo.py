@@ -15,8 +15,8 @@ from torch.nn.functional import one_hot
 
 from trainwright.reinforcement.environments import Environment, VectorEnvironment
 from trainwright.reinforcement.random_numbers import mixed, uniform
-from trainwright.reinforcement.sources.recording import Recording
 from trainwright.reinforcement.sources.networks import Networks
+from trainwright.reinforcement.sources.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,9 @@ class Ppo:
             taken += wanted
             if taken < steps:
                 _, last_values = self._forward(self._encode(observations))
-                self._learn_from(
-                    rollout, last_values, lambda part: _tell(progress, (taken - wanted + part * wanted) / steps)
-                )
-        _tell(progress, 1.0)
+                self._learn_from(rollout, last_values)
+            if progress is not None:
+                progress(taken / steps)
         return recording
 
     def _step(
@@ -114,15 +113,14 @@ class Ppo:
         parts = [one_hot(observations[:, place], count) for place, count in enumerate(counts)]
         return torch.cat(parts, dim=1).view(self.goals, self.streams, -1).float()
 
-    def _learn_from(self, rollout: _Rollout, last_values: torch.Tensor, progress: Callable[[float], None]) -> None:
+    def _learn_from(self, rollout: _Rollout, last_values: torch.Tensor) -> None:
         settings = self.settings
         advantages = rollout.advantages(last_values, settings.gamma, settings.gae_lambda)
         returns = advantages + rollout.values
-        for epoch in range(settings.epochs):
+        for _ in range(settings.epochs):
             batches = self._shuffled(rollout, advantages, returns)
             for number in range(len(batches.inputs)):
                 self._minibatch(batches, number)
-            progress((epoch + 1) / settings.epochs)
 
     def _shuffled(self, rollout: _Rollout, advantages: torch.Tensor, returns: torch.Tensor) -> _Batches:
         samples, size = advantages[0].numel(), self.settings.batch_size
@@ -210,8 +208,3 @@ class _Rollout:
             found[:, step] = running
             following = self.values[:, step]
         return found
-
-
-def _tell(progress: Callable[[float], None] | None, part: float) -> None:
-    if progress is not None:
-        progress(part)

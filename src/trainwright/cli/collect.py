@@ -1,0 +1,123 @@
+"""``trainwright collect``: let an algorithm learn in an environment, and keep the histories of its learning."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+    from trainwright.reinforcement.collection import Collection, Progress
+
+
+def collect(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe with task algorithm_distillation.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe, in YAML."),
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that learn, one core each. Default: one for every core.")
+    ] = None,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw how the algorithm learnt.")] = None,
+) -> None:
+    """Collect the histories that a recipe trains on.
+
+    Stopped at any moment, the same command goes on where it was: finished tasks are kept.
+    """
+    from trainwright.machine.detect import detect
+    from trainwright.recipe.loading import load_recipe
+    from trainwright.reinforcement.collection import collect as collect_histories
+
+    section = load_recipe(recipe, overrides or []).algorithm_distillation
+    if section is None:
+        raise RequestError(f"{recipe}: collects no histories; that is for recipes with task: algorithm_distillation")
+    collection = _collection(section)
+    processes = num_processes or detect().cpu_cores
+    source = section.source
+    typer.echo(
+        f"{source.name} in {section.environment}: {len(collection.goals):,} tasks x {source.streams} streams x "
+        f"{source.steps:,} steps, {processes} processes"
+    )
+    began = time.monotonic()
+    with _Shown() as shown:
+        made = collect_histories(collection, processes, shown)
+    size = collection.path.stat().st_size / 2**20
+    how = f"written in {time.monotonic() - began:,.0f} s" if made else "was there already"
+    typer.echo(f"{collection.path}: {size:,.1f} MiB, {how}")
+    _summarise(collection.path, chart)
+
+
+def _collection(section: AlgorithmDistillationSection) -> Collection:
+    from trainwright.reinforcement.collection import Collection
+    from trainwright.reinforcement.environments import make
+
+    environment = make(section.environment, **section.environment_options)
+    count = section.source.tasks
+    goals = list(range(len(environment.tasks())))
+    if count is not None:
+        goals, _ = environment.split_indices(section.split_seed, section.test_fraction)
+        if count > len(goals):
+            raise RequestError(
+                f"algorithm_distillation.source.tasks: {count:,} is more than the {len(goals):,} tasks of "
+                f"{section.environment} that are not held back; lower it, or set it to null for all"
+            )
+        goals = goals[:count]
+    path = Path(section.histories).expanduser()
+    return Collection(section.environment, environment.options, tuple(sorted(goals)), section.source.algorithm, path)
+
+
+class _Shown:
+    """A progress bar where there is a terminal, and a line for each finished group of tasks elsewhere."""
+
+    def __init__(self) -> None:
+        from rich import progress as bars
+        from rich.console import Console
+
+        self._console = Console(highlight=False, soft_wrap=True)
+        parts = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TextColumn("{task.percentage:.0f} %"))
+        self._bar = bars.Progress(*parts, bars.TimeRemainingColumn(), console=self._console, transient=True)
+        self._task = self._bar.add_task("tasks", total=1.0)
+        self._said = -1
+
+    def __enter__(self) -> _Shown:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        said = f"{progress.goals} of {progress.all_goals} tasks"
+        self._bar.update(self._task, completed=progress.done, description=said)
+        if not self._console.is_terminal and progress.goals != self._said:
+            self._console.print(f"{said} finished")
+        self._said = progress.goals
+
+
+def _summarise(path: Path, chart: Path | None) -> None:
+    import numpy as np
+
+    from trainwright.reinforcement.curves import draw_curves, learning_curves, optimum
+    from trainwright.reinforcement.histories import Histories
+
+    with Histories(path) as histories:
+        curves = learning_curves(histories)
+        if curves.shape[1] == 0:
+            typer.echo("no episode has come to an end: algorithm_distillation.source.steps is less than an episode")
+            return
+        mean = np.nanmean(curves, axis=0)
+        shown = sorted({round(place) for place in np.linspace(0, len(mean) - 1, min(len(mean), 8))})
+        by_episode = ", ".join(f"{mean[episode]:.2f} in episode {episode + 1}" for episode in shown)
+        best = optimum(histories)
+        typer.echo(f"mean return: {by_episode}" + (f"; at best {best:.2f}" if np.isfinite(best) else ""))
+        if chart is not None:
+            draw_curves(histories, chart)
+            typer.echo(f"drawn in {chart}")

@@ -1,0 +1,149 @@
+"""A user's own Gymnasium environment, by the place of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
+
+_KEY = "environment gymnasium"
+
+
+class UserEnvironment(Environment):
+    """Any ``gymnasium.Env`` with a Discrete action space and whole numbers as observations.
+
+    A task is the number of an entry of ``tasks``, the keywords that the class is called with. The copies are stepped
+    one after the other, in this process.
+    """
+
+    name = "gymnasium"
+
+    def __init__(
+        self,
+        entry_point: str,
+        tasks: list[dict[str, Any]],
+        horizon: int,
+        optimal_returns: list[float] | None = None,
+    ) -> None:
+        """Args:
+            entry_point: ``package.module:Class``.
+            tasks: keywords of each task.
+            horizon: steps after which an episode ends in any case.
+            optimal_returns: the best return of each task, where known.
+
+        Raises:
+            RequestError: the class cannot be imported or called, or its spaces are of another kind.
+        """
+        self.options = {"entry_point": entry_point, "tasks": tasks, "horizon": horizon}
+        if optimal_returns is not None:
+            self.options["optimal_returns"] = optimal_returns
+        if not tasks:
+            raise RequestError(f"{_KEY}: tasks is empty; give the keywords of each task, such as [{{goal: 3}}]")
+        if optimal_returns is not None and len(optimal_returns) != len(tasks):
+            raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; give as many")
+        self.keywords, self.horizon, self.optimal_returns = tasks, horizon, optimal_returns
+        self.kind = _imported(entry_point)
+        self.observation_counts, category = self._look_at_spaces(entry_point)
+        self.observation_kind = "category" if category else "coordinates"  # type: ignore[misc]
+        self.state_count = 1
+        for count in self.observation_counts:
+            self.state_count *= count
+
+    def _look_at_spaces(self, entry_point: str) -> tuple[tuple[int, ...], bool]:
+        from gymnasium import spaces
+
+        one = self.build(0)
+        actions, observations = one.action_space, one.observation_space
+        one.close()
+        if not isinstance(actions, spaces.Discrete) or actions.start != 0:
+            raise RequestError(f"{_KEY}: the actions of {entry_point} are {actions}; Discrete ones from 0 are needed")
+        self.action_count = int(actions.n)
+        if isinstance(observations, spaces.Discrete) and observations.start == 0:
+            return (int(observations.n),), True
+        if isinstance(observations, spaces.MultiDiscrete) and observations.nvec.ndim == 1:
+            return tuple(int(count) for count in observations.nvec), False
+        whole = isinstance(observations, spaces.Box) and observations.dtype.kind in "iu"
+        if whole and len(observations.shape) == 1 and (observations.low == 0).all():
+            return tuple(int(high) + 1 for high in observations.high), False
+        raise RequestError(
+            f"{_KEY}: the observations of {entry_point} are {observations}; whole numbers from 0 are needed: Discrete, "
+            "MultiDiscrete, or a Box of integers in one row"
+        )
+
+    def build(self, task: int) -> Any:
+        """One environment of that task."""
+        keywords = self.keywords[task]
+        try:
+            return self.kind(**keywords)
+        except Exception as error:
+            raise RequestError(f"{_KEY}: cannot be made with {keywords} (task {task}): {error}") from error
+
+    def tasks(self) -> torch.Tensor:
+        return torch.arange(len(self.keywords))[:, None]
+
+    def describe(self, task: torch.Tensor) -> str:
+        return ", ".join(f"{key} {value}" for key, value in self.keywords[int(task[0])].items()) or "without keywords"
+
+    def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        if self.optimal_returns is None:
+            return torch.full((len(tasks),), torch.nan)
+        return torch.tensor(self.optimal_returns)[tasks[:, 0]].float()
+
+    def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        return _UserCopies(self, tasks, device, seed)
+
+
+class _UserCopies(VectorEnvironment):
+    def __init__(
+        self, environment: UserEnvironment, tasks: torch.Tensor, device: torch.device | str, seed: Any
+    ) -> None:
+        super().__init__(environment, tasks, device, seed)
+        self.each = [environment.build(int(task)) for task in tasks[:, 0]]
+        self.counts = environment.observation_counts
+        self.seen = torch.zeros(self.copies, self.observation_size, dtype=torch.int64)
+        # An environment is seeded when it first begins, and then goes on by itself.
+        self.fresh = [True] * self.copies
+
+    def observations(self) -> torch.Tensor:
+        return self.seen.clone().to(self.device)
+
+    def states(self) -> torch.Tensor:
+        found = torch.zeros(self.copies, dtype=torch.int64)
+        for place, count in enumerate(self.counts):
+            found = found * count + self.seen[:, place]
+        return found.to(self.device)
+
+    def _begin(self, mask: torch.Tensor) -> None:
+        for index in mask.nonzero()[:, 0].tolist():
+            seed = int(self.seeds[index]) & 0x7FFFFFFF if self.fresh[index] else None
+            self.fresh[index] = False
+            observation, _ = self.each[index].reset(seed=seed)
+            self.seen[index] = torch.as_tensor(observation)
+
+    def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rewards, over = torch.zeros(self.copies), torch.zeros(self.copies, dtype=torch.bool)
+        for index, action in enumerate(actions.tolist()):
+            observation, reward, terminated, truncated, _ = self.each[index].step(action)
+            self.seen[index] = torch.as_tensor(observation)
+            rewards[index], over[index] = float(reward), bool(terminated or truncated)
+        return rewards.to(self.device), over.to(self.device)
+
+
+def _imported(entry_point: str) -> Callable[..., Any]:
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError:
+        raise MachineError(f"{_KEY}: needs Gymnasium: pip install 'trainwright[reinforcement]'") from None
+    module, colon, attribute = entry_point.partition(":")
+    if not (module and colon and attribute):
+        raise RequestError(f"{_KEY}: entry_point {entry_point} should be package.module:Class")
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        raise RequestError(f"{_KEY}: entry_point {entry_point} cannot be imported: {error}") from error
+    return found
