@@ -149,10 +149,9 @@ def test_reward_and_next_state_are_learnt_beside_the_action() -> None:
 def test_the_end_of_a_region_is_foreseen() -> None:
     objective = HistoryObjective(HistoryModel(replace(PLAIN, regions=2, steps=6), seed=0), Weights(mark=10.0))
     optimizer = torch.optim.Adam(objective.parameters(), 3e-3)
-    batch = batch_of(lived(4, 12))
-    for _ in range(200):
+    for step in range(150):
         optimizer.zero_grad()
-        objective(batch)[0].backward()
+        objective(batch_of(lived(8, 12, seed=step)))[0].backward()
         optimizer.step()
-    found = dict(zip(SUMS, objective(batch_of(lived(4, 12, seed=3))).tolist(), strict=True))
-    assert found["marks_right"] == found["marks"] == 48
+    found = dict(zip(SUMS, objective(batch_of(lived(8, 12, seed=-1))).tolist(), strict=True))
+    assert found["marks"] == 96 and found["marks_right"] >= 92

@@ -10,6 +10,7 @@ import typer
 
 from trainwright import __version__
 from trainwright.cli import (
+    ablate,
     collect,
     data,
     evaluate,
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)

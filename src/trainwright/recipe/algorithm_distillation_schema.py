@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from trainwright.recipe.fields import BelowOne, Count, NotNegative, Section, Text, whole
 from trainwright.recipe.source_schema import SourceSection
 
-Task = Annotated[list[int], Field(min_length=1)]
+Task = Annotated[list[int | float], Field(min_length=1)]
 Number = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 
 
@@ -35,6 +35,9 @@ class TrialSection(Section):
     """How the agent is tried at every evaluation, on tasks that it was not trained on."""
 
     episodes: Count = Field(50, description="Episodes one after another, in one context.")
+    tasks: Count | None = Field(
+        64, description="The agent is tried on the first so many of the tasks that are held back. null: on all of them."
+    )
     copies: Count = Field(8, description="Independent agents of each task.")
     last_episodes: Count = Field(5, description="The last so many are what is reported as the return in the end.")
     temperature: NotNegative = Field(

@@ -23,7 +23,7 @@ class Goals:
 
     Attributes:
         train: of the tasks to train on, as indices into the histories' goals.
-        held_back: of the tasks that the agent is tried on, where there are any.
+        held_back: of the tasks that are not trained on, where there are any.
         train_tasks: ``[tasks, p]``.
         tried: ``[tasks, p]``.
     """
@@ -32,6 +32,15 @@ class Goals:
     held_back: list[int]
     train_tasks: torch.Tensor
     tried: torch.Tensor
+
+
+def tasks_tried(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
+    """The tasks ``[tasks, p]`` that an agent is tried on: those held back, or the first of them.
+
+    Raises:
+        RequestError: as ``tasks_held_back``.
+    """
+    return tasks_held_back(section, environment)[: section.trial.tasks]
 
 
 def find_goals(section: AlgorithmDistillationSection, environment: Environment, histories: Histories) -> Goals:
@@ -44,8 +53,8 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     """
     known = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
     train, test = environment.split(section.split_seed, section.test_fraction)
-    tried = tasks_tried(section, environment)
-    apart = {_key(task) for task in tried.tolist()}
+    kept_apart = tasks_held_back(section, environment)
+    apart = {_key(task) for task in kept_apart.tolist()}
     if isinstance(section.train_tasks, list):
         chosen = _given(section.train_tasks, environment, "train_tasks")
         both = [task for task in chosen.tolist() if _key(task) in apart]
@@ -71,12 +80,12 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     if not len(chosen):
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all it has are held back")
     rows = [known[_key(task)] for task in chosen.tolist()]
-    held_back = [known[_key(task)] for task in tried.tolist() if _key(task) in known]
-    return Goals(rows, held_back, chosen, tried)
+    held_back = [known[_key(task)] for task in kept_apart.tolist() if _key(task) in known]
+    return Goals(rows, held_back, chosen, tasks_tried(section, environment))
 
 
-def tasks_tried(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
-    """The tasks ``[tasks, p]`` that are held back.
+def tasks_held_back(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
+    """The tasks ``[tasks, p]`` that are not trained on.
 
     Raises:
         RequestError: one of them is none of the environment's, or there are none.
@@ -89,7 +98,7 @@ def tasks_tried(section: AlgorithmDistillationSection, environment: Environment)
     return tried
 
 
-def _given(tasks: list[list[int]], environment: Environment, name: str) -> torch.Tensor:
+def _given(tasks: Sequence[Sequence[float]], environment: Environment, name: str) -> torch.Tensor:
     all_tasks = environment.tasks()
     known = {_key(task) for task in all_tasks.tolist()}
     unknown = [task for task in tasks if _key(task) not in known]
@@ -101,7 +110,7 @@ def _given(tasks: list[list[int]], environment: Environment, name: str) -> torch
     return torch.tensor(tasks, dtype=all_tasks.dtype)
 
 
-def _named(tasks: Sequence[Sequence[int]]) -> str:
+def _named(tasks: Sequence[Sequence[float]]) -> str:
     more = f" and {len(tasks) - _MOST_NAMED} more" if len(tasks) > _MOST_NAMED else ""
     return ", ".join(map(str, tasks[:_MOST_NAMED])) + more
 

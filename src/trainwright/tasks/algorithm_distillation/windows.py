@@ -3,7 +3,7 @@
 A history of a learner (one goal, one stream) is its episodes one after another. Of every n-th episode, n histories are
 made that each learn n times as fast: one begins with episode 0, one with episode 1, and so on. The steps are put in
 that order once, so that a window of any of them is a stretch of memory. Windows begin where episodes begin, as contexts
-do when the model acts.
+do when the model acts, unless they are shorter than an episode.
 """
 
 from __future__ import annotations
@@ -172,6 +172,9 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
     """First step, length and absent steps in front of every window, from where histories and episodes begin."""
     edges = np.append(np.flatnonzero(segment), len(segment))
     starts = np.flatnonzero(episode_start | segment)
+    if np.diff(starts, append=len(segment)).max() > cut.steps:
+        # A context that does not hold an episode begins anywhere in it.
+        starts = np.arange(len(segment))
     of = np.searchsorted(edges, starts, side="right") - 1
     begin_of, end_of = edges[of], edges[of + 1]
     if cut.region_before:

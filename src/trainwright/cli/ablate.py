@@ -1,0 +1,148 @@
+"""``trainwright ablate``: what single keys of a recipe matter, each varied while all others stay."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, TrainingError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
+
+TABLE = "ablation.json"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run: ``value`` in the place of what the recipe has for ``key``; both empty for the recipe as it is."""
+
+    key: str
+    value: str
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        if not self.key:
+            return "as-it-is"
+        kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.value)
+        return f"{self.key.rpartition('.')[2]}={kept}"
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{self.key}={self.value}"] if self.key else []
+
+
+def ablate(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values for all runs, in the place of the recipe's."),
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary, and what to set it to. As often as you like."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Where the runs go. Default: ablations/<recipe>.")
+    ] = None,
+) -> None:
+    """Train a recipe as it is, and once for every value of every key; compare what was measured in the end.
+
+    Stopped at any moment, the same command goes on where it was: finished runs are kept, and one that was begun is
+    resumed. Ends as the first run that does not finish.
+    """
+    from trainwright.launch.environment import refuse_worker
+
+    refuse_worker("ablate")
+    variants = [Variant("", ""), *_variants(over or [])]
+    fixed = overrides or []
+    for variant in variants:  # before the first of them is trained
+        _load(recipe, fixed, variant)
+    directory = (out or Path("ablations") / recipe.stem).expanduser()
+    for index, variant in enumerate(variants):
+        print(f"[{index + 1}/{len(variants)}] {' '.join(variant.overrides) or 'as it is'}", file=sys.stderr)
+        _train(recipe, fixed, variant, directory / variant.name)
+    rows = [(variant, _last_metrics(directory / variant.name)) for variant in variants]
+    table = [{"key": variant.key, "value": variant.value, "metrics": metrics} for variant, metrics in rows]
+    (directory / TABLE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    for line in _lines(rows):
+        print(line)
+    print(f"\n{directory}/")
+
+
+def _variants(over: Sequence[str]) -> list[Variant]:
+    if not over:
+        raise RequestError("--over: name a key and what to set it to, such as --over train.seed=0,1,2")
+    found = []
+    for given in over:
+        key, equals, values = given.partition("=")
+        if not equals or not key or not values:
+            raise RequestError(f"--over {given}: is no KEY=VALUE,VALUE…")
+        found += [Variant(key, value) for value in _split(values)]
+    names = [variant.name for variant in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RequestError(f"--over: {twice[0]} is asked for twice")
+    return found
+
+
+def _split(values: str) -> list[str]:
+    """At the commas that are not inside brackets."""
+    parts, depth = [""], 0
+    for letter in values:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _load(recipe: Path, fixed: Sequence[str], variant: Variant) -> Recipe:
+    from trainwright.recipe.loading import load_recipe
+
+    return load_recipe(recipe, [*fixed, *variant.overrides])
+
+
+def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> None:
+    """Train one variant to its end, unless it has been. Raises SystemExit with the run's code where it ends early."""
+    if (run / "final").is_dir():
+        print(f"{run} is there already", file=sys.stderr)
+        return
+    asked = [str(recipe), *fixed, *variant.overrides, f"logging.run_directory={run}"]
+    if (run / "recipe.yaml").is_file():
+        asked = ["--resume", str(run)]
+    run.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        code = subprocess.run([sys.executable, "-m", "trainwright", "train", *asked], check=False).returncode
+    except KeyboardInterrupt:  # the run has got it too, and has told what it does about it
+        code = EXIT_STOPPED
+    if code:
+        raise SystemExit(code if code > 0 else EXIT_TRAINING)
+
+
+def _last_metrics(run: Path) -> dict[str, Any]:
+    from trainwright.observe.reader import read_events
+
+    measured = [event for event in read_events(run / "events.jsonl") if event["event"] == "evaluate"]
+    if not measured:
+        raise TrainingError(f"{run}: measured nothing, so there is nothing to compare; set data.validation")
+    metrics: dict[str, Any] = measured[-1]["metrics"]
+    return metrics
+
+
+def _lines(rows: Sequence[tuple[Variant, dict[str, Any]]]) -> list[str]:
+    names = list(dict.fromkeys(name for _, metrics in rows for name in metrics))
+    label = max(len(variant.name) for variant, _ in rows) + 2
+    lines = [f"{'':<{label}}" + "".join(f"{name.replace('_', ' '):>21}" for name in names)]
+    for variant, metrics in rows:
+        cells = (f"{metrics[name]:.4f}" if name in metrics else "-" for name in names)
+        lines.append(f"{variant.name:<{label}}" + "".join(f"{cell:>21}" for cell in cells))
+    return lines

@@ -1,0 +1,45 @@
+"""`trainwright ablate`: one key at a time, and what came of it side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.runs import ON_ROWS, TINY, Runs, events
+
+SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tensorboard=false")
+
+
+def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "ablation"
+    asked = ("ablate", str(TINY), *SHORT, "--over", "optimizer.learning_rate=1e-3,2e-2", "--out", str(out))
+    ended = runs.command(*asked).wait()
+    assert ended.code == 0, ended.stderr
+    table = json.loads((out / "ablation.json").read_text())
+    assert [(row["key"], row["value"]) for row in table] == [
+        ("", ""),
+        ("optimizer.learning_rate", "1e-3"),
+        ("optimizer.learning_rate", "2e-2"),
+    ]
+    losses = [row["metrics"]["loss"] for row in table]
+    assert losses[0] == losses[1] != losses[2]
+    assert [line.split()[0] for line in ended.stdout.splitlines()[1:4]] == [
+        "as-it-is",
+        "learning_rate=1e-3",
+        "learning_rate=2e-2",
+    ]
+    assert events(out / "learning_rate=2e-2", "step")[0]["step"] == 1
+    again = runs.command(*asked).wait()
+    assert again.code == 0 and again.stderr.count("is there already") == 3
+
+
+def test_a_wrong_value_is_refused_before_anything_is_trained(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "ablation"
+    for over, word in (
+        ("train.max_steps=2,many", "many"),
+        ("train.max_steps", "KEY=VALUE"),
+        ("train.seed=1,1", "twice"),
+    ):
+        ended = runs.command("ablate", str(TINY), *SHORT, "--over", over, "--out", str(out)).wait()
+        assert ended.code == 2 and word in ended.stderr
+    assert not out.exists()
