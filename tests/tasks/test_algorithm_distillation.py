@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,3 +246,32 @@ def test_an_agent_is_tried_by_itself(runs: Runs, file: Path, tmp_path: Path) -> 
     assert "optimum" in ended.stdout
     refused = runs.command("eval", str(run), "--metrics", "f1").wait()
     assert refused.code == 2 and "--metrics" in refused.stderr
+
+
+def test_commands_that_want_texts_refuse_an_agent(runs: Runs, file: Path) -> None:
+    run = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
+    for asked in (("generate", str(run), "hello"), ("export", str(run), "--out", "out"), ("data", "show", str(TINY))):
+        ended = runs.command(*asked).wait()
+        assert ended.code == 2 and "reads no texts" in ended.stderr, (asked, ended.stderr)
+
+
+def test_an_agent_is_a_directory_that_can_be_moved(runs: Runs, file: Path, tmp_path: Path) -> None:
+    run = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
+    moved = tmp_path / "agent"
+    shutil.copytree(run / "final", moved)
+    asked = ("eval", str(moved), "--episodes", "3", "--copies", "2", "--out", str(tmp_path / "tried"))
+    ended = runs.command(*asked).wait()
+    assert ended.code == 0, ended.stderr
+    (moved / "model.safetensors").write_bytes(b"cut")
+    ended = runs.command(*asked[:-1], str(tmp_path / "again")).wait()
+    assert ended.code == 2 and str(moved) in ended.stderr
+
+
+def test_other_histories_are_refused_on_resuming(runs: Runs, file: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copy(file, tmp_path / "mine.h5"))
+    started = runs.train(*on(mine, "parallel.num_processes=1", "checkpoint.every=2"), recipe=TINY)
+    started.wait_for_step(4)
+    started.kill()
+    write_histories(mine, episodes=10)
+    ended = runs.resume(started.run).wait()  # type: ignore[arg-type]
+    assert ended.code == 2 and "algorithm_distillation.histories" in ended.stderr

@@ -121,7 +121,8 @@ def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> N
         asked = ["--resume", str(run)]
     run.parent.mkdir(parents=True, exist_ok=True)
     try:
-        code = subprocess.run([sys.executable, "-m", "trainwright", "train", *asked], check=False).returncode
+        command = [sys.executable, "-m", "trainwright", "train", *asked]
+        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
     except KeyboardInterrupt:  # the run has got it too, and has told what it does about it
         code = EXIT_STOPPED
     if code:

@@ -157,7 +157,10 @@ def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int
             raise RequestError(
                 "--model and --max-length go with a file of rows; a recipe has model.name, data.max_length"
             )
-        return load_recipe(Path(asked), overrides)
+        recipe = load_recipe(Path(asked), overrides)
+        if not recipe.has_texts:
+            raise RequestError(f"{asked}: task {recipe.task} reads no texts, and this command looks at rows of text")
+        return recipe
     if model is None:
         raise RequestError(f"{asked}: give --model, whose tokenizer and chat template are used, or a recipe (.yaml)")
     about = "model={config: {model_type: llama}, tokenizer: bytes}" if model == "bytes" else f"model.name={model}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,17 @@ def _prepare(asked: AgentAsked) -> None:
 
 
 def _entry(asked: AgentAsked, work: Path, world: World) -> None:
+    from trainwright.launch.process import console
     from trainwright.tasks.algorithm_distillation.evaluation import work_on
 
-    work_on(asked, work, world)
+    stream = console()  # of rank 0, which takes as many steps as all
+
+    def stage(label: str, total: int) -> Callable[[], None]:
+        if stream is None:
+            return lambda: None
+        from trainwright.observe.counting import Counting
+
+        counting = Counting(stream, label, total, "steps")
+        return lambda: counting(1)
+
+    work_on(asked, work, world, stage)

@@ -36,12 +36,15 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     loaded = load_recipe(recipe, overrides or [])
     check_data(loaded)
-    model = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}"
     train = loaded.train
     length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs or 0:g} epochs in batches"
     if train.max_tokens is not None:
         length = f"{train.max_tokens:,} tokens in batches"
-    run = f"{loaded.task} of {model} on {loaded.data.name}, {length} of {train.global_batch_size} examples"
+    if loaded.algorithm_distillation is not None:
+        model, data = "a fresh transformer", loaded.algorithm_distillation.histories
+    else:
+        model, data = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}", loaded.data.name
+    run = f"{loaded.task} of {model} on {data}, {length} of {train.global_batch_size} examples"
     typer.echo(f"{recipe}: ok: {run}")
 
 

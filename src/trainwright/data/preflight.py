@@ -25,12 +25,14 @@ _BUILT_IN_ROWS = {
 
 
 def check_data(recipe: Recipe) -> None:
-    """Look at the first rows of every source. A dataset of the Hub is looked at when it is prepared.
+    """Look at the first rows of every source. A dataset of the Hub, and histories, are looked at when prepared.
 
     Raises:
         RequestError: a source is missing or not parseable, its rows have another layout than data.format says or
         none that is known, one of the first is wrong, or a chat template is given and the rows are plain text.
     """
+    if not recipe.has_texts:
+        return
     if recipe.pretrain is not None:
         _check_corpus(recipe)
         return

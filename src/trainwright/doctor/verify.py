@@ -135,7 +135,7 @@ def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callabl
     """In a child: what this loads, and the threads it starts, must not be in the parent of the workers."""
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
-    model, cut = fitting_model(recipe.model, machine, directory / "model")
+    model, cut = fitting_model(recipe.model, machine, directory / "model") if recipe.has_texts else (recipe.model, None)
     answer = {"model": model.model_dump(), "cut": cut}
     (directory / "model.json").write_text(json.dumps(answer), encoding="utf-8")
 

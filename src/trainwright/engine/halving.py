@@ -173,4 +173,6 @@ def remedy(recipe: Recipe, rows: int) -> str:
     else:
         keys.append("more processes to shard over (parallel.num_processes)")
     lengths = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
+    if not recipe.has_texts:
+        lengths = "algorithm_distillation.context_length"
     return f"try {' or '.join(keys)}, which a resumed run can take, or a smaller {lengths} in a new run"

@@ -52,11 +52,14 @@ class Found:
         return cls(values["origin"], section, values["seed"], checkpoint)
 
 
-def find_model(model: str, adapter: str | None = None, checkpoint: str | None = None) -> Found:
+def find_model(
+    model: str, adapter: str | None = None, checkpoint: str | None = None, *, of_texts: bool = True
+) -> Found:
     """Find ``model``, with the ``adapter`` (a directory) on it.
 
     Args:
         checkpoint: of a run: final, best, newest, or a step. None: final, where there is none best, else newest.
+        of_texts: whether it has to be a model that reads texts.
 
     Raises:
         RequestError: there is no such thing, or it cannot be used; names what there is.
@@ -70,6 +73,11 @@ def find_model(model: str, adapter: str | None = None, checkpoint: str | None = 
     else:
         _refuse_choice(checkpoint, f"{model} is no run")
         found = _of_adapter(path) if (path / _ADAPTER).is_file() else Found(model, ModelSection(name=model))
+    if of_texts and found.recipe is not None and not found.recipe.has_texts:
+        raise RequestError(
+            f"{model}: is of a run of {found.recipe.task}, which acts in an environment and reads no texts; "
+            f"see how it acts with: trainwright eval {model}"
+        )
     return found if adapter is None else _with_adapter(found, adapter)
 
 

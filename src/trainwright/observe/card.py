@@ -42,8 +42,11 @@ def model_card(run: Path, name: str, weights: Path) -> str:
 
 
 def _front_matter(recipe: Recipe, is_adapter: bool) -> Iterator[str]:
-    yield f"library_name: {'peft' if is_adapter else 'transformers'}"
-    yield "pipeline_tag: text-generation"
+    if recipe.has_texts:
+        yield f"library_name: {'peft' if is_adapter else 'transformers'}"
+        yield "pipeline_tag: text-generation"
+    else:
+        yield "pipeline_tag: reinforcement-learning"
     if recipe.model.name is not None and not Path(recipe.model.name).expanduser().exists():
         yield f"base_model: {recipe.model.name}"
         yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
@@ -65,6 +68,8 @@ def _introduction(recipe: Recipe, start: Event, is_adapter: bool) -> str:
 
 
 def _usage(recipe: Recipe, name: str, is_adapter: bool) -> str:
+    if not recipe.has_texts:
+        return f"```sh\nhf download {name} --local-dir agent\ntrainwright eval agent\n```"
     if not is_adapter:
         return (
             "```python\nfrom transformers import AutoModelForCausalLM\n"

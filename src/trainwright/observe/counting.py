@@ -12,9 +12,14 @@ _LINE_SECONDS = 5.0
 
 
 class Counting:
-    """Counts up to ``total`` under ``label`` on ``stream``; nothing is shown before the first of them is done."""
+    """Counts up to ``total`` under ``label`` on ``stream``; nothing is shown before the first of them is done.
 
-    def __init__(self, stream: TextIO, label: str, total: int) -> None:
+    Args:
+        unit: what is counted.
+    """
+
+    def __init__(self, stream: TextIO, label: str, total: int, unit: str = "rows") -> None:
+        self._unit = unit
         self._stream = stream
         self._label = label
         self._total = total
@@ -32,7 +37,7 @@ class Counting:
         if not finished and now - self._shown < (_REDRAW_SECONDS if terminal else _LINE_SECONDS):
             return
         self._shown = now
-        line = f"{self._label}: {self._done:,}/{self._total:,} rows"
+        line = f"{self._label}: {self._done:,}/{self._total:,} {self._unit}"
         if not terminal:
             print(line, file=self._stream, flush=True)
             return

@@ -12,7 +12,7 @@ What is left in a directory:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
     path = Path(asked.model).expanduser()
     inside = path.resolve().parent if is_history_model(path) else path
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
-    found = find_model(str(inside) if is_final else asked.model, None, "final" if is_final else asked.checkpoint)
+    wanted = "final" if is_final else asked.checkpoint
+    found = find_model(str(inside) if is_final else asked.model, None, wanted, of_texts=False)
     if found.recipe is not None:
         assert found.recipe.algorithm_distillation is not None
         section = found.recipe.algorithm_distillation
@@ -111,15 +112,21 @@ def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryOb
     return objective.eval()
 
 
-def work_on(asked: AgentAsked, work: Path, world: World) -> None:
+# Told what is done now and of how many steps; gives what to tell of every step that is done.
+Stage = Callable[[str, int], Callable[[], None]]
+
+
+def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
     """Try the agent with all ranks; rank 0 leaves ``eval_result.npz`` in ``work``."""
     found, section = find_agent(asked)
     environment = environment_of(section)
     tasks = tasks_tried(section, environment)
     module = load_agent(found, section).to(world.device)
     trial = Trial(section.trial.episodes, section.trial.copies, section.trial.temperature, asked.seed)
-    sampled = try_out(module, environment, tasks, trial, world)
-    greedy = try_out(module, environment, tasks, replace(trial, temperature=0.0), world)
+    steps = trial.episodes * environment.horizon
+    sampled = try_out(module, environment, tasks, trial, world, every_step=stage("actions drawn", steps))
+    likeliest = replace(trial, temperature=0.0)
+    greedy = try_out(module, environment, tasks, likeliest, world, every_step=stage("greedy actions", steps))
     if not world.is_main:
         return
     arrays = {

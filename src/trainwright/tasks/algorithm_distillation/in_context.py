@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def try_out(
     world: World,
     *,
     together: bool = False,
-    every_step: Callable[[int], None] | None = None,
+    every_step: Callable[[], None] | None = None,
 ) -> Returns:
     """Returns of every episode [tasks, copies, episodes], the same on every rank, in float32.
 
@@ -59,7 +59,7 @@ def try_out(
         tasks: ``[tasks, p]``.
         world: its ranks share the copies; every rank must call.
         together: every rank runs the module equally often, whatever it has of the copies.
-        every_step: is told how many of a copy's steps are done.
+        every_step: is called after every step of all copies.
     """
     rows = len(tasks) * trial.copies
     mine = list(range(world.rank, rows, world.size)) or ([0] if together else [])
@@ -70,7 +70,9 @@ def try_out(
         seeds = _seeds(trial.seed, torch.tensor(mine))
         policy = _model_policy(module, context, trial.temperature, seeds.to(world.device))
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
-        found = play(policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step)
+        # Compiled blocks would be compiled anew for every length of the context.
+        with torch.compiler.set_stance("force_eager"):
+            found = play(policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step)
     together_found = np.zeros((rows, trial.episodes), np.float32)
     for which, values in world.gather((mine, found)):
         together_found[which] = values
@@ -99,7 +101,7 @@ def play(
     seeds: torch.Tensor,
     device: torch.device,
     whole_length: bool = False,
-    every_step: Callable[[int], None] | None = None,
+    every_step: Callable[[], None] | None = None,
 ) -> Returns:
     """Returns [n, episodes] of a policy on tasks [n, p], a copy of the environment each.
 
@@ -112,14 +114,14 @@ def play(
     episode = torch.zeros(len(tasks), dtype=torch.int64, device=device)
     states = copies.reset()
     step = _first_step(states, environment.action_count)
-    for done_steps in range(episodes * environment.horizon):
+    for _ in range(episodes * environment.horizon):
         actions = policy(step)
         states, rewards, dones = copies.step(actions)
         returns[rows, episode] += rewards
         episode = (episode + dones).clamp_(max=episodes)
         step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
         if every_step is not None:
-            every_step(done_steps + 1)
+            every_step()
         if not whole_length and bool((episode == episodes).all()):
             break
     found: Returns = returns[:, :episodes].cpu().numpy()
@@ -195,8 +197,3 @@ def mean_over_last(returns: Returns, episodes: int) -> Returns:
     """Mean return of the last episodes of every copy [...]."""
     mean: Returns = returns[..., -episodes:].mean(-1)
     return mean
-
-
-def on_tasks(indices: Sequence[int], tasks: torch.Tensor) -> torch.Tensor:
-    """Some rows of ``tasks``."""
-    return tasks[torch.tensor(list(indices))]

@@ -29,13 +29,11 @@ _VALIDATION_WINDOWS = 512  # drawn from all of the tasks that are held back
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
-    """Check that the histories are there and fit the recipe; says what a short context costs."""
+    """Check that the histories are there and fit the recipe."""
     section = section_of(recipe)
     environment = environment_of(section)
     with _histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
-        if (warning := short_context(section, environment)) is not None:
-            print(f"warning: {warning}")
         return len(_windows(section, environment, histories, goals.train))
 
 

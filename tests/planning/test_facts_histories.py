@@ -1,0 +1,47 @@
+"""Plans of recipes that train on histories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.machine.describe import parse_machine
+from trainwright.models.history_model import HistoryModel, HistoryShape
+from trainwright.planning.facts import facts_of
+from trainwright.planning.plan import make_plan, wishes_of
+from trainwright.recipe.loading import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "algorithm_distillation"
+
+
+def test_a_plan_has_the_sizes_of_the_model() -> None:
+    recipe = load_recipe(RECIPES / "darkroom.yaml")
+    workload = facts_of(recipe).workload
+    model = HistoryModel(HistoryShape((9, 9), 5, 64, 4, 4, "transition", "rotary", steps=240), seed=0)
+    blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
+    assert workload.architecture.parameters().blocks == blocks
+    assert workload.tokens == 32 * 240 and workload.steps == recipe.train.max_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "tokens"),
+    [
+        ("darkroom", ("algorithm_distillation.model.layout=parts",), 3 * 240),
+        ("darkroom-compressed", (), 2 * 80 + 2),
+        (
+            "darkroom-compressed",
+            ("algorithm_distillation.compression=latents",),
+            3 * (80 + 2 * 16),
+        ),
+    ],
+)
+def test_a_row_is_what_a_window_is_in_tokens(name: str, overrides: tuple[str, ...], tokens: int) -> None:
+    assert facts_of(load_recipe(RECIPES / f"{name}.yaml", overrides)).workload.row_tokens == tokens
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_fits_a_gpu(recipe: Path) -> None:
+    loaded = load_recipe(recipe)
+    made = make_plan(wishes_of(loaded), facts_of(loaded).workload, parse_machine("1xA100-40GB"))
+    assert made.fits
