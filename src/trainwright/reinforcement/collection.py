@@ -19,9 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from trainwright.errors import RequestError, TrainingError
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories, History, write
+from trainwright.reinforcement.random_numbers import mixed
+from trainwright.reinforcement.sources import learners
 
 # What a group's networks need at once fits a core's cache; larger groups are slower.
 _TOGETHER = 9
@@ -81,6 +85,8 @@ def collect(collection: Collection, processes: int, progress: Callable[[Progress
     if _is_there(collection):
         return False
     environment = collection.make_environment()
+    # What cannot learn says so here, before anything is written.
+    learners(environment, environment.tasks()[list(collection.goals[:1])], torch.zeros(1).long(), collection.source)
     _claim(collection)
     missing = [goal for goal in collection.goals if not _part(collection, goal).exists()]
     groups = _groups(missing, processes)
@@ -118,7 +124,10 @@ def _claim(collection: Collection) -> None:
                 "differently; go on with that recipe, name another file, or remove the directory"
             )
         return
-    collection.parts.mkdir(parents=True, exist_ok=True)
+    try:
+        collection.parts.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"algorithm_distillation.histories: {collection.parts} cannot be made: {error}") from None
     temporary = collection.parts / f"{_REQUEST}.part"
     temporary.write_text(json.dumps(collection.request, indent=2), encoding="utf-8")
     temporary.replace(marked)
@@ -191,8 +200,6 @@ _shared: Any = None
 
 def _enter(done: Any, parent: int) -> None:
     """In a new process: one thread, an end when the parent's comes, and a place to say how far the work is."""
-    import torch
-
     global _shared
     _shared = done
     torch.set_num_threads(1)
@@ -206,11 +213,6 @@ def _end_with(parent: int) -> None:
 
 
 def _learn(collection: Collection, goals: list[int], group: int) -> None:
-    import torch
-
-    from trainwright.reinforcement.random_numbers import mixed
-    from trainwright.reinforcement.sources import learners
-
     environment = collection.make_environment()
     source = collection.source
     # Of a goal, not of its place in the group.

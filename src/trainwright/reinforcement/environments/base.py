@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from trainwright.errors import RequestError
+
 
 class Environment(ABC):
     """A family of tasks that look alike: the same observations and actions, another goal in each.
@@ -144,6 +146,17 @@ class VectorEnvironment(ABC):
     @abstractmethod
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Change the state by ``actions``; the rewards, and where episodes end before the horizon (or None)."""
+
+
+def whole_numbers(environment: str, **values: Any) -> None:
+    """Check options that are counts.
+
+    Raises:
+        RequestError: one is not a whole number of at least 1.
+    """
+    for option, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RequestError(f"environment {environment}: {option} is a whole number of at least 1, not {value}")
 
 
 def _seeds(seed: int | torch.Tensor, copies: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
 
 # What the five actions do to (x, y): one up, one down in x; the same in y; nothing.
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))
@@ -22,8 +22,9 @@ class Grid(Environment):
 
     observation_kind = "coordinates"
 
-    def __init__(self, size: int, horizon: int, **more: Any) -> None:
-        self.options = {"size": size, "horizon": horizon, **more}
+    def __init__(self, size: int, horizon: int) -> None:
+        whole_numbers(self.name, size=size, horizon=horizon)
+        self.options = {"size": size, "horizon": horizon}
         self.size = size
         self.horizon = horizon
         self.action_count = len(MOVES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
 
 _KEY = "environment gymnasium"
 
@@ -42,6 +42,7 @@ class UserEnvironment(Environment):
         self.options = {"entry_point": entry_point, "tasks": tasks, "horizon": horizon}
         if optimal_returns is not None:
             self.options["optimal_returns"] = optimal_returns
+        whole_numbers(self.name, horizon=horizon)
         if not tasks:
             raise RequestError(f"{_KEY}: tasks is empty; give the keywords of each task, such as [{{goal: 3}}]")
         if optimal_returns is not None and len(optimal_returns) != len(tasks):

@@ -115,15 +115,17 @@ class Ppo:
 
     def _learn_from(self, rollout: _Rollout, last_values: torch.Tensor) -> None:
         settings = self.settings
-        advantages = rollout.advantages(last_values, settings.gamma, settings.gae_lambda)
-        returns = advantages + rollout.values
+        gains = advantages(
+            rollout.rewards, rollout.values, rollout.dones, last_values, settings.gamma, settings.gae_lambda
+        )
+        returns = gains + rollout.values
         for _ in range(settings.epochs):
-            batches = self._shuffled(rollout, advantages, returns)
+            batches = self._shuffled(rollout, gains, returns)
             for number in range(len(batches.inputs)):
                 self._minibatch(batches, number)
 
-    def _shuffled(self, rollout: _Rollout, advantages: torch.Tensor, returns: torch.Tensor) -> _Batches:
-        samples, size = advantages[0].numel(), self.settings.batch_size
+    def _shuffled(self, rollout: _Rollout, gains: torch.Tensor, returns: torch.Tensor) -> _Batches:
+        samples, size = gains[0].numel(), self.settings.batch_size
         order = torch.stack([torch.randperm(samples, generator=generator) for generator in self._generators])
 
         def dealt(values: torch.Tensor) -> torch.Tensor:
@@ -133,18 +135,18 @@ class Ppo:
         inputs = rollout.inputs.flatten(1, 2)
         inputs = inputs.gather(1, order[:, :, None].expand_as(inputs)).view(self.goals, -1, size, inputs.shape[2])
         inputs = inputs.transpose(0, 1)
-        advantages = dealt(advantages)
-        mean, deviation = advantages.mean(dim=2, keepdim=True), advantages.std(dim=2, keepdim=True)
+        gains = dealt(gains)
+        mean, deviation = gains.mean(dim=2, keepdim=True), gains.std(dim=2, keepdim=True)
         # The mean over a minibatch is a sum of these.
-        advantages = ((advantages - mean) / (deviation + 1e-8) / size).contiguous()
+        gains = ((gains - mean) / (deviation + 1e-8) / size).contiguous()
         actions = dealt(rollout.actions)
         return _Batches(
             inputs=torch.cat([inputs, inputs], dim=1),
             actions=actions[:, :, None].contiguous(),
             chosen=one_hot(actions, self.environment.action_count).transpose(2, 3).float().contiguous(),
             log_probabilities=dealt(rollout.log_probabilities).contiguous(),
-            advantages=advantages,
-            limits=advantages + self.settings.clip_range * advantages.abs(),
+            advantages=gains,
+            limits=gains + self.settings.clip_range * gains.abs(),
             returns=dealt(returns).contiguous(),
         )
 
@@ -153,7 +155,15 @@ class Ppo:
         logits, values = self.networks.forward(inputs, room)
         policy_slopes = room.output_slopes[: self.goals]
         value_slopes = room.output_slopes[self.goals :, 0]
-        surrogate_slopes(batches, number, logits, policy_slopes)
+        surrogate_slopes(
+            logits,
+            batches.actions[number],
+            batches.chosen[number],
+            batches.log_probabilities[number],
+            batches.advantages[number],
+            batches.limits[number],
+            policy_slopes,
+        )
         torch.sub(values, batches.returns[number], out=value_slopes)
         value_slopes.mul_(2 * self.settings.value_coefficient / self.settings.batch_size)
         self.networks.backward(inputs, room)
@@ -176,15 +186,60 @@ class _Batches:
     returns: torch.Tensor
 
 
-def surrogate_slopes(batches: _Batches, number: int, logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Gradient of the clipped surrogate loss with respect to ``logits`` ``[goals, actions, samples]``, into ``out``."""
+def surrogate_slopes(
+    logits: torch.Tensor,
+    actions: torch.Tensor,
+    chosen: torch.Tensor,
+    old_log_probabilities: torch.Tensor,
+    advantages: torch.Tensor,
+    limits: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Gradient of the clipped surrogate loss with respect to the logits.
+
+    Args:
+        logits: ``[goals, actions, samples]``.
+        actions: what was done, int64 ``[goals, 1, samples]``.
+        chosen: the same as ones among zeros, ``[goals, actions, samples]``.
+        old_log_probabilities: of what was done when it was done, ``[goals, samples]``.
+        advantages: divided by the number of samples, ``[goals, samples]``.
+        limits: what these times the ratio of probabilities are cut off at.
+        out: where the gradient goes.
+    """
     log_probabilities = torch.log_softmax(logits, dim=1)
-    of_chosen = log_probabilities.gather(1, batches.actions[number])[:, 0]
-    gains = of_chosen.sub_(batches.log_probabilities[number]).exp_().mul_(batches.advantages[number])
+    of_chosen = log_probabilities.gather(1, actions)[:, 0]
+    gains = of_chosen.sub_(old_log_probabilities).exp_().mul_(advantages)
     # Where the surrogate is cut off it is constant.
-    gains.mul_(gains <= batches.limits[number])
-    torch.sub(log_probabilities.exp_(), batches.chosen[number], out=out)
+    gains.mul_(gains <= limits)
+    torch.sub(log_probabilities.exp_(), chosen, out=out)
     out.mul_(gains[:, None])
+
+
+def advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    dones: torch.Tensor,
+    last_values: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438).
+
+    Args:
+        rewards, values, dones: ``[goals, steps, streams]``.
+        last_values: of the states after the last step, ``[goals, streams]``.
+    Returns:
+        ``[goals, steps, streams]``.
+    """
+    found = torch.zeros_like(values)
+    following, running = last_values, torch.zeros_like(last_values)
+    for step in reversed(range(values.shape[1])):
+        goes_on = (~dones[:, step]).float()
+        errors = rewards[:, step] + gamma * goes_on * following - values[:, step]
+        running = errors + gamma * gae_lambda * goes_on * running
+        found[:, step] = running
+        following = values[:, step]
+    return found
 
 
 class _Rollout:
@@ -196,15 +251,3 @@ class _Rollout:
         self.actions = torch.zeros(shape, dtype=torch.int64)
         self.log_probabilities, self.values, self.rewards = (torch.zeros(shape) for _ in range(3))
         self.dones = torch.zeros(shape, dtype=torch.bool)
-
-    def advantages(self, last_values: torch.Tensor, gamma: float, gae_lambda: float) -> torch.Tensor:
-        """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), ``[goals, steps, streams]``."""
-        found = torch.zeros_like(self.values)
-        following, running = last_values, torch.zeros_like(last_values)
-        for step in reversed(range(self.values.shape[1])):
-            goes_on = (~self.dones[:, step]).float()
-            errors = self.rewards[:, step] + gamma * goes_on * following - self.values[:, step]
-            running = errors + gamma * gae_lambda * goes_on * running
-            found[:, step] = running
-            following = self.values[:, step]
-        return found
