@@ -250,7 +250,11 @@ def test_an_agent_is_tried_by_itself(runs: Runs, file: Path, tmp_path: Path) -> 
 
 def test_commands_that_want_texts_refuse_an_agent(runs: Runs, file: Path) -> None:
     run = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
-    for asked in (("generate", str(run), "hello"), ("export", str(run), "--out", "out"), ("data", "show", str(TINY))):
+    for asked in (
+        ("generate", str(run), "--prompt", "hello"),
+        ("export", str(run), "--out", "out"),
+        ("data", "show", str(TINY)),
+    ):
         ended = runs.command(*asked).wait()
         assert ended.code == 2 and "reads no texts" in ended.stderr, (asked, ended.stderr)
 

@@ -129,7 +129,7 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
     greedy = try_out(module, environment, tasks, likeliest, world, every_step=stage("greedy actions", steps))
     if not world.is_main:
         return
-    arrays = {
+    arrays: dict[str, Any] = {
         "tasks": tasks.numpy(),
         "optimum": environment.optimal_return(tasks).numpy(),
         "sampled": sampled,
