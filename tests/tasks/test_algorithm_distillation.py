@@ -20,7 +20,7 @@ from trainwright.models.history_objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.evaluation import interval
-from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, source_returns, try_at_random, try_out
+from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
 TINY = ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml"
@@ -197,14 +197,6 @@ def test_what_a_copy_does_does_not_depend_on_who_computes_it() -> None:
     assert (try_out(module, environment, tasks, trial, world()) == alone).all()
     other = try_out(module, environment, tasks, Trial(5, 2, 1.0, seed=1), world())
     assert not (other == alone).all()
-
-
-def test_returns_by_episode() -> None:
-    dones = np.array([[0, 0], [1, 0], [0, 0], [1, 1], [0, 0]], bool)
-    rewards = np.array([[1, 2], [1, 0], [0, 1], [3, 1], [9, 9]], np.float32)
-    found = source_returns(dones, rewards)
-    assert found[0].tolist() == [2, 3]
-    assert found[1, 0] == 4 and np.isnan(found[1, 1])
 
 
 def test_random_actions_find_less_than_the_optimum() -> None:

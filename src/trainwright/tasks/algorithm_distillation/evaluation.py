@@ -30,13 +30,12 @@ from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import Environment
-from trainwright.reinforcement.histories import Histories
+from trainwright.reinforcement.histories import Histories, returns_of_episodes
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import (
     Returns,
     Trial,
     mean_over_last,
-    source_returns,
     try_at_random,
     try_out,
 )
@@ -151,7 +150,7 @@ def _source(section: AlgorithmDistillationSection, environment: Environment, tas
             rows = [histories.goal(index) for index in histories.indices_of(tasks)]
     except RequestError:  # others than those, or not of all of these tasks
         return None
-    found = [source_returns(history.dones, history.rewards) for history in rows]
+    found = [returns_of_episodes(history.dones, history.rewards) for history in rows]
     longest = max(returns.shape[1] for returns in found)
     widened = [np.pad(each, ((0, 0), (0, longest - each.shape[1])), constant_values=np.nan) for each in found]
     return np.stack(widened)

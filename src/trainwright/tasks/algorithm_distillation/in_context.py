@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -135,19 +134,6 @@ def hop(shape: HistoryShape, horizon: int) -> int:
     episodes = max(1, shape.steps // (_MOVES_BY * horizon))
     # What is left then begins with an episode, if episodes last as long as they may.
     return episodes * horizon
-
-
-def source_returns(dones: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> Returns:
-    """Returns of every episode [streams, episodes] of a source's history, from [time, streams]; of unfinished ones, and
-    where a stream has fewer, NaN."""
-    ends = np.cumsum(dones, axis=0)
-    episodes = int(ends[-1].max(initial=0))
-    found = np.full((dones.shape[1], episodes), np.nan, np.float32)
-    for stream in range(dones.shape[1]):
-        edges = np.flatnonzero(dones[:, stream]) + 1
-        if len(edges):
-            found[stream, : len(edges)] = np.add.reduceat(rewards[: edges[-1], stream], [0, *edges[:-1]])
-    return found
 
 
 def _model_policy(module: HistoryObjective, context: Context, temperature: float, seeds: torch.Tensor) -> Policy:
