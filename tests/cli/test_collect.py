@@ -7,9 +7,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.support.commands import started, trainwright
+from trainwright.cli.collect import collect
+from trainwright.errors import RequestError
+from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import ARRAYS, Histories
 
 pytest.importorskip("h5py")
@@ -21,7 +25,11 @@ algorithm_distillation:
   histories: out/rooms.h5
   source: {name: q-learning, streams: 4, steps: 100}
 """
-PPO = "algorithm_distillation.source={name: ppo, streams: 4, steps: 60, ppo: {rollout_steps: 10, batch_size: 8}}"
+PPO = (
+    "algorithm_distillation.environment_options={size: 4, horizon: 5}",
+    "algorithm_distillation.source={name: ppo, tasks: 12, streams: 4, steps: 120, "
+    "ppo: {rollout_steps: 10, batch_size: 8}}",
+)
 
 
 @pytest.fixture
@@ -49,35 +57,28 @@ def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
 
 def test_killed_and_run_again_is_the_same(place: Path) -> None:
     whole = trainwright(
-        "collect", "rooms.yaml", PPO, "algorithm_distillation.histories=whole.h5", "--num-processes", "2", cwd=place
+        "collect", "rooms.yaml", *PPO, "algorithm_distillation.histories=whole.h5", "--num-processes", "2", cwd=place
     )
     assert whole.returncode == 0, whole.stderr
     parts = place / "out/rooms.h5.parts"
-    with started("-m", "trainwright", "collect", "rooms.yaml", PPO, "--num-processes", "1", cwd=place) as process:
+    one = ("--num-processes", "1")
+    with started("-m", "trainwright", "collect", "rooms.yaml", *PPO, *one, cwd=place) as process:
         deadline = time.monotonic() + 120
         while not list(parts.glob("*.h5")) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.h5")}
-    assert kept and not (place / "out/rooms.h5").exists()
+    kept = list(parts.glob("*.h5"))
+    assert 0 < len(kept) < 12 and not (place / "out/rooms.h5").exists()
     other = trainwright("collect", "rooms.yaml", cwd=place)
     assert other.returncode == 2 and "has parts of a collection that was asked for differently" in other.stderr
-    again = trainwright("collect", "rooms.yaml", PPO, "--num-processes", "1", cwd=place)
+    again = trainwright("collect", "rooms.yaml", *PPO, *one, cwd=place)
     assert again.returncode == 0, again.stderr
     assert not parts.exists()
-    with Histories(place / "whole.h5") as one, Histories(place / "out/rooms.h5") as other_file:
-        assert one.goals == other_file.goals == list(range(9))
-        for name, array, same in zip(ARRAYS, one.read(), other_file.read(), strict=True):
+    with Histories(place / "whole.h5") as expected, Histories(place / "out/rooms.h5") as found:
+        assert expected.goals == found.goals == sorted(make("darkroom", size=4).split_indices(0)[0][:12])
+        for name, array, same in zip(ARRAYS, expected.read(), found.read(), strict=True):
             assert np.array_equal(array, same), name
-
-
-def test_a_part_of_the_tasks(place: Path) -> None:
-    done = trainwright("collect", "rooms.yaml", "algorithm_distillation.source.tasks=3", cwd=place)
-    assert done.returncode == 0, done.stderr
-    with Histories(place / "out/rooms.h5") as histories:
-        environment = histories.make_environment()
-        assert histories.goals == sorted(environment.split_indices(0)[0][:3])
 
 
 @pytest.mark.parametrize(
@@ -101,11 +102,40 @@ def test_a_part_of_the_tasks(place: Path) -> None:
             ],
             "entry_point nowhere:Lake cannot be imported: No module named 'nowhere'",
         ),
-        (["task=sft", "algorithm_distillation=null", "model.name=m", "data.train=d"], "collects no histories"),
     ],
 )
-def test_what_cannot_be_collected_is_refused(place: Path, overrides: list[str], said: str) -> None:
-    refused = trainwright("collect", "rooms.yaml", *overrides, cwd=place)
-    assert refused.returncode == 2, refused.stderr
-    assert said in refused.stderr
-    assert "Traceback" not in refused.stderr and not (place / "out").exists()
+def test_what_cannot_be_collected_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
+) -> None:
+    monkeypatch.chdir(place)
+    with pytest.raises(RequestError) as refused:
+        collect(Path("rooms.yaml"), overrides)
+    assert said in str(refused.value) and not (place / "out").exists()
+
+
+def test_a_recipe_of_texts_is_refused(place: Path) -> None:
+    (place / "texts.yaml").write_text("task: sft\nmodel: {name: some-model}\ndata: {train: rows.jsonl}\n")
+    refused = trainwright("collect", "texts.yaml", cwd=place)
+    assert refused.returncode == 2 and "collects no histories" in refused.stderr, refused.stderr
+
+
+@pytest.mark.parametrize("end", ["a worker dies", "a signal"])
+def test_an_end_before_the_end_says_so(place: Path, end: str) -> None:
+    endless = PPO[1].replace("steps: 120", "steps: 1000000")
+    log = place / "log"
+    with started("-m", "trainwright", "collect", "rooms.yaml", endless, cwd=place, output=log) as process:
+        deadline = time.monotonic() + 120
+        workers: list[psutil.Process] = []
+        while not workers and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            below = psutil.Process(process.pid).children()
+            workers = [one for one in below if "spawn_main" in " ".join(one.cmdline())]
+        if end == "a signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            workers[0].kill()
+        assert process.wait(120) == (75 if end == "a signal" else 4)
+        assert not any(one.is_running() for one in workers)
+    said = log.read_text()
+    assert "run the same command again to go on" in said and "Traceback" not in said
+    assert ("a process ended before its work" in said) == (end == "a worker dies")

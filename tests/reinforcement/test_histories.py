@@ -81,6 +81,18 @@ def test_files_of_the_reference_are_read(tmp_path: Path, some: dict[int, History
         assert (history.states == some[10].states).all() and (history.rewards == some[10].rewards).all()
 
 
+def test_what_a_file_does_not_say_is_given(tmp_path: Path) -> None:
+    environment = make("darkroom-permuted")
+    recording = learners(
+        environment, environment.tasks()[:2], torch.arange(2), {"name": "q-learning", "streams": 2}
+    ).learn(60)
+    path = as_the_reference_writes(tmp_path / "permuted.hdf5", {goal: recording.goal(goal) for goal in range(2)})
+    with Histories(path, environment) as histories:
+        assert histories.environment["name"] == "darkroom-permuted" and histories.tasks.tolist() == [[0], [1]]
+    with pytest.raises(RequestError, match="these are histories of another environment"):
+        Histories(path, make("darkroom", size=2))
+
+
 def changed(file: Path, change: Any) -> Path:
     with h5py.File(file, "r+") as opened:
         change(opened)

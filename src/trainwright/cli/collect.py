@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.errors import RequestError
+from trainwright.errors import EXIT_STOPPED, RequestError
 
 if TYPE_CHECKING:
     from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
@@ -28,7 +29,8 @@ def collect(
 ) -> None:
     """Collect the histories that a recipe trains on.
 
-    Stopped at any moment, the same command goes on where it was: finished tasks are kept.
+    Stopped at any moment, the same command goes on where it was: finished tasks are kept. Ends with 75 when stopped by
+    a signal.
     """
     from trainwright.machine.detect import detect
     from trainwright.recipe.loading import load_recipe
@@ -45,8 +47,13 @@ def collect(
         f"{source.steps:,} steps, {processes} processes"
     )
     began = time.monotonic()
-    with _Shown() as shown:
-        made = collect_histories(collection, processes, shown)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with _Shown() as shown:
+            made = collect_histories(collection, processes, shown)
+    except KeyboardInterrupt:
+        typer.echo("stopped; finished tasks are kept: run the same command again to go on", err=True)
+        raise typer.Exit(EXIT_STOPPED) from None
     size = collection.path.stat().st_size / 2**20
     how = f"written in {time.monotonic() - began:,.0f} s" if made else "was there already"
     typer.echo(f"{collection.path}: {size:,.1f} MiB, {how}")

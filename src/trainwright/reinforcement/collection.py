@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.errors import RequestError, TrainingError
+from trainwright.errors import MachineError, RequestError, TrainingError
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories, History, write
 from trainwright.reinforcement.random_numbers import mixed
 from trainwright.reinforcement.sources import learners
 
-# What a group's networks need at once fits a core's cache; larger groups are slower.
-_TOGETHER = 9
+# So many goals' networks fit a core's cache, and larger groups are slower; tables are the faster the more they are.
+_GOALS_OF_PPO = 9
+_STREAMS_OF_TABLES = 4000
+_LOOKS = 0.2  # seconds from one look at the other processes to the next
 _REQUEST = "request.json"
 
 
@@ -79,20 +82,26 @@ def collect(collection: Collection, processes: int, progress: Callable[[Progress
         False where the whole file was there already.
 
     Raises:
-        RequestError: another file is in its place, or parts of another collection.
+        RequestError: another file is in its place, or parts of another collection; or the source cannot learn there.
+        MachineError: the disk is full or cannot be written to.
         TrainingError: a process ended before its work.
     """
     if _is_there(collection):
+        if _marked(collection) == collection.request:
+            shutil.rmtree(collection.parts)
         return False
     environment = collection.make_environment()
     # What cannot learn says so here, before anything is written.
     learners(environment, environment.tasks()[list(collection.goals[:1])], torch.zeros(1).long(), collection.source)
     _claim(collection)
     missing = [goal for goal in collection.goals if not _part(collection, goal).exists()]
-    groups = _groups(missing, processes)
-    if groups:
-        _work(collection, groups, processes, progress)
-    write(collection.path, environment, collection.source, _Parts(collection))
+    groups = _groups(missing, processes, _together(collection.source))
+    try:
+        if groups:
+            _work(collection, groups, processes, progress)
+        write(collection.path, environment, collection.source, _Parts(collection))
+    except OSError as error:
+        raise MachineError(f"{collection.path}: cannot be written: {error}; what is finished is kept") from error
     shutil.rmtree(collection.parts)
     return True
 
@@ -116,28 +125,39 @@ def _is_there(collection: Collection) -> bool:
 
 def _claim(collection: Collection) -> None:
     """Make the directory of parts, or make sure that it is of the same request."""
-    marked = collection.parts / _REQUEST
-    if marked.exists():
-        if json.loads(marked.read_text(encoding="utf-8")) != collection.request:
-            raise RequestError(
-                f"algorithm_distillation.histories: {collection.parts} has parts of a collection that was asked for "
-                "differently; go on with that recipe, name another file, or remove the directory"
-            )
+    marked = _marked(collection)
+    if marked == collection.request:
         return
+    if marked is not None:
+        raise RequestError(
+            f"algorithm_distillation.histories: {collection.parts} has parts of a collection that was asked for "
+            "differently; go on with that recipe, name another file, or remove the directory"
+        )
     try:
         collection.parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"algorithm_distillation.histories: {collection.parts} cannot be made: {error}") from None
     temporary = collection.parts / f"{_REQUEST}.part"
     temporary.write_text(json.dumps(collection.request, indent=2), encoding="utf-8")
-    temporary.replace(marked)
+    temporary.replace(collection.parts / _REQUEST)
 
 
-def _groups(goals: list[int], processes: int) -> list[list[int]]:
-    """Groups of at most ``_TOGETHER`` goals, as even as can be, of a number that keeps all processes busy."""
+def _marked(collection: Collection) -> Any:
+    """The request that the parts are of, None where there are no parts."""
+    file = collection.parts / _REQUEST
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def _together(source: Mapping[str, Any]) -> int:
+    """How many goals learn at once in a process."""
+    return _GOALS_OF_PPO if source["name"] == "ppo" else max(1, _STREAMS_OF_TABLES // int(source["streams"]))
+
+
+def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
+    """Groups of at most ``together`` goals, as even as can be, of a number that keeps all processes busy."""
     if not goals:
         return []
-    count = -(-len(goals) // _TOGETHER)
+    count = -(-len(goals) // together)
     count = min(-(-count // processes) * processes, len(goals))
     return [goals[group::count] for group in range(count)]
 
@@ -167,48 +187,55 @@ def _work(
     collection: Collection, groups: list[list[int]], processes: int, progress: Callable[[Progress], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")
-    done = context.Array("d", len(groups))
-    before = len(collection.goals) - sum(len(group) for group in groups)
+    # How far each group is, and at the end whether to stop.
+    shared = context.Array("d", len(groups) + 1)
+    sizes = [len(group) for group in groups]
+    everything = len(collection.goals)
+    before = everything - sum(sizes)
 
     def tell() -> None:
-        under_way = sum(part * len(group) for part, group in zip(done[:], groups, strict=True))
-        finished = before + sum(len(group) for part, group in zip(done[:], groups, strict=True) if part == 1)
-        progress(Progress(finished, len(collection.goals), (before + under_way) / len(collection.goals)))
+        parts = list(zip(shared[:-1], sizes, strict=True))
+        finished = before + sum(size for part, size in parts if part == 1)
+        progress(Progress(finished, everything, (before + sum(part * size for part, size in parts)) / everything))
 
-    with ProcessPoolExecutor(
-        min(processes, len(groups)), mp_context=context, initializer=_enter, initargs=(done, os.getpid())
-    ) as pool:
+    pool = ProcessPoolExecutor(
+        min(processes, len(groups)), mp_context=context, initializer=_enter, initargs=(shared, os.getpid())
+    )
+    try:
         waiting: set[Future[None]] = {pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)}
-        try:
-            while waiting:
-                tell()
-                finished, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    future.result()
+        while waiting:
             tell()
-        except BrokenProcessPool as error:
-            raise TrainingError(
-                "collect: a process ended before its work, perhaps for want of memory; the goals that are finished "
-                "are kept: run the same command again to go on"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            finished, waiting = wait(waiting, timeout=_LOOKS, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+        tell()
+    except BrokenProcessPool as error:
+        raise TrainingError(
+            "collect: a process ended before its work, perhaps for want of memory; the tasks that are finished are "
+            "kept: run the same command again to go on"
+        ) from error
+    finally:
+        shared[-1] = 1.0
+        pool.shutdown(cancel_futures=True)
 
 
 _shared: Any = None
 
 
-def _enter(done: Any, parent: int) -> None:
-    """In a new process: one thread, an end when the parent's comes, and a place to say how far the work is."""
+def _enter(shared: Any, parent: int) -> None:
+    """In a new process: one thread, a place to say how far the work is, and an end when it is no longer wanted."""
     global _shared
-    _shared = done
+    _shared = shared
     torch.set_num_threads(1)
+    # Of goals that are never found, what Adam keeps becomes so small that arithmetic with it takes many times as long.
+    torch.set_flush_denormal(True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who waits for it decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
+    while os.getppid() == parent and not _shared[-1]:
+        time.sleep(_LOOKS)
     os._exit(1)
 
 

@@ -20,8 +20,6 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.reinforcement.environments import Environment, make
 
 FORMAT = "trainwright-histories-1"
-# What a file without attributes is taken for.
-_REFERENCE = {"name": "darkroom", "options": {}}
 
 
 class History(NamedTuple):
@@ -59,8 +57,11 @@ class Histories:
         observation_size: k.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, environment: Environment | None = None) -> None:
         """Open and check.
+
+        Args:
+            environment: what a file is taken for that does not say what it is of. Default: the reference's darkroom.
 
         Raises:
             RequestError: the file is not there, is no HDF5, lacks an array, or does not fit its environment.
@@ -68,7 +69,7 @@ class Histories:
         self.path = Path(path)
         self._file = _opened(self.path)
         try:
-            self._read_outline()
+            self._read_outline(environment or make("darkroom"))
         except BaseException:
             self.close()
             raise
@@ -119,10 +120,12 @@ class Histories:
             )
         return [places[_key(task)] for task in np.asarray(tasks)]
 
-    def _read_outline(self) -> None:
+    def _read_outline(self, otherwise: Environment) -> None:
         file = self._file
         written = file.attrs.get("environment")
-        self.environment: dict[str, Any] = json.loads(written) if written else _REFERENCE
+        self.environment: dict[str, Any] = (
+            json.loads(written) if written else {"name": otherwise.name, "options": otherwise.options}
+        )
         self.source: dict[str, Any] = json.loads(file.attrs.get("source", "{}"))
         self.goals = sorted(int(name) for name in file if name.isdigit())
         if not self.goals:

@@ -146,7 +146,7 @@ def _source(section: AlgorithmDistillationSection, environment: Environment, tas
     if not Path(section.histories).is_file():
         return None
     try:
-        with Histories(section.histories) as histories:
+        with Histories(section.histories, environment) as histories:
             rows = [histories.goal(index) for index in histories.indices_of(tasks)]
     except RequestError:  # others than those, or not of all of these tasks
         return None

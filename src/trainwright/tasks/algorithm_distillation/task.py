@@ -241,7 +241,7 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
 
 def _histories(section: AlgorithmDistillationSection, environment: Environment) -> Histories:
     try:
-        histories = Histories(section.histories)
+        histories = Histories(section.histories, environment)
     except RequestError as error:
         raise RequestError(f"algorithm_distillation.histories: {error}") from None
     found = histories.environment
