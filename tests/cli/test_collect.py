@@ -121,9 +121,9 @@ def test_a_recipe_of_texts_is_refused(place: Path) -> None:
 
 @pytest.mark.parametrize("end", ["a worker dies", "a signal"])
 def test_an_end_before_the_end_says_so(place: Path, end: str) -> None:
-    endless = PPO[1].replace("steps: 120", "steps: 1000000")
+    endless = [one.replace("steps: 120", "steps: 1000000") for one in PPO]
     log = place / "log"
-    with started("-m", "trainwright", "collect", "rooms.yaml", endless, cwd=place, output=log) as process:
+    with started("-m", "trainwright", "collect", "rooms.yaml", *endless, cwd=place, output=log) as process:
         deadline = time.monotonic() + 120
         workers: list[psutil.Process] = []
         while not workers and process.poll() is None and time.monotonic() < deadline:
