@@ -8,7 +8,7 @@ position in the data is one integer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -48,6 +48,9 @@ class Examples(Protocol):
 
     def target_count(self, index: int) -> int:
         """Targets of one example."""
+
+    def will_need(self, examples: Iterable[int]) -> None:
+        """Told of the examples that are asked for next."""
 
 
 @dataclass(frozen=True)

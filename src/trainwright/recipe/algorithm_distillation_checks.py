@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trainwright.recipe.algorithm_distillation_schema import WITHOUT_TEXTS
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.source_schema import source_contradictions
 
@@ -33,7 +34,8 @@ def distillation(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _texts(recipe: Recipe) -> Iterator[Contradiction]:
-    if recipe.says_texts:
+    stand_ins = (recipe.model, "model"), (recipe.data, "data")
+    if any(section != type(section).model_validate(WITHOUT_TEXTS[name]) for section, name in stand_ins):
         yield Contradiction(
             ("model", "data", "task"),
             f"task {_SECTION} reads no texts: remove the sections model and data; {_SECTION}.model and "

@@ -9,6 +9,12 @@ from pydantic import BeforeValidator, Field
 from trainwright.recipe.fields import BelowOne, Count, NotNegative, Section, Text, whole
 from trainwright.recipe.source_schema import SourceSection
 
+# What stands in the sections that speak of texts; it is not written out.
+WITHOUT_TEXTS: dict[str, dict[str, Any]] = {
+    "model": {"config": {"model_type": "history"}, "tokenizer": "none"},
+    "data": {"train": "histories", "validation": None},
+}
+
 Task = Annotated[list[int | float], Field(min_length=1)]
 Number = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+from trainwright.recipe.algorithm_distillation_schema import WITHOUT_TEXTS, AlgorithmDistillationSection
 from trainwright.recipe.checks import Contradictions, contradictions
 from trainwright.recipe.data_schema import DataSection
 from trainwright.recipe.dpo_schema import DpoSection
@@ -329,11 +329,6 @@ class LoggingSection(Section):
 
 # Sections that belong to one task, by its name.
 _TASK_SECTIONS = ("dpo", "pretrain", "algorithm_distillation")
-# What stands in the sections that speak of texts, for tasks that know of none; it is not written out.
-_WITHOUT_TEXTS: dict[str, dict[str, Any]] = {
-    "model": {"config": {"model_type": "history"}, "tokenizer": "none"},
-    "data": {"train": "histories", "validation": None},
-}
 
 
 class Recipe(Section):
@@ -375,17 +370,17 @@ class Recipe(Section):
             return values
         if (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
             values = {**values, task: {}}
-        return {**_WITHOUT_TEXTS, **values} if task == "algorithm_distillation" else filled_in(values)
+        if task == "algorithm_distillation":
+            values = {**WITHOUT_TEXTS, **values}
+        return filled_in(values)
 
     @model_serializer(mode="wrap")
     def _without_other_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        unsaid = () if self.has_texts else _WITHOUT_TEXTS
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in unsaid and (value is not None or key not in _TASK_SECTIONS)
-        }
+        unsaid = {key for key in _TASK_SECTIONS if values.get(key) is None} | (
+            set() if self.has_texts else {*WITHOUT_TEXTS}
+        )
+        return {key: value for key, value in values.items() if key not in unsaid}
 
     @property
     def has_texts(self) -> bool:
@@ -396,12 +391,6 @@ class Recipe(Section):
     def validates(self) -> bool:
         """Whether there is anything to measure the model on."""
         return not self.has_texts or self.data.validation is not None
-
-    @property
-    def says_texts(self) -> bool:
-        """Whether sections model or data say anything of texts."""
-        model, data = (_WITHOUT_TEXTS[name] for name in ("model", "data"))
-        return (self.model, self.data) != (ModelSection.model_validate(model), DataSection.model_validate(data))
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Recipe:

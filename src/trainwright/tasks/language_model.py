@@ -38,7 +38,7 @@ from trainwright.parallel.build import takes_parts
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.steps import batch_sizes, planned_examples
+from trainwright.tasks.steps import planned_examples, stream_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -157,21 +157,8 @@ class LanguageModelTask:
         self._questions = _questions(recipe, prepared, tokenizer)
 
     def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
-        train, parallel = self._recipe.train, self._recipe.parallel
-        rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
-        assert parallel.num_processes != "auto", "the recipe is resolved"
-        return Stream(
-            dataset,
-            global_batch_size=train.global_batch_size,
-            seed=train.seed,
-            rows=None if rows == "auto" else rows,
-            passes=1 if steps == "auto" else steps * parallel.num_processes,
-            pack_length=self._recipe.data.pack_length,
-            total_examples=total,
-            shuffle=shuffle,
-            example_weight=self._example_weight(dataset),
-            warm_up=batch_sizes(self._recipe) if shuffle else None,
-        )
+        weight = self._example_weight(dataset)
+        return stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
 
     def blocks(self) -> list[nn.Module]:
         return self._lm.blocks()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from trainwright.data.batch_sizes import BatchSizes
+from trainwright.data.stream import Data, Stream
 from trainwright.recipe.schema import Recipe
 
 
@@ -32,3 +33,24 @@ def planned_examples(recipe: Recipe, dataset: Sized) -> int:
         return max(1, -(-train.max_tokens * len(dataset) // max(1, dataset.token_count)))
     assert train.epochs is not None
     return max(1, round(train.epochs * len(dataset)))
+
+
+def stream_of(
+    recipe: Recipe, dataset: Data, total: int, *, training: bool, shuffle: bool, example_weight: float | None = None
+) -> Stream[Data]:
+    """The stream that a resolved recipe asks for, up to ``total`` examples; see ``Stream``."""
+    train, parallel = recipe.train, recipe.parallel
+    rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
+    assert parallel.num_processes != "auto", "the recipe is resolved"
+    return Stream(
+        dataset,
+        global_batch_size=train.global_batch_size,
+        seed=train.seed,
+        rows=None if rows == "auto" else rows,
+        passes=1 if steps == "auto" else steps * parallel.num_processes,
+        pack_length=recipe.data.pack_length,
+        total_examples=total,
+        shuffle=shuffle,
+        example_weight=example_weight,
+        warm_up=batch_sizes(recipe) if training else None,
+    )

@@ -23,7 +23,7 @@ from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import Goals, find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, mean_over_last, try_out
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
-from trainwright.tasks.steps import planned_examples
+from trainwright.tasks.steps import planned_examples, stream_of
 
 _VALIDATION_WINDOWS = 512  # drawn from all of the tasks that are held back
 
@@ -76,22 +76,13 @@ class AlgorithmDistillation:
         )
         self._objective = HistoryObjective(model, weights)
         self.module: nn.Module = self._objective
-        self.stream = self._stream(train, planned_examples(recipe, len(train)))
-        # Without histories of the tasks held back there is no loss, and the agent is tried all the same.
-        self.validation = self._stream(held_back or train, min(_VALIDATION_WINDOWS, len(held_back or train)))
-
-    def _stream(self, windows: HistoryWindows, total: int) -> Stream:
-        train, parallel = self._recipe.train, self._recipe.parallel
-        rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
-        assert parallel.num_processes != "auto", "the recipe is resolved"
-        return Stream(
-            windows,
-            global_batch_size=train.global_batch_size,
-            seed=train.seed,
-            rows=None if rows == "auto" else rows,
-            passes=1 if steps == "auto" else steps * parallel.num_processes,
-            total_examples=total,
+        self.stream: Stream[HistoryWindows] = stream_of(
+            recipe, train, planned_examples(recipe, train), training=True, shuffle=True
         )
+        # Without histories of the tasks held back there is no loss, and the agent is tried all the same.
+        measured = held_back or train
+        few = min(_VALIDATION_WINDOWS, len(measured))
+        self.validation: Stream[HistoryWindows] = stream_of(recipe, measured, few, training=False, shuffle=True)
 
     def blocks(self) -> list[nn.Module]:
         return self._objective.blocks()
@@ -174,7 +165,7 @@ class AlgorithmDistillation:
                 f"tried on {len(self._goals.tried)} other tasks",
             ],
             "epoch_examples": len(self._train),
-            "epoch_tokens": self._train.window_steps,
+            "epoch_tokens": self._train.token_count,
         }
 
     def describe_example(self, index: int) -> str:
@@ -246,7 +237,7 @@ def _histories(section: AlgorithmDistillationSection, environment: Environment) 
         raise RequestError(f"algorithm_distillation.histories: {error}") from None
     found = histories.environment
     if (found["name"], found["options"]) != (environment.name, environment.options):
-        theirs = Histories.make_environment(histories)
+        theirs = histories.make_environment()
         if (theirs.name, theirs.options) != (environment.name, environment.options):
             histories.close()
             raise RequestError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class HistoryWindows:
         return len(self._steps["actions"])
 
     @property
-    def window_steps(self) -> int:
+    def token_count(self) -> int:
         """Steps of all windows together."""
         return int(self._lengths.sum())
 
@@ -99,6 +99,9 @@ class HistoryWindows:
     def target_count(self, index: int) -> int:
         """Actions that are predicted in one window."""
         return 1 if self.cut.last_only else self.length(index)
+
+    def will_need(self, examples: Iterable[int]) -> None:
+        """All of it is in memory."""
 
     def describe(self, index: int) -> str:
         """Where a window begins, for messages."""
@@ -129,7 +132,7 @@ class HistoryWindows:
         before = {name: np.roll(taken[name], 1, axis=1) for name in ("actions", "rewards", "dones")}
         return Steps(
             states=_tensor(taken["states"], np.int64),
-            before_actions=_tensor(np.where(first, self._actions_count, before["actions"]), np.int64),
+            before_actions=_tensor(np.where(first, self._actions_count, before["actions"].astype(np.int64)), np.int64),
             before_rewards=_tensor(np.where(first, 0.0, before["rewards"]), np.float32),
             before_dones=_tensor(np.where(first, False, before["dones"]), np.bool_),
         )
