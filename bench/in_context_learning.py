@@ -3,8 +3,8 @@
     python bench/in_context_learning.py [RECIPE] [SECTION.KEY=VALUE]... [--seeds 0,1,2] [--work DIRECTORY]
 
 Histories are collected once, with the recipe's own source, unless they are in the directory already; then the recipe
-is trained and tried with each seed (`train.seed`; the tasks held back are the same). Every line is one seed: mean return
-of the first episode and of the last ones, with 95 % intervals, beside the source, random actions and the optimum.
+is trained and tried with each seed (`train.seed`; the tasks held back stay the same). A line is one seed: mean return
+of the first episode and the last ones, with 95 % intervals, beside the source, random actions and the optimum.
 """
 
 from __future__ import annotations
