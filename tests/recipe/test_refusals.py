@@ -97,7 +97,7 @@ def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("task=stf", """task: expected 'sft', 'dpo' or 'pretrain', not "stf"; did you mean sft?"""),
+        ("task=stf", """task: expected 'sft', 'dpo', 'pretrain' or 'unlearn', not "stf"; did you mean sft?"""),
         ("train.max_steps=many", 'train.max_steps: expected a whole number, not "many"'),
         ("train.max_steps=1.5", "train.max_steps: expected a whole number, not 1.5"),
         ("train.max_steps=true", "train.max_steps: expected a whole number, not true"),

@@ -252,7 +252,7 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     found = recall(recipe.model, data, seed, cache_root())
     if found is not None:
         return found
-    rows = [] if recipe.pretrain is not None else _first_rows(data.train, data.format)
+    rows = [] if recipe.pretrain is not None else _first_rows(data.sources)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         assumptions.append(f"every example has data.max_length, {data.max_length} tokens: the data is not here yet")
@@ -264,20 +264,16 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     return guess
 
 
-def _first_rows(train: str | list[SourceSection], layout: str) -> list[Row]:
-    """Of a mixture as many of each source as its weight says; ``layout``: of the rows of one source alone."""
+def _first_rows(sources: Sequence[SourceSection]) -> list[Row]:
+    """Of several as many of each source as its weight says."""
     from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
 
-    parts: list[tuple[str, str, float]]
-    if isinstance(train, str):
-        parts = [(train, layout, 1.0)]
-    else:
-        parts = [(part.source, part.format, part.weight) for part in train]
-    whole = sum(weight for *_, weight in parts)
+    whole = sum(one.weight for one in sources)
     rows: list[Row] = []
-    for source, kind, weight in parts:
-        found = built_in_rows(source) if source in BUILT_IN else check_source(source, documents=kind == "documents")
-        rows += found[: max(1, round(_SAMPLED_ROWS * weight / whole))]
+    for one in sources:
+        documents = one.format == "documents"
+        found = built_in_rows(one.source) if one.source in BUILT_IN else check_source(one.source, documents=documents)
+        rows += found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))]
     return rows
 
 

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.unlearn_checks import unlearning
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import ParallelSection, Recipe
 
 _ROUNDING = 1e-9
-
-
-class Contradiction(NamedTuple):
-    """``keys``: the dotted keys that do not go together, the one to look at first in front."""
-
-    keys: tuple[str, ...]
-    message: str
-
-
-class Contradictions(ValueError):
-    """Every contradiction of a recipe; raised inside pydantic's validation, which wraps it."""
-
-    def __init__(self, found: list[Contradiction]) -> None:
-        super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in found))
-        self.found = found
 
 
 def contradictions(recipe: Recipe) -> list[Contradiction]:
@@ -42,6 +30,7 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _strategy,
         _evaluation,
         _pretraining,
+        unlearning,
     )
     return [problem for check in checks for problem in check(recipe)]
 
@@ -134,7 +123,7 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
             f"{data.pack_length} is less than data.max_length {data.max_length}, so not every example would "
             "fit; raise it or lower data.max_length",
         )
-    if not isinstance(data.train, str):
+    if isinstance(data.train, list):
         yield from _mixture(recipe)
     if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
         yield Contradiction(
@@ -160,7 +149,7 @@ _PREFERENCES = ("preference", "labelled")
 def _preferences(recipe: Recipe) -> Iterator[Contradiction]:
     data, dpo = recipe.data, recipe.dpo
     formats = {"data.format": data.format}
-    if not isinstance(data.train, str):
+    if isinstance(data.train, list):
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
     for key, layout in formats.items():
         if layout != "auto" and (layout in _PREFERENCES) != (recipe.task == "dpo"):

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainwright.recipe.checks import Contradictions, contradictions
+from trainwright.recipe.checks import contradictions
+from trainwright.recipe.contradiction import Contradictions
 from trainwright.recipe.data_schema import DataSection
 from trainwright.recipe.dpo_schema import DpoSection
 from trainwright.recipe.fields import (
@@ -27,8 +28,9 @@ from trainwright.recipe.fields import (
     whole,
 )
 from trainwright.recipe.pretrain_schema import PretrainSection, filled_in
+from trainwright.recipe.unlearn_schema import UnlearnSection
 
-TaskName = Literal["sft", "dpo", "pretrain"]
+TaskName = Literal["sft", "dpo", "pretrain", "unlearn"]
 AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
 
 # What an adapter may be written as in one word, and what the word stands for.
@@ -327,7 +329,7 @@ class LoggingSection(Section):
 
 
 # Sections that belong to one task, by its name.
-_TASK_SECTIONS = ("dpo", "pretrain")
+_TASK_SECTIONS = ("dpo", "pretrain", "unlearn")
 
 
 class Recipe(Section):
@@ -335,7 +337,8 @@ class Recipe(Section):
 
     task: TaskName = Field(
         description="The kind of training. sft: supervised fine-tuning on conversations or text. dpo: preference "
-        "tuning on answers that were compared or judged. pretrain: learning a corpus of text."
+        "tuning on answers that were compared or judged. pretrain: learning a corpus of text. unlearn: forgetting some "
+        "rows and nothing else."
     )
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
     data: DataSection = Field(description="What the model is trained on.")
@@ -357,6 +360,7 @@ class Recipe(Section):
     pretrain: PretrainSection | None = Field(
         None, description="How the corpus becomes examples. With task pretrain only."
     )
+    unlearn: UnlearnSection | None = Field(None, description="How is forgotten. With task unlearn only.")
 
     @model_validator(mode="before")
     @classmethod
@@ -365,6 +369,8 @@ class Recipe(Section):
             return values
         if (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
             values = {**values, task: {}}
+        if task == "unlearn" and isinstance(data := values.get("data"), dict):
+            values = {**values, "data": {"train": None, **data}}
         return filled_in(values)
 
     @model_serializer(mode="wrap")
