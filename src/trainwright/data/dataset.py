@@ -31,11 +31,20 @@ _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 
 
 @dataclass(frozen=True)
+class Companions:
+    """The ``count`` documents from ``begin`` on, of which one more joins each example, another one every epoch."""
+
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True)
 class TokenDataset:
     """Examples as flat arrays; ``report`` carries whatever the preparation counted.
 
     ``members`` may name a document in any number of examples. ``mixture``: the sources whose examples follow each
-    other here, where an epoch has of each as many as its share.
+    other here, where an epoch has of each as many as its share. With ``companions``, example ``i + n * len(self)`` is
+    example ``i`` together with companion ``n``.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -46,6 +55,7 @@ class TokenDataset:
     members: npt.NDArray[np.int64] | None = None
     roles: npt.NDArray[np.int8] | None = None
     mixture: tuple[Part, ...] | None = None
+    companions: Companions | None = None
 
     def __len__(self) -> int:
         return self.document_count if self.members is None else len(self.members)
@@ -56,11 +66,16 @@ class TokenDataset:
 
     @property
     def documents_per_example(self) -> int:
-        return 1 if self.members is None else self.members.shape[1]
+        return (1 if self.members is None else self.members.shape[1]) + (self.companions is not None)
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """The documents of one example, in its order."""
-        return (index,) if self.members is None else tuple(self.members[index].tolist())
+        """The documents of one example, in its order; a companion is the last."""
+        companion: tuple[int, ...] = ()
+        if self.companions is not None:
+            turn, index = divmod(index, len(self))
+            companion = (self.companions.begin + turn,)
+        own = (index,) if self.members is None else tuple(self.members[index].tolist())
+        return own + companion
 
     def role(self, document: int) -> int:
         """What one document is to its example."""

@@ -73,8 +73,8 @@ class DataSection(Section):
     benchmark: Text | None = Field(
         None,
         description="unlearn: a benchmark that forget, retain, holdout and idk are taken from where they are not "
-        "given: tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY where it is "
-        "on this machine.",
+        "given: tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY "
+        "where it is on this machine.",
     )
     forget: Text | None = Field(None, description="unlearn: the rows to be forgotten, a source as train has it.")
     retain: Text | None = Field(
