@@ -20,6 +20,7 @@ from trainwright.cli import (
     push,
     recipe,
     setup,
+    study,
     tensorboard,
     train,
     verify,
@@ -38,6 +39,7 @@ app.command("train", cls=train.TrainCommand)(train.train)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
+app.command("unlearn-study")(study.unlearn_study)
 app.command("generate")(generate.generate)
 app.command("merge")(publish.merge)
 app.command("export")(publish.export)
