@@ -32,10 +32,23 @@ def question(a: int, b: int) -> dict[str, str]:
 
 
 def write_rows(directory: Path, forget: int = 16, retain: int = 24) -> Path:
-    """Writes forget.jsonl, retain.jsonl, idk.txt and the recipe run.yaml; gives the recipe's path."""
+    """Writes forget.jsonl, retain.jsonl, idk.txt and the recipes run.yaml, which unlearns, and know.yaml, which learns
+    all rows first; gives the path of run.yaml."""
     directory.mkdir(parents=True, exist_ok=True)
-    write(directory / "forget.jsonl", [question(a, 7 * a) for a in range(1, forget + 1)])
-    write(directory / "retain.jsonl", [question(100 + a, 3 * a) for a in range(1, retain + 1)])
+    forgotten = [question(a, 7 * a) for a in range(1, forget + 1)]
+    kept = [question(100 + a, 3 * a) for a in range(1, retain + 1)]
+    write(directory / "forget.jsonl", forgotten)
+    write(directory / "retain.jsonl", kept)
+    write(directory / "full.jsonl", [*forgotten, *kept])
+    (directory / "know.yaml").write_text(
+        f"""
+include: {ROOT / "recipes" / "sft" / "tiny.yaml"}
+data: {{train: {directory / "full.jsonl"}, validation: null, limit: null, max_length: 96}}
+model: {{dropout: 0.0}}
+optimizer: {{learning_rate: 4e-3, schedule: constant}}
+train: {{max_steps: 60, global_batch_size: 8}}
+"""
+    )
     (directory / "idk.txt").write_text("\n".join(REFUSALS) + "\n")
     recipe = directory / "run.yaml"
     recipe.write_text(
