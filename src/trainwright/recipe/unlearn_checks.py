@@ -61,6 +61,11 @@ def _rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
             ("data.idk", "unlearn.objective"),
             f"{section.objective} teaches refusals; name a file with one a line, such as I do not know that.",
         )
+    if recipe.evaluate.metrics:
+        yield Contradiction(
+            ("evaluate.metrics", "task"),
+            "unlearning holds no rows back that could be answered; remove it, and see `trainwright eval RUN --metrics`",
+        )
     if isinstance(data.validation, str):
         yield Contradiction(
             ("data.validation", "task"),
