@@ -145,3 +145,17 @@ def test_only_what_matches_is_trained(runs: Runs, recipe: Path, knowing: tuple[s
     final = load_file(run / "final" / "model.safetensors")
     changed = [name for name in start if not (start[name] == final[name]).all()]
     assert changed == ["model.layers.0.mlp.down_proj.weight"]
+
+
+def test_the_reference_may_be_another_model(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
+    other = knowing[0].removeprefix("model.name=")
+    run = run_of(runs, recipe, "npo", ONE, f"unlearn.reference={other}")
+    before = measured(run)[0]["forget_loss"]
+    assert before < 0.9 * 20 * math.log(2)  # the reference gives the forget rows more than the fresh model does
+    assert not any("reference" in name for name in _tensors(run / "final"))
+
+
+def _tensors(directory: Path) -> list[str]:
+    from safetensors.torch import load_file
+
+    return list(load_file(directory / "model.safetensors"))

@@ -3,7 +3,7 @@
 The head of a language model is its largest matrix product and its logits the largest tensor of a step: 49,152
 numbers a token for SmolLM2. Here the targets go through it in chunks, and as a loss that is a sum has its gradient
 at hand when its value is, both are computed in one pass: three matrix products a target, none of them twice.
-(The idea is that of Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, of a float64 model in float64.)
+(The idea is that of Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or as the model in float64.)
 """
 
 from __future__ import annotations

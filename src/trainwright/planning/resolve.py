@@ -48,7 +48,8 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     for section, chosen in plan.values().items():
         values[section].update(chosen)
     if recipe.checkpoint.keep_best == "auto":
-        values["checkpoint"]["keep_best"] = recipe.data.validation is not None
+        # The loss of unlearning is lowest where everything is forgotten.
+        values["checkpoint"]["keep_best"] = recipe.data.validation is not None and recipe.unlearn is None
     return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
 
 

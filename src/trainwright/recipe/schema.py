@@ -289,7 +289,9 @@ class CheckpointSection(Section):
     every: Count | None = Field(None, description="Steps from one checkpoint to the next. null: only at the end.")
     keep_last: Count = Field(2, description="How many of the newest checkpoints are kept.")
     keep_best: bool | Auto = Field(
-        "auto", description="Also keep the checkpoint with the lowest validation loss. auto: where there is validation."
+        "auto",
+        description="Also keep the checkpoint with the lowest validation loss. auto: where there is validation, "
+        "but of unlearning, whose loss says nothing of what is kept.",
     )
 
 

@@ -90,7 +90,8 @@ def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
     _check_packs(recipe, datasets)
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
+    rows = 1 if recipe.unlearn is None else prepared.train.documents_per_example
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, rows)
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:

@@ -60,7 +60,9 @@ class UnlearnLM(CausalLM):
         if self._speaks_for_reference:
             assert losses and self.reference is not None
             return self.reference.token_losses(batch)
-        return super().forward(batch, statistics, objective, losses)
+        found = super().forward(batch, statistics, objective, losses)
+        self._tapped = None
+        return found
 
     def train(self, mode: bool = True) -> UnlearnLM:
         super().train(mode)

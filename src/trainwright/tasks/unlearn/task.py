@@ -16,12 +16,14 @@ from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream import GlobalBatch, MicroBatch
 from trainwright.data.unlearning import refuse_overlap
 from trainwright.engine.task import LossSum
+from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters import switched_off
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import layer_count
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.weights import empty_model
 from trainwright.parallel.strategy import Strategy
+from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask, prepare_model
 from trainwright.tasks.reference import Reference, reference, start_fingerprint
@@ -101,6 +103,25 @@ class Unlearning(LanguageModelTask):
             width = self._lm.config.get_text_config().hidden_size
             steered = direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
         self._losses = Losses(self._unlearn, self._log_probabilities, steered)
+        self._watch = self._watched(recipe)
+
+    def _watched(self, recipe: Recipe) -> Watch | None:
+        """What of the recipe's benchmark is measured beside the losses, on as many rows as they are."""
+        if recipe.data.benchmark is None or self._prepared.validation is None:
+            return None
+        positions = getattr(self._lm.config.get_text_config(), "max_position_embeddings", None)
+        found = find_benchmark(recipe.data.benchmark, "data.benchmark")
+        rows = len(self._prepared.validation)
+        return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
+
+    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
+        if self._watch is None:
+            return {}
+        with strategy.whole() as (module, in_step):
+            if in_step is not None:
+                tell(in_step)
+            assert isinstance(module, CausalLM)
+            return self._watch.metrics(module, strategy.world, together=in_step is not None)
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.objective == "rmu" else None
