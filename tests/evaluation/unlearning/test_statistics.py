@@ -1,4 +1,4 @@
-"""The statistics of TOFU, MUSE and membership inference: worked by hand, and as independent implementations have them."""
+"""The statistics of TOFU, MUSE and membership inference: worked by hand, and as other implementations have them."""
 
 from __future__ import annotations
 
