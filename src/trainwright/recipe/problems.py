@@ -184,7 +184,8 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     """The section at ``key`` of ``model``, or None where it is a single value or nothing known."""
     field = model.model_fields.get(key) if model is not None else None
     kind = field.annotation if field is not None else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    kinds = (kind, *get_args(kind))  # a section may be left out
+    return next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _section_at(path: KeyPath) -> type[BaseModel] | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator
 
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, find_benchmark
@@ -23,6 +23,15 @@ from trainwright.recipe.yaml_text import Origin, Tree, dotted
 
 FULL, RETAIN = "full", "retain"
 _KNOWN = ("real_authors", "world_facts")
+
+
+def _not_reserved(name: str) -> str:
+    if name in (FULL, RETAIN):
+        raise ValueError(f"{name} is the name of another model of a study")
+    return name
+
+
+ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_not_reserved)]
 
 
 class StudyEvaluation(Section):
@@ -50,7 +59,7 @@ class Study(Section):
     parallel: dict[str, Any] = Field({}, description="The section parallel of all recipes.")
     finetune: dict[str, Any] = Field({}, description="Further sections of the recipes of the two fine-tunings.")
     unlearn: dict[str, Any] = Field({}, description="Further sections of the recipes of all objectives.")
-    objectives: dict[Text, dict[str, Any] | None] = Field(
+    objectives: dict[ModelName, dict[str, Any] | None] = Field(
         min_length=1, description="The unlearned models by name, each with sections that it has for itself."
     )
     evaluate: StudyEvaluation = Field(default_factory=StudyEvaluation, description="How every model is measured.")
@@ -60,16 +69,6 @@ class Study(Section):
     def _of_the_two(cls, value: list[str]) -> list[str]:
         if odd := [name for name in value if name not in _KNOWN]:
             raise ValueError(f"{odd[0]} is none of {', '.join(_KNOWN)}")
-        return value
-
-    @field_validator("objectives")
-    @classmethod
-    def _no_reserved_name(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
-            if name in (FULL, RETAIN) or not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError(
-                    f"{name} cannot be the name of a model here: letters, digits, - and _, not full or retain"
-                )
         return value
 
 
@@ -146,7 +145,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
 
 
 def _told(details: Any, tree: Tree, file: Origin) -> str:
-    path = tuple(details["loc"])
+    path = tuple(part for part in details["loc"] if part != "[key]")
     place = origin_of(path, tree, file)
     if details["type"] == "extra_forbidden":
         return f"{place}: {dotted(path)}: unknown key; known here: {', '.join(Study.model_fields)}"

@@ -15,6 +15,6 @@ def exact_memorisation(correct: Bools) -> float:
 
 def extraction_strength(correct: Bools) -> float:
     """Share of the tokens at the end that come out right when all before them is given: 1 - k / n for the smallest k
-    from which on every token is the likeliest one (Carlini et al., arXiv 2012.07805; as in arXiv 2407.16997)."""
+    from which on every token is the likeliest one (Carlini et al., arXiv 2012.07805; as in arXiv 2406.09179)."""
     wrong = np.flatnonzero(~correct)
     return 1.0 - (int(wrong[-1]) + 1) / len(correct) if len(wrong) else float(len(correct) > 0)
