@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trainwright.recipe.study import StudyFile
 
 _RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
+# What compares with the retain-only model, and what is measured of that model for it.
+_FOR_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k"}
 
 
 def unlearn_study(
@@ -131,8 +133,9 @@ class _Road:
         words = [str(self._directory / _RUNS / name), "--benchmark", benchmark.name, "--out", str(out)]
         words += ["--max-new-tokens", str(asked.max_new_tokens)]
         metrics = asked.metrics
-        if name == RETAIN:  # it is what the others are compared with
-            metrics = [metric for metric in metrics if metric not in ("forget_quality", "privleak", "mia_reference")]
+        if name == RETAIN:
+            metrics = list(dict.fromkeys(_FOR_REFERENCE.get(metric, metric) for metric in metrics))
+            metrics = [metric for metric in metrics if metric != "mia_reference"]
         else:
             words += _references(metrics, reference, self._directory / _RUNS / RETAIN)
         words += ["--metrics", ",".join(metrics)] if metrics else []
@@ -180,7 +183,7 @@ class _Road:
 def _references(metrics: Sequence[str], log: Path, model: Path) -> list[str]:
     """What compares a model with the retain-only one, where something is asked that does."""
     words = []
-    if not metrics or {"forget_quality", "privleak"} & set(metrics):
+    if not metrics or {*_FOR_REFERENCE} & {*metrics}:
         words += ["--reference-log", str(log)]
     if "mia_reference" in metrics:
         words += ["--reference-model", str(model)]
