@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.mixture import Part
+from trainwright.data.mixture import Part, drawn
 
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 
@@ -104,9 +104,13 @@ class TokenDataset:
         return sum(map(self.document_targets, self.documents(index)))
 
     def example_lengths(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of every example."""
-        lengths: npt.NDArray[np.int64] = np.diff(self.offsets)
-        return lengths if self.members is None else lengths[self.members].sum(1)
+        """Number of tokens of every example, of the first epoch's where they have companions."""
+        each: npt.NDArray[np.int64] = np.diff(self.offsets)
+        lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
+        if self.companions is None:
+            return lengths
+        companions = drawn([Part(self.companions.count, len(self))], 0, self.fingerprint)
+        return lengths + each[self.companions.begin + companions]
 
     def target_fraction(self) -> float:
         """Of all tokens, how many are predicted."""

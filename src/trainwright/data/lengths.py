@@ -88,13 +88,9 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     """Counted over a tokenised source."""
     import numpy as np
 
-    from trainwright.data.mixture import Part, drawn
+    from trainwright.data.mixture import drawn
 
     lengths = dataset.example_lengths()
-    if dataset.companions is not None:
-        each, companions = np.diff(dataset.offsets), dataset.companions
-        own = lengths if dataset.members is not None else lengths[: len(dataset)]
-        lengths = own + each[companions.begin :][drawn([Part(companions.count, len(dataset))], 0, "")]
     if dataset.mixture is not None:
         lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
     lengths.sort()
