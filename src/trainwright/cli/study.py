@@ -85,29 +85,20 @@ class _Road:
 
     def _rows(self) -> Benchmark:
         """What is trained on and asked, in the study's directory."""
-        from trainwright.evaluation.unlearning.study.rows import rows_of, train_tokenizer, write_rows
+        from trainwright.evaluation.unlearning.study.rows import rows_of, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
-        chosen = study.model_dump(include={"benchmark", "subset", "known", "tokenizer_vocabulary"})
+        chosen = study.model_dump(include={"benchmark", "subset", "known"})
         self._ask("benchmark", str(chosen), done=directory.exists())
         benchmark = self._study.benchmark
-        found = rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
-        tokenizer = self._tokenizer
-        if tokenizer is not None and not tokenizer.exists():
-            assert study.tokenizer_vocabulary is not None
-            train_tokenizer(found.training["full"], study.tokenizer_vocabulary, tokenizer)
-        return found
-
-    @property
-    def _tokenizer(self) -> Path | None:
-        return None if self._study.study.tokenizer_vocabulary is None else self._directory / "tokenizer"
+        return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, str]:
         """The recipes of all runs, each checked before the first is begun."""
         from trainwright.recipe.study import FULL, RETAIN
 
         study, training = self._study, benchmark.training
-        found = {name: study.finetuning(training[name], self._tokenizer) for name in (FULL, RETAIN)}
+        found = {name: study.finetuning(training[name], training["full"]) for name in (FULL, RETAIN)}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         start = self._directory / _RUNS / FULL / "final"
         return found | {name: study.unlearning(name, start, rows) for name in study.study.objectives}

@@ -52,7 +52,7 @@ class Study(Section):
         "fresh model, which knows no world to be asked about. Of real_authors and world_facts.",
     )
     tokenizer_vocabulary: Count | None = Field(
-        None, description="Train a byte-level BPE tokenizer of so many tokens on the rows. null: the model's own."
+        None, description="Make a byte-level BPE tokenizer of so many tokens from the rows. null: the model's own."
     )
     directory: Text = Field(description="Where everything goes. What is finished in there is not done again.")
     model: dict[str, Any] = Field(description="The section model of the recipes of the two fine-tunings.")
@@ -84,9 +84,10 @@ class StudyFile:
     def benchmark(self) -> Benchmark:
         return find_benchmark(self.study.benchmark, f"{self._place('benchmark')}: benchmark")
 
-    def finetuning(self, source: str, tokenizer: Path | None) -> str:
-        """The recipe that fine-tunes a model on ``source``, in YAML."""
-        model = {**self.study.model, **({} if tokenizer is None else {"tokenizer": str(tokenizer)})}
+    def finetuning(self, source: str, everything: str) -> str:
+        """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from."""
+        size = self.study.tokenizer_vocabulary
+        model = {**self.study.model, **({} if size is None else {"tokenizer": f"bpe:{size}:{everything}"})}
         own = {"task": "sft", "model": model, "data": {"train": source, "validation": None}}
         return self._recipe(own, ("finetune",))
 

@@ -52,8 +52,8 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 def test_recipes_are_put_together(study: Path) -> None:
     read = load_study(study, ["unlearn.train.max_steps=5", "objectives.npo={unlearn: {beta: 0.2}}"])
-    full = read.finetuning("full.jsonl", Path("tokenizer"))
-    assert "task: sft" in full and "train: full.jsonl" in full and "tokenizer: tokenizer" in full
+    kept = read.finetuning("retain.jsonl", "full.jsonl")
+    assert "task: sft" in kept and "train: retain.jsonl" in kept and "tokenizer: bpe:300:full.jsonl" in kept
     npo = read.unlearning("npo", Path("runs/full/final"), {"forget": "f.jsonl", "retain": "r.jsonl"})
     for part in ("name: runs/full/final", "forget: f.jsonl", "beta: 0.2", "max_steps: 5", "num_processes: 2"):
         assert part in npo

@@ -1,1 +1,1 @@
-"""What a study of unlearning has beside its runs: its rows, its tokenizer, and its table and plot."""
+"""What a study of unlearning has beside its runs: its rows, and its table and plot."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,44 +55,6 @@ def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
     if kind == "tofu":
         return find_benchmark(f"tofu:{part}@{directory}")
     return Benchmark(benchmark.name, {**benchmark.training, "full": str(directory / "full.jsonl")}, benchmark.sets)
-
-
-def train_tokenizer(source: str, vocabulary: int, directory: Path) -> None:
-    """A byte-level BPE tokenizer with ChatML's tokens, trained on the questions and answers of ``source``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from trainwright.data.plain_templates import CHATML
-    from trainwright.models.bytes_tokenizer import END_TOKEN, PAD_TOKEN, START_TOKEN
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[PAD_TOKEN, START_TOKEN, END_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_texts(source), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD_TOKEN,
-        eos_token=END_TOKEN,
-        additional_special_tokens=[START_TOKEN],
-        chat_template=CHATML,
-        clean_up_tokenization_spaces=False,
-    )
-    scratch = directory.with_name(f".{directory.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
-    tokenizer.save_pretrained(str(scratch))
-    scratch.rename(directory)
-
-
-def _texts(source: str) -> Iterator[str]:
-    yield from ("user\n", "assistant\n")
-    for row in _rows(source, None):
-        yield from (value for value in row.values() if isinstance(value, str))
 
 
 def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) -> None:
