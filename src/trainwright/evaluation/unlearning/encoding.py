@@ -80,10 +80,13 @@ class ItemEncoder:
     """Turns items into tokens of ``tokenizer``; what is longer than ``max_length`` is cut at its end.
 
     Raises:
-        RequestError: of any method: a template refuses an item, or it has no place for an answer; with file and line.
+        RequestError: the tokenizer is not a fast one; of any method: a template refuses an item, or it has no place for
+            an answer, with file and line.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None, key: str) -> None:
+        if not tokenizer.is_fast:
+            raise RequestError(f"{key}: the tokenizer gives no character offsets; one with tokenizer.json is needed")
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._key = key
