@@ -14,6 +14,7 @@ import numpy as np
 from trainwright.data.dataset import Companions, TokenDataset
 from trainwright.data.kinds import EXAMPLES
 from trainwright.data.mixture import permuted
+from trainwright.data.prepare import writable
 from trainwright.data.refusals import FORGET, RETAIN
 from trainwright.errors import RequestError
 
@@ -25,6 +26,9 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
     """The forget rows as examples, the retain rows as their companions; kept in the cache and mapped from there.
 
     Documents of ``forget`` have the same numbers as there.
+
+    Raises:
+        MachineError: the cache cannot be written.
     """
     if retain is None:
         return forget
@@ -33,7 +37,8 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
     try:
         found = TokenDataset.open(directory)
     except (OSError, ValueError, KeyError):
-        _join(forget, retain, fingerprint).save(directory)
+        with writable(cache / "datasets"):
+            _join(forget, retain, fingerprint).save(directory)
         found = TokenDataset.open(directory)
     return replace(found, companions=Companions(forget.document_count, retain.document_count))
 
