@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
+from trainwright.planning.candidates import Wishes
 from trainwright.planning.facts import facts_of
 from trainwright.planning.memory import Memory, memory_of
+from trainwright.planning.plan import make_plan
 from trainwright.planning.rates import rates_of
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import Choice, Workload
@@ -98,3 +100,9 @@ def test_blocks_after_the_layer_of_rmu_take_no_time(tmp_path: Path) -> None:
 
 def test_a_pattern_that_is_not_known_is_assumed_to_be_everything(tmp_path: Path) -> None:
     assert workload(tmp_path, objective="npo", trainable=[r".*\.unheard_of"]).trained is None
+
+
+def test_a_plan_says_in_json_what_is_trained(tmp_path: Path) -> None:
+    found = workload(tmp_path, objective="rmu", layer=1, trainable=[DOWN])
+    said = json.loads(json.dumps(make_plan(Wishes({}), found, parse_machine("1xH100")).as_json()))
+    assert said["workload"]["trained"] == [[0, "down"], [1, "down"]]
