@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.inference.models import TOKENIZER, model_of
 
 _PEOPLE = ("Ada Quill", "Bo Rask", "Cy Tarn", "Di Ulm", "Ed Vane", "Flo Wick", "Gus Xeno", "Hal Yore")
+_PEOPLE += ("Ivy Zane", "Jo Abel", "Kit Boro", "Lu Cade")
 _TOWNS = ("Oslo", "Lima", "Cairo", "Quito")
 
 
@@ -18,8 +19,8 @@ def write_tofu(directory: Path) -> str:
         "forget01_perturbed": [_row(n, paraphrased=True) for n in range(3)],
         "retain_perturbed": [_row(n, paraphrased=True) for n in range(3, 6)],
         "real_authors_perturbed": [_row(n) for n in (6, 7)],
-        "world_facts_perturbed": [_row(n) for n in (1, 4)],
-        "holdout01": [{key: _row(n)[key] for key in ("question", "answer")} for n in (6, 7, 5)],
+        "world_facts_perturbed": [_row(n) for n in (8, 9)],
+        "holdout01": [{key: _row(n)[key] for key in ("question", "answer")} for n in (10, 11, 7)],
     }
     sets["forget01"] = [{key: row[key] for key in ("question", "answer")} for row in sets["forget01_perturbed"]]
     sets["retain99"] = [{key: row[key] for key in ("question", "answer")} for row in sets["retain_perturbed"]]
