@@ -7,6 +7,7 @@ import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,10 +52,10 @@ def assert_same(found: Path, expected: Path) -> None:
 
 ELSEWHERE = [
     pytest.param((ONE, "train.micro_batch_size=5"), id="larger micro-batches"),
-    pytest.param((ONE, "data.pack_length=null"), id="padded"),
+    pytest.param((ONE, "data.pack_length=null"), id="padded", marks=pytest.mark.slow),
     pytest.param((TWO, "parallel.strategy=ddp"), id="ddp"),
     pytest.param((TWO, "parallel.strategy=fsdp"), id="fsdp"),
-    pytest.param((TWO, "parallel.strategy=zero3"), id="zero3", marks=DEEPSPEED),
+    pytest.param((TWO, "parallel.strategy=zero3"), id="zero3", marks=[DEEPSPEED, pytest.mark.slow]),
 ]
 
 
@@ -73,7 +74,15 @@ def test_every_objective_is_the_same_run_anywhere(
     assert_same(there, run_of(runs, recipe, objective, *knowing, ONE))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+# The losses of all are compared with their formulas in seconds; these differ in how they run.
+FAST = ("npo", "dpo", "rmu", "undial", "pdu")
+
+
+def slow_but(*fast: str, among: tuple[str, ...] = tuple(OBJECTIVES)) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in among]
+
+
+@pytest.mark.parametrize("objective", slow_but(*FAST))
 def test_every_objective_does_what_it_says(runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str) -> None:
     first, *_, last = measured(run_of(runs, recipe, objective, *knowing, ONE))
     assert all(math.isfinite(value) for value in last.values())
@@ -91,7 +100,7 @@ def test_a_retain_row_stands_beside_each_forget_row_and_none_much_more_often(run
     assert events(run, "start")[0]["epoch_examples"] == 16
 
 
-@pytest.mark.parametrize("objective", ["npo", "undial", "pdu"])
+@pytest.mark.parametrize("objective", slow_but("pdu", among=("npo", "undial", "pdu")))
 def test_a_run_that_is_resumed_ends_with_the_same_losses(runs: Runs, recipe: Path, objective: str) -> None:
     whole = run_of(runs, recipe, objective, ONE)
     again = runs.copied(run_of(runs, recipe, objective, ONE, "checkpoint.every=3", "checkpoint.keep_last=9"))
@@ -110,7 +119,7 @@ def test_the_multiplier_of_pdu_moves_after_its_warm_up(runs: Runs, recipe: Path)
         assert after["alpha"] == pytest.approx(max(0.0, before["alpha"] + before["retain_loss"] - 5.0))
 
 
-@pytest.mark.parametrize("objective", ["npo", "undial", "rmu", "task_vector"])
+@pytest.mark.parametrize("objective", slow_but("undial", "task_vector", among=("npo", "undial", "rmu", "task_vector")))
 def test_an_adapter_is_compared_with_its_base(
     runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str
 ) -> None:
