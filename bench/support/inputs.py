@@ -24,7 +24,7 @@ def find_model(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name).resolve()
     from trainwright.models.resolve import resolve
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
     directory = resolve(ModelSection(name=name)).directory
     assert directory is not None

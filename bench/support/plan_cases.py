@@ -17,7 +17,7 @@ from trainwright.machine.detect import Machine
 from trainwright.planning.facts import adapter_of, architecture_of
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.workload import Choice, Workload
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 FAMILIES = (
     "llama",

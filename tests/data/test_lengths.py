@@ -8,7 +8,8 @@ import pytest
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.lengths import Lengths, estimate, lengths_of, recall, remember
 from trainwright.data.packing import best_fit_decreasing
-from trainwright.recipe.schema import DataSection, ModelSection
+from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.schema import DataSection
 
 MODEL = ModelSection(config={"model_type": "llama"}, tokenizer="bytes")
 

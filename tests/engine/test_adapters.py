@@ -27,7 +27,7 @@ from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 from trainwright.tasks.registry import build_task
 
 FEW = (

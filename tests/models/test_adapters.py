@@ -20,7 +20,7 @@ from trainwright.models.adapters import Adapter, attach_adapter, check_adapter
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config, load_model
 from trainwright.models.quantisation import QuantisedLinear, count_parameters
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

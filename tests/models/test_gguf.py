@@ -23,7 +23,7 @@ from trainwright.models.bytes_tokenizer import byte_letters
 from trainwright.models.gguf import convert_gguf
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve import resolve
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -82,7 +82,7 @@ def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_real_model_and_its_tokenizer(tmp_path: Path) -> None:
     from trainwright.models.resolve import resolve
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
     directory = resolve(ModelSection(name="HuggingFaceTB/SmolLM2-135M-Instruct")).directory
     assert directory is not None

@@ -21,7 +21,7 @@ from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.save import save_model, skeleton
 from trainwright.models.weights import load_empty
 from trainwright.planning.architecture import from_config
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

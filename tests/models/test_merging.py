@@ -13,7 +13,7 @@ from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.models.merging import merge
 from trainwright.models.save import save_model
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

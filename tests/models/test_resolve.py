@@ -13,7 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve import resolve
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 CONFIG = {
     "model_type": "llama",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainwright.errors import TrainingError
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.models.save import save_model
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

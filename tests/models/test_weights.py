@@ -15,7 +15,7 @@ from trainwright.models.save import save_model
 from trainwright.models.weights import FileWeights, GivenWeights, empty_model, load_empty
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

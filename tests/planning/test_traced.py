@@ -13,7 +13,7 @@ from tests.planning.test_operations import FAMILIES, PACK, ROWS, Shape, architec
 from trainwright.planning.facts import architecture_of as architecture_of_model
 from trainwright.planning.memory_inventory import inventory
 from trainwright.planning.operations import Device, Setting, block_kinds, block_pass, traced
-from trainwright.recipe.schema import ModelSection
+from trainwright.recipe.model_schema import ModelSection
 
 SLOW = pytest.mark.slow
 OPT = {

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe, load_with_origins
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.study import load_study
 
-READY = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
+STUDY = Path(__file__).parents[2] / "recipes" / "unlearn" / "tofu-tiny.yaml"
+READY = sorted({*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")} - {STUDY})
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
 AWKWARD = ["no", "null", "1e5", "2e-4", "12", "1:30", "2026-11-21", " spaced ", "a: b", "# c", "é ✓", "!tag"]
 AWKWARD += ["'", '"', "&a", "*a", "-", "two\nlines", "line\n", "\nline", "  two\n lines ", "tab\there"]
@@ -178,6 +181,14 @@ def test_packs_may_be_divided_into_a_fixed_number_of_micro_batches(write: Write)
     path = write(SMALLEST + "train: {global_batch_size: 8}\n")
     recipe = load_recipe(path, ["data.pack_length=2048", "train.gradient_accumulation_steps=3"])
     assert (recipe.train.gradient_accumulation_steps, recipe.train.micro_batch_size) == (3, "auto")
+
+
+def test_a_study_is_no_recipe() -> None:
+    assert load_study(STUDY, ["benchmark=tofu:forget05"]).unlearning(
+        "npo", Path("full"), {"forget": "f", "retain": "r"}
+    )
+    with pytest.raises(RequestError, match="is a study of unlearning and no recipe; run trainwright unlearn-study"):
+        load_recipe(STUDY)
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)

@@ -45,7 +45,7 @@ def tokenize(
     from trainwright.data.tokenize import tokenize as write
     from trainwright.models.load import load_tokenizer
     from trainwright.recipe.data_schema import SourceSection
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
     chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
     kind = "documents" if documents else "auto"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +34,27 @@ def evaluate(
     against: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Another model, to be compared on the same rows.")
     ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[@PLACE]",
+            help="A benchmark of unlearning, and not rows: tofu:forget10, muse:news, wmdp:bio or files@forget=FILE,…; "
+            "@DIRECTORY where it is on this machine. Default for its metrics: what the run was to forget.",
+        ),
+    ] = None,
+    reference_log: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference-log",
+            metavar="FILE",
+            help="What was measured of a model that never saw the forget set: log.json.",
+        ),
+    ] = None,
+    reference_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="For mia_reference: a model that never saw the forget set.")
+    ] = None,
+    relearning_steps: Annotated[int, typer.Option(min=1, help="For relearning: steps of training again.")] = 20,
+    relearning_rate: Annotated[float, typer.Option(help="For relearning: the learning rate.")] = 1e-5,
     adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to put on MODEL.")] = None,
     checkpoint: Annotated[
         str | None,
@@ -95,6 +118,9 @@ def evaluate(
         "--against": against,
         "--adapter": adapter,
         "--metrics": metrics,
+        "--benchmark": benchmark,
+        "--reference-log": reference_log,
+        "--reference-model": reference_model,
         "--answer-pattern": answer_pattern,
         "--json-schema": json_schema,
         "--limit": limit,
@@ -112,7 +138,16 @@ def evaluate(
         return
     if given := [name for name, value in trial.items() if value is not None]:
         raise RequestError(f"--{given[0]}: has no effect, as {model} is no agent that acts in an environment")
-    names = _metrics(metrics, answer_pattern, json_schema)
+    on_benchmark = benchmark is not None or _of_benchmarks(metrics)
+    if on_benchmark:
+        others: dict[str, object] = {"data": data, "against": against, "lm-eval": lm_eval}
+        others |= {"answer-pattern": answer_pattern, "json-schema": json_schema}
+        others |= {"quick": quick or None, "full": full or None}
+        names = _benchmark_metrics(metrics, others)
+    else:
+        if reference_log is not None or reference_model is not None:
+            raise RequestError("--reference-log and --reference-model have no effect without --benchmark")
+        names = _metrics(metrics, answer_pattern, json_schema)
     if quick and (full or limit is not None):
         raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")
     if full and limit is not None:
@@ -143,20 +178,24 @@ def evaluate(
         batch_size=batch_size,
         tasks=_tasks(lm_eval, lm_eval_include),
         task_directory=None if lm_eval_include is None else str(lm_eval_include),
+        on_benchmark=on_benchmark,
+        benchmark=benchmark,
+        reference_log=None if reference_log is None else str(reference_log),
+        reference_model=reference_model,
+        relearning_steps=relearning_steps,
+        relearning_rate=relearning_rate,
     )
     processes = process_count(machine, num_processes)
     with work_directory("eval") as work:
         in_processes(
             functools.partial(_prepare, asked, machine, processes, work),
             functools.partial(_entry, asked, work),
-            modules=["trainwright.evaluation.work"],
+            modules=[_module(asked)],
             machine=machine,
             processes=processes,
             work=work,
         )
-        from trainwright.evaluation.work import report_of
-
-        report = report_of(asked, work)
+        report = _report(asked, work)
         for line in report.lines():
             print(line)
         report.write(directory)
@@ -164,16 +203,50 @@ def evaluate(
 
 
 def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
-    from trainwright.evaluation.work import prepare
-
-    prepare(asked, machine, processes, work)
+    import_module(_module(asked)).prepare(asked, machine, processes, work)
 
 
 def _entry(asked: Asked, work: Path, world: World) -> None:
     from trainwright.cli.workers import counted
-    from trainwright.evaluation.work import work_on
 
-    work_on(asked, work, world, functools.partial(counted, world))
+    import_module(_module(asked)).work_on(asked, work, world, functools.partial(counted, world))
+
+
+def _report(asked: Asked, work: Path) -> Any:
+    return import_module(_module(asked)).report_of(asked, work)
+
+
+def _module(asked: Asked) -> str:
+    """What does the work: of these two each has ``prepare``, ``work_on`` and ``report_of``."""
+    return "trainwright.evaluation.unlearning.work" if asked.on_benchmark else "trainwright.evaluation.work"
+
+
+def _of_benchmarks(named: str | None) -> bool:
+    """Whether metrics are named that only a benchmark of unlearning has."""
+    if named is None:
+        return False
+    from trainwright.evaluation.metrics.registry import ANSWERS, LIKELIHOODS
+    from trainwright.evaluation.unlearning.registry import METRICS
+
+    return bool({*_split(named)} & {*METRICS} - {*ANSWERS, *LIKELIHOODS})
+
+
+def _benchmark_metrics(named: str | None, given: Mapping[str, object]) -> tuple[str, ...]:
+    """The metrics by name; none: those that lack nothing. ``given``: options that a benchmark does not take."""
+    from trainwright.evaluation.unlearning.registry import METRICS
+
+    if used := next((option for option, value in given.items() if value is not None), None):
+        raise RequestError(f"--{used}: is for rows of data, and --metrics or --benchmark ask for a benchmark's")
+    names = () if named is None else _split(named)
+    if unknown := [name for name in names if name not in METRICS]:
+        raise RequestError(
+            f"--metrics: {unknown[0]!r} is no metric of a benchmark of unlearning; there are {', '.join(METRICS)}"
+        )
+    return names
+
+
+def _split(named: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in named.split(","))
 
 
 def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | None) -> tuple[str, ...]:
@@ -183,12 +256,14 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | 
     from trainwright.evaluation.metrics.registry import ANSWERS, LIKELIHOODS, USUAL
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
-    names = tuple(name.strip() for name in named.split(",")) if named is not None else USUAL
+    names = _split(named) if named is not None else USUAL
     if named is None:
         names += tuple(name for name, (_, value) in settings.items() if value is not None)
     known = (*LIKELIHOODS, *ANSWERS)
     if unknown := [name for name in names if name not in known]:
-        raise RequestError(f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}")
+        raise RequestError(
+            f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}, and those of --benchmark"
+        )
     for name, (option, value) in settings.items():
         if name in names and value is None:
             raise RequestError(f"--metrics {name}: needs {option}")
@@ -210,7 +285,7 @@ def _tasks(named: str | None, directory: Path | None) -> tuple[str, ...]:
     from trainwright.evaluation.libraries import require
 
     require("lm_eval", "--lm-eval")
-    return tuple(name.strip() for name in named.split(","))
+    return _split(named)
 
 
 def _new_directory(wanted: Path | None, model: str) -> Path:

@@ -22,6 +22,7 @@ from trainwright.cli import (
     push,
     recipe,
     setup,
+    study,
     tensorboard,
     train,
     verify,
@@ -42,6 +43,7 @@ app.command("collect")(collect.collect)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
+app.command("unlearn-study")(study.unlearn_study)
 app.command("generate")(generate.generate)
 app.command("merge")(publish.merge)
 app.command("export")(publish.export)

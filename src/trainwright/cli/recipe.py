@@ -56,3 +56,21 @@ def schema() -> None:
     from trainwright.recipe.json_schema import recipe_json_schema
 
     typer.echo(json.dumps(recipe_json_schema(), indent=2))
+
+
+@app.command()
+def objectives() -> None:
+    """List the objectives of unlearning: what each does, the paper it is from, and what it takes."""
+    from trainwright.recipe.unlearn_schema import OBJECTIVES, UnlearnSection
+
+    for name, facts in OBJECTIVES.items():
+        section = UnlearnSection(objective=name)
+        takes = {"gamma": 1.0, "alpha": 1.0, **facts.defaults}
+        parts = [f"{key} {'must be given' if value is None else value}" for key, value in takes.items()]
+        if section.needs_reference_model:
+            parts.append("the reference beside the model")
+        elif section.compares:
+            parts.append("the reference's log-probabilities, computed once")
+        if facts.idk:
+            parts.append("data.idk")
+        typer.echo(f"{name:12} {facts.line} ({facts.paper})\n{'':12}   takes {', '.join(parts)}")

@@ -25,9 +25,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.mixture import Part
+from trainwright.data.mixture import Part, drawn
 
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The ``count`` documents from ``begin`` on, of which one more joins each example, another one every epoch."""
+
+    begin: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class TokenDataset:
     """Examples as flat arrays; ``report`` carries whatever the preparation counted.
 
     ``members`` may name a document in any number of examples. ``mixture``: the sources whose examples follow each
-    other here, where an epoch has of each as many as its share.
+    other here, where an epoch has of each as many as its share. With ``companions``, example ``i + n * len(self)`` is
+    example ``i`` together with companion ``n``.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -46,6 +55,7 @@ class TokenDataset:
     members: npt.NDArray[np.int64] | None = None
     roles: npt.NDArray[np.int8] | None = None
     mixture: tuple[Part, ...] | None = None
+    companions: Companions | None = None
 
     def __len__(self) -> int:
         return self.document_count if self.members is None else len(self.members)
@@ -56,11 +66,16 @@ class TokenDataset:
 
     @property
     def documents_per_example(self) -> int:
-        return 1 if self.members is None else self.members.shape[1]
+        return (1 if self.members is None else self.members.shape[1]) + (self.companions is not None)
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """The documents of one example, in its order."""
-        return (index,) if self.members is None else tuple(self.members[index].tolist())
+        """The documents of one example, in its order; a companion is the last."""
+        companion: tuple[int, ...] = ()
+        if self.companions is not None:
+            turn, index = divmod(index, len(self))
+            companion = (self.companions.begin + turn,)
+        own = (index,) if self.members is None else tuple(self.members[index].tolist())
+        return own + companion
 
     def role(self, document: int) -> int:
         """What one document is to its example."""
@@ -89,9 +104,13 @@ class TokenDataset:
         return sum(map(self.document_targets, self.documents(index)))
 
     def example_lengths(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of every example."""
-        lengths: npt.NDArray[np.int64] = np.diff(self.offsets)
-        return lengths if self.members is None else lengths[self.members].sum(1)
+        """Number of tokens of every example, of the first epoch's where they have companions."""
+        each: npt.NDArray[np.int64] = np.diff(self.offsets)
+        lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
+        if self.companions is None:
+            return lengths
+        companions = drawn([Part(self.companions.count, len(self))], 0, self.fingerprint)
+        return lengths + each[self.companions.begin + companions]
 
     def target_fraction(self) -> float:
         """Of all tokens, how many are predicted."""

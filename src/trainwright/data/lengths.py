@@ -19,7 +19,8 @@ from trainwright.machine.cache import keep
 
 if TYPE_CHECKING:
     from trainwright.data.dataset import TokenDataset
-    from trainwright.recipe.schema import DataSection, ModelSection
+    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.recipe.schema import DataSection
 
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
@@ -98,17 +99,23 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), dataset.target_fraction())
 
 
-def remember(model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path) -> None:
-    """Keep the lengths of a source for ``recall``."""
-    file = _file(model, data, seed, cache)
+def remember(
+    model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: int = 1
+) -> None:
+    """Keep the lengths of a source for ``recall``.
+
+    Args:
+        rows: how many of several sources make an example.
+    """
+    file = _file(model, data, seed, cache, rows)
     if not file.exists():
         keep(file, json.dumps(asdict(lengths_of(dataset))))
 
 
-def recall(model: ModelSection, data: DataSection, seed: int, cache: Path) -> Lengths | None:
+def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int = 1) -> Lengths | None:
     """The lengths of a source that was tokenised for this model before; None for one that was not, or has changed."""
     try:
-        kept = json.loads(_file(model, data, seed, cache).read_text(encoding="utf-8"))
+        kept = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
         return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -137,10 +144,12 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _file(model: ModelSection, data: DataSection, seed: int, cache: Path) -> Path:
+def _file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int) -> Path:
     from trainwright.data.source_key import source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
     key: dict[str, Any] = source_key(data, seed, json.dumps(tokenizer))
+    if rows > 1:
+        key["rows"] = rows
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"

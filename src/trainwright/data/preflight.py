@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainwright.data.corpora import STDLIB
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
+from trainwright.data.refusals import kind_of_forget_rows
 from trainwright.data.sources import BUILT_IN, PYDOC, PYDOC_PAIRS, check_source, place_of, source_files
 from trainwright.errors import RequestError
 
@@ -38,7 +39,10 @@ def check_data(recipe: Recipe) -> None:
         return
     data = recipe.data
     kind = kind_of_rows(recipe)
-    layouts = [_layout(source, key, kind) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    kinds = {} if recipe.unlearn is None else {"data.forget": kind_of_forget_rows(recipe)}
+    layouts = [
+        _layout(source, key, kinds.get(key, kind)) for source, key in zip(data.sources, data.source_keys, strict=True)
+    ]
     if data.validation_source is not None:
         layouts.append(_layout(data.validation_source, "data.validation", kind))
     refuse_unused_template(recipe.model.chat_template, layouts)

@@ -72,7 +72,7 @@ def prepare(
     root = cache / "datasets"
     identity = _tokenizer_identity(tokenizer)
     key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
-    with _writable(root):
+    with writable(root):
         key.parent.mkdir(parents=True, exist_ok=True)
         found = _find(root, key)
         if found is None:
@@ -164,7 +164,8 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _writable(root: Path) -> Iterator[None]:
+def writable(root: Path) -> Iterator[None]:
+    """Raise MachineError, with what to do, where what is kept in ``root`` cannot be written."""
     try:
         yield
     except OSError as error:

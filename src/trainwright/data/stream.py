@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.batch_sizes import BatchSizes
+from trainwright.data.dataset import Companions
 from trainwright.data.mixture import Part, drawn, permuted
 from trainwright.data.packing import best_fit_decreasing
 
@@ -33,6 +34,9 @@ class Examples(Protocol):
 
     @property
     def mixture(self) -> tuple[Part, ...] | None: ...
+
+    @property
+    def companions(self) -> Companions | None: ...
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -122,6 +126,8 @@ Data = TypeVar("Data", bound=Examples)
 class Stream(Generic[Data]):
     """Global batches of a dataset, epoch after epoch, each example once an epoch; of a mixture, by its shares.
 
+    Companions are gone through in rounds of an order of their own, so that none joins twice more often than another.
+
     Args:
         global_batch_size: examples a step.
         warm_up: sizes of the first steps, where they are smaller.
@@ -196,7 +202,7 @@ class Stream(Generic[Data]):
 
     def seen(self) -> list[int]:
         """Every example that a global batch has, in the order of the dataset."""
-        all_in_an_epoch = self.dataset.mixture is None or not self._shuffle
+        all_in_an_epoch = self.dataset.companions is None and (self.dataset.mixture is None or not self._shuffle)
         if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
         return sorted({example for step in range(len(self)) for example in self.examples(step)})
@@ -234,11 +240,14 @@ class Stream(Generic[Data]):
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """The order of one epoch, kept until another is asked for."""
         if self._order[0] != epoch:
-            order = np.arange(len(self.dataset), dtype=np.int64)
+            size, companions = len(self.dataset), self.dataset.companions
+            order = np.arange(size, dtype=np.int64)
+            key = f"{self._seed}/{self.dataset.fingerprint}"
             if self._shuffle:
-                key = f"{self._seed}/{self.dataset.fingerprint}"
-                order = permuted(len(self.dataset), f"{key}/{epoch}")
+                order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
                     order = drawn(self.dataset.mixture, epoch, key)[order]
+            if companions is not None:
+                order = order + size * drawn([Part(companions.count, size)], epoch, f"{key}/companions")
             self._order = (epoch, order)
         return self._order[1]

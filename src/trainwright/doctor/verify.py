@@ -27,7 +27,8 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
 from trainwright.observe.progress import Bar, Lines, Progress
 from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import ModelSection, ParallelSection, Recipe
+from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.schema import ParallelSection, Recipe
 
 if TYPE_CHECKING:
     from trainwright.observe.reader import Event

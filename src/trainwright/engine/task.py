@@ -39,6 +39,8 @@ class Task(Protocol):
     start: str | None  # fingerprint of the weights of the start, known once begun; None: no loss asks for them later
     base: str | None  # fingerprint of the frozen weights that an adapter is trained on; None: all weights are trained
 
+    state: dict[str, float]  # numbers of the task's own that training changes; they are kept in checkpoints
+
     def blocks(self) -> list[nn.Module]:
         """The repeated units of the module, in order."""
 
@@ -64,6 +66,9 @@ class Task(Protocol):
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Metrics of the validation split or a step, from statistics summed over it; `loss` is lower when better."""
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Called on every rank when the weights have been updated, with the metrics of the step."""
 
     def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
         """Metrics of the model's answers to validation rows; none where none are wanted. Every rank calls this.

@@ -162,6 +162,7 @@ class Trainer:
         with checkpoint.reader() as reader:
             self.strategy.load_state(reader)
         self.progress = Progress.of(dict(checkpoint.state["progress"]))
+        self.task.state.update(checkpoint.state.get("task", {}))
         self._saved_step = self.progress.step
 
     def _step(self) -> bool:
@@ -181,6 +182,7 @@ class Trainer:
         else:
             scale = self._clip(norm) / self.progress.loss_scale
             self._halving.update(step, batch, lambda: self.strategy.step(learning_rate, scale))
+            self.task.after_step(metrics)
         self.progress.step = step
         self.progress.tokens += batch.tokens
         self.progress.target_tokens += batch.targets
@@ -337,6 +339,7 @@ class Trainer:
             "data": data,
             "base": base,
             "start": self.task.start,
+            "task": dict(self.task.state),
         }
         try:
             saved = self.checkpoints.save(self.world, step, shards, state, self._halving.recipe_text)

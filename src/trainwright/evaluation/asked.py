@@ -9,7 +9,8 @@ QUICK_ROWS, USUAL_ANSWERS = 50, 200
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants to know. ``metrics`` in the order they are shown in; ``explicit``: they were named."""
+    """What a user wants to know. ``metrics`` in the order they are shown in; ``explicit``: they were named;
+    ``on_benchmark``: of a benchmark of unlearning, named or the run's own, and not of rows."""
 
     model: str
     metrics: tuple[str, ...]
@@ -30,6 +31,12 @@ class Asked:
     batch_size: int | None = None
     tasks: tuple[str, ...] = ()
     task_directory: str | None = None
+    on_benchmark: bool = False
+    benchmark: str | None = None
+    reference_log: str | None = None
+    reference_model: str | None = None
+    relearning_steps: int = 20
+    relearning_rate: float = 1e-5
 
     @property
     def on_rows(self) -> bool:

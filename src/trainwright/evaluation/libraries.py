@@ -11,6 +11,8 @@ _PACKAGES = {
     "rouge_score": ("rouge-score", "evaluation"),
     "jsonschema": ("jsonschema", "evaluation"),
     "scipy": ("scipy", "evaluation"),
+    "bitsandbytes": ("bitsandbytes", "quantisation"),
+    "matplotlib": ("matplotlib", "charts"),
     "lm_eval": ("lm-eval", "lm-eval"),
 }
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,14 +48,14 @@ class Report:
         """The table, and what should be known beside it."""
         lines = []
         if self.measured is not None:
-            lines = self._compared() if self.against is not None else _table(_rows(self.estimates), _HEAD)
+            lines = self._compared() if self.against is not None else table_lines(_rows(self.estimates), _HEAD)
             lines += [f"note: {note}" for note in self.measured.notes]
         if self.against is not None:
             lines += [f"note: against: {note}" for note in self.against.notes if self.measured is not None]
         if self.comparison is not None:
             lines += [f"note: {note}" for note in self.comparison.notes]
         if self.harness:
-            lines += _table(_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
+            lines += table_lines(_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
         return lines
 
     def _compared(self) -> list[str]:
@@ -63,23 +64,16 @@ class Report:
         for name, column in self.measured.columns.items():
             found = self.comparison.differences.get(name)
             other = self.against.columns.get(name)
-            values = [_number(column.value()), "" if other is None else _number(other.value())]
+            values = [number_text(column.value()), "" if other is None else number_text(other.value())]
             shown = ["", ""] if found is None else [_signed(found.value), _between(found, _signed)]
             rows.append([name, *values, *shown, f"{len(column):,}"])
         head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
-        return [f"A: {self.measured.origin}", f"B: {self.against.origin}", "", *_table(rows, head)]
+        return [f"A: {self.measured.origin}", f"B: {self.against.origin}", "", *table_lines(rows, head)]
 
     def write(self, directory: Path) -> None:
         """Write all files to ``directory``, which is new. Raises RequestError where they cannot be written."""
-        scratch = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
-        try:
-            scratch.mkdir(parents=True)
+        with whole_directory(directory) as scratch:
             self._write(scratch)
-            scratch.rename(directory)
-        except OSError as error:
-            raise RequestError(f"--out: {directory} cannot be written: {error.strerror or error}") from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
     def _write(self, directory: Path) -> None:
         found: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings)}
@@ -92,7 +86,25 @@ class Report:
             found["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
         if self.harness:
             found["lm_eval"] = dict(self.harness)
-        _write_text(directory / "metrics.json", json.dumps(found, indent=2, default=str) + "\n")
+        write_text(directory / "metrics.json", json.dumps(found, indent=2, default=str) + "\n")
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory to write to that becomes ``directory``, which is new, once all is written.
+
+    Raises:
+        RequestError: something cannot be written.
+    """
+    scratch = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        scratch.rename(directory)
+    except OSError as error:
+        raise RequestError(f"--out: {directory} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 _HEAD = ("metric", "value", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
@@ -108,7 +120,10 @@ def _described(measured: Measured, estimates: Mapping[str, Estimate]) -> dict[st
 
 
 def _rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
-    return [[name, _number(found.value), _between(found, _number), f"{found.n:,}"] for name, found in estimates.items()]
+    return [
+        [name, number_text(found.value), _between(found, number_text), f"{found.n:,}"]
+        for name, found in estimates.items()
+    ]
 
 
 def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
@@ -119,18 +134,22 @@ def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
             error = metrics.get(f"{name}_stderr,{choice}")
             if isinstance(value, float) and not name.endswith("_stderr"):
                 label = name if choice in ("", "none") else f"{name} ({choice})"
-                rows.append([task, label, _number(value), _number(error) if isinstance(error, float) else ""])
+                rows.append([task, label, number_text(value), number_text(error) if isinstance(error, float) else ""])
     return rows
 
 
-def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
+def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
+    """Rows under their head, in columns of one width."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
     ]
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
+    """A number as tables have it: four decimals, or as many digits where it is very small."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
 
 
@@ -143,10 +162,11 @@ def _between(found: Estimate, words: Any) -> str:
 
 
 def _write_samples(file: Path, measured: Measured) -> None:
-    _write_text(file, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples))
+    write_text(file, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples))
 
 
-def _write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Write a file, and have it on the disk."""
     with file.open("w", encoding="utf-8") as opened:
         opened.write(text)
         opened.flush()

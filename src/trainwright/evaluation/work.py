@@ -178,6 +178,11 @@ def _rows_of_run(found: Found) -> tuple[Rows, int]:
         raise RequestError(
             f"--data: {found.origin} is of a pretraining, whose validation loss is in its events; name other rows"
         )
+    if recipe.task == "unlearn":
+        raise RequestError(
+            f"--data: {found.origin} is of a run that unlearns; name rows to measure on, or --metrics of a benchmark, "
+            "such as extraction_strength, which are then of what it was to forget"
+        )
     if kind_of_rows(recipe) != EXAMPLES:
         raise RequestError(f"--data: {found.origin} is of a run on answers to compare; name rows with one answer each")
     if data.validation is None:

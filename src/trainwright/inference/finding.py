@@ -11,7 +11,8 @@ from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoin
 from trainwright.errors import RequestError
 from trainwright.models.resolve import TOKENIZER_FILES
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import ModelSection, Recipe
+from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.schema import Recipe
 
 _RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
 _ADAPTER, _BASE = "adapter_config.json", "base_model.json"

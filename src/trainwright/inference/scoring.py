@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.batch import collate
+from trainwright.data.batch import Batch, collate
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.stream import MicroBatch
 from trainwright.inference.batching import Done, by_length, over_ranks
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
+
+T = TypeVar("T")
 
 # Tokens of a batch: enough for a processor or a GPU to be busy with.
 _TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -40,34 +43,67 @@ def score(
     *,
     tokens: int | None = None,
     done: Done = lambda examples: None,
+    together: bool = False,
 ) -> list[TokenScores]:
     """Score the targets of every example, each a document, on every rank. Every rank must call, with the whole model.
 
     Args:
         lm: on the world's device; where it is not packed, examples are padded to the longest of a batch.
         tokens: of a batch.
+        together: see ``over_ranks``.
 
     Raises:
         MachineError: memory runs out with a single example.
     """
+
+    def work(batch: Batch, counts: Sequence[int]) -> list[TokenScores]:
+        losses, correct = lm.token_statistics(batch)
+        pairs = zip(_parts(losses.float(), counts), _parts(correct, counts), strict=True)
+        return [TokenScores(*pair) for pair in pairs]
+
+    return _over_documents(lm, dataset, world, work, tokens, done, together)
+
+
+def score_standardised(
+    lm: CausalLM, dataset: TokenDataset, world: World, *, done: Done = lambda examples: None
+) -> list[npt.NDArray[np.float32]]:
+    """Of every example, its targets' standardised log-likelihoods [targets]; see ``score`` and ``CausalLM``."""
+
+    def work(batch: Batch, counts: Sequence[int]) -> list[npt.NDArray[np.float32]]:
+        return _parts(lm.standardised_log_likelihood(batch), counts)
+
+    return _over_documents(lm, dataset, world, work, None, done, False)
+
+
+def _over_documents(
+    lm: CausalLM,
+    dataset: TokenDataset,
+    world: World,
+    work: Callable[[Batch, Sequence[int]], list[T]],
+    tokens: int | None,
+    done: Done,
+    together: bool,
+) -> list[T]:
+    """``work`` on batches of examples of like length, with how many targets each has; results in their order."""
     lengths = [dataset.length(index) for index in range(len(dataset))]
     batches = by_length(lengths, tokens=tokens or _TOKENS[world.device.type], rows=len(lengths) or 1)
     costs = [float(sum(lengths[index] for index in batch)) for batch in batches]
+
+    def on(indices: Sequence[int]) -> list[T]:
+        counts = [dataset.target_count(index) for index in indices]
+        total, rows = sum(map(dataset.length, indices)), tuple((index,) for index in indices)
+        micro = MicroBatch(index=0, rows=rows, tokens=total, targets=sum(counts), weight=float(sum(counts)))
+        with torch.no_grad():
+            return work(collate(dataset, micro, packed=lm.packed, pad_token_id=0).to(world.device), counts)
+
     training = lm.training
     lm.eval()
     try:
-        return over_ranks(world, batches, costs, lambda batch: _scores(lm, dataset, batch, world.device), done)
+        return over_ranks(world, batches, costs, on, done, together=together)
     finally:
         lm.train(training)
 
 
-def _scores(lm: CausalLM, dataset: TokenDataset, batch: Sequence[int], device: torch.device) -> list[TokenScores]:
-    counts = [dataset.target_count(index) for index in batch]
-    tokens, rows = sum(map(dataset.length, batch)), tuple((index,) for index in batch)
-    micro = MicroBatch(index=0, rows=rows, tokens=tokens, targets=sum(counts), weight=float(sum(counts)))
-    tensors = collate(dataset, micro, packed=lm.packed, pad_token_id=0).to(device)
-    with torch.no_grad():
-        losses, correct = lm.token_statistics(tensors)
-    ends = np.cumsum(counts)[:-1]
-    parts = np.split(losses.float().cpu().numpy(), ends), np.split(correct.cpu().numpy(), ends)
-    return [TokenScores(*pair) for pair in zip(*parts, strict=True)]
+def _parts(values: torch.Tensor, counts: Sequence[int]) -> list[npt.NDArray[Any]]:
+    """The values of every example."""
+    return np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])

@@ -25,7 +25,7 @@ from trainwright.models.adapters_files import START_FROM, WEIGHTS, BaseModel, Sa
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
 # Names that PEFT has for the adapters in a model.
 _TRAINED, _BENEATH, _READ_BACK = "default", "beneath", "read_back"

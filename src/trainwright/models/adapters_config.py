@@ -14,7 +14,7 @@ from trainwright.models.adapters_files import START_FROM, BaseModel, SavedAdapte
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainwright.recipe.schema import AdapterSection
+    from trainwright.recipe.model_schema import AdapterSection
 
 RANK, ALPHA = 16, 32.0  # where neither the recipe nor an existing adapter has them
 

@@ -22,7 +22,7 @@ from trainwright.models.resolve import resolve
 if TYPE_CHECKING:
     import torch
 
-    from trainwright.recipe.schema import AdapterSection, ModelSection
+    from trainwright.recipe.model_schema import AdapterSection, ModelSection
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 START_FROM = "model.adapter.start_from"

@@ -18,7 +18,7 @@ from torch import nn
 from trainwright.data.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import DOCUMENTS, UnpackableError, register
-from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_statistics
+from trainwright.models.linear_cross_entropy import linear_cross_entropy, standardised_log_likelihood, token_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
             return linear_cross_entropy(*at_targets, **self._head, z_loss=self._z_loss)
         # How much each target counts is known when all losses are: the head runs once more for it, and never holds
         # the logits of more than a chunk. What that gives is the gradient; the value is the objective's own.
-        value, weights = _slopes(objective, token_statistics(*at_targets, **self._head)[0], batch)
+        value, weights = slopes(objective, token_statistics(*at_targets, **self._head)[0], batch)
         weighted = linear_cross_entropy(*at_targets, **self._head, target_weights=weights)
         return value + (weighted - weighted.detach())
 
@@ -80,6 +80,10 @@ class CausalLM(nn.Module):
     def token_statistics(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Negative log-likelihood in nats [N] and whether the target was the likeliest token [N], without gradients."""
         return token_statistics(*self._at_targets(batch), **self._head)
+
+    def standardised_log_likelihood(self, batch: Batch) -> torch.Tensor:
+        """How far above the mean over the vocabulary every target's log-likelihood is, in deviations [N], fp32."""
+        return standardised_log_likelihood(*self._at_targets(batch), **self._head)
 
     def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
@@ -127,12 +131,12 @@ class CausalLM(nn.Module):
 
 
 @torch.enable_grad()
-def _slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The objective's value and its derivative by every loss [N]."""
     losses = losses.detach().requires_grad_()
     value = objective(losses, batch)
-    (slopes,) = torch.autograd.grad(value, losses)
-    return value.detach(), slopes
+    (found,) = torch.autograd.grad(value, losses)
+    return value.detach(), found
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

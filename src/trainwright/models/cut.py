@@ -13,7 +13,7 @@ from trainwright.models.resolve import resolve
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
 _LAYERS = "num_hidden_layers"
 _NUMBERS = ("_period", "_interval", "_pattern", "dense_replace")

@@ -3,7 +3,7 @@
 The head of a language model is its largest matrix product and its logits the largest tensor of a step: 49,152
 numbers a token for SmolLM2. Here the targets go through it in chunks, and as a loss that is a sum has its gradient
 at hand when its value is, both are computed in one pass: three matrix products a target, none of them twice.
-(The idea is that of Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is always in fp32.)
+(The idea is that of Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or as the model in float64.)
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 _CHUNK_BYTES = 128 * 2**20
 # Bytes of the fp32 logits that a CPU works on at a time.
 _BLOCK_BYTES = 2 * 2**20
+# Of log-likelihoods over the vocabulary, where a model is all but certain.
+_LEAST_VARIANCE = 1e-6
 
 
 def linear_cross_entropy(
@@ -56,15 +58,40 @@ def token_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Negative log-likelihood in nats [N] and whether the target was the likeliest token [N], without gradients."""
     losses, correct = [], []
-    for part in _chunks(len(targets), weight):
+    for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)
-        for rows in _row_blocks(chunk):
-            logits, wanted = _finished(chunk[rows], softcap, logit_scale), targets[part][rows]
+        for rows in row_blocks(chunk):
+            logits, wanted = finished(chunk[rows], softcap, logit_scale), targets[part][rows]
             losses.append(logits.logsumexp(1) - logits.gather(1, wanted[:, None])[:, 0])
             correct.append(logits.argmax(1) == wanted)
     if not losses:
-        return hidden.new_zeros(0, dtype=torch.float32), targets.new_zeros(0, dtype=torch.bool)
+        return hidden.new_zeros(0, dtype=at_least_fp32(hidden)), targets.new_zeros(0, dtype=torch.bool)
     return torch.cat(losses), torch.cat(correct)
+
+
+@torch.no_grad()
+def standardised_log_likelihood(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> torch.Tensor:
+    """By how many standard deviations a target's log-likelihood is above the mean [N], both taken over the vocabulary
+    with the model's own probabilities (arXiv 2404.02936, equation 2), without gradients."""
+    found = [hidden.new_zeros(0, dtype=torch.float32)]
+    for part in chunks(len(targets), weight):
+        chunk = torch.nn.functional.linear(hidden[part], weight, bias)
+        for rows in row_blocks(chunk):
+            logs = finished(chunk[rows], softcap, logit_scale).log_softmax(1)
+            chances = logs.exp()
+            mean = (chances * logs).sum(1)
+            variance = (chances * (logs - mean[:, None]).square()).sum(1)
+            wanted = logs.gather(1, targets[part][rows][:, None])[:, 0]
+            found.append((wanted - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
+    return torch.cat(found)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -81,13 +108,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad
-        total = hidden.new_zeros((), dtype=torch.float32)
+        total = hidden.new_zeros((), dtype=at_least_fp32(hidden))
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
-        grads = _HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
-        for part in _chunks(len(targets), weight):
+        grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
+        for part in chunks(len(targets), weight):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             weights = None if target_weights is None else target_weights[part]
-            for rows in _row_blocks(logits):
+            for rows in row_blocks(logits):
                 each = None if weights is None else weights[rows]
                 total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each, z_loss)
             if grad_hidden is not None:
@@ -106,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-class _HeadGradients:
+class HeadGradients:
     """Gradients of the head summed over chunks; in fp32 as soon as there is more than one chunk."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
@@ -119,13 +146,13 @@ class _HeadGradients:
             before = self._sums[0]
             if before is None:
                 self._sums[0] = delta.t() @ hidden
-            elif delta.dtype == torch.float32:
+            elif delta.dtype == at_least_fp32(delta):
                 before.addmm_(delta.t(), hidden)
             else:
                 self._sums[0] = before.float().add_(delta.t() @ hidden)
         if bias is not None:
             before = self._sums[1]
-            part = delta.sum(0, dtype=torch.float32)
+            part = delta.sum(0, dtype=at_least_fp32(delta))
             self._sums[1] = part if before is None else before.add_(part)
 
     def result(self) -> list[torch.Tensor | None]:
@@ -145,7 +172,7 @@ def _loss_to_gradient(
 ) -> torch.Tensor:
     """Summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
     columns = targets[:, None]
-    work = _finished(logits, softcap, logit_scale)
+    work = finished(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
     # In place from here: log-probabilities, probabilities, gradient.
     scale = work.logsumexp(1, keepdim=True)
@@ -167,20 +194,28 @@ def _loss_to_gradient(
     return losses.sum()
 
 
-def _finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
-    """Logits as the softmax takes them, in fp32 and memory of their own."""
-    logits = logits.to(torch.float32, copy=True)
+def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+    """Logits as the softmax takes them, in fp32 or more and memory of their own. Differentiable."""
+    logits = logits.to(at_least_fp32(logits), copy=True)
     if logit_scale != 1.0:
         logits *= logit_scale
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+    if softcap is None:
+        return logits
+    bounded = logits.div_(softcap).tanh_()
+    return bounded * softcap if bounded.requires_grad else bounded.mul_(softcap)
 
 
-def _chunks(count: int, weight: torch.Tensor) -> list[slice]:
+def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that sums and softmaxes of ``tensor`` are in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def chunks(count: int, weight: torch.Tensor) -> list[slice]:
     """Slices of ``count`` targets of equal size, as few as keep a chunk's logits within bounds."""
     return _slices(count, _CHUNK_BYTES // (weight.element_size() * weight.shape[0]))
 
 
-def _row_blocks(logits: torch.Tensor) -> list[slice]:
+def row_blocks(logits: torch.Tensor) -> list[slice]:
     """Rows whose fp32 logits a CPU's cache holds; all at once on a GPU."""
     if logits.is_cuda:
         return [slice(None)]

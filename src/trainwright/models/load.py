@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import AdapterSection, ModelSection
+    from trainwright.recipe.model_schema import AdapterSection, ModelSection
 
 logger = logging.getLogger(__name__)
 # Parts of a checkpoint that a causal language model has no use for, so that nobody needs to hear of them.

@@ -19,7 +19,7 @@ from trainwright.models.save import replacing, save_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
 # By how much logits may differ, as a part of the largest: the same numbers are added in another order, and in low
 # precision every product is rounded too.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
 logger = logging.getLogger(__name__)
 Notify = Callable[[str], None]

@@ -28,7 +28,7 @@ from trainwright.parallel.world import World
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.schema import ModelSection
+    from trainwright.recipe.model_schema import ModelSection
 
 logger = logging.getLogger(__name__)
 

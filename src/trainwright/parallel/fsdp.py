@@ -167,6 +167,9 @@ class FullySharded:
             group["lr"] = learning_rate
         for key, grad in self._gradients():
             self._masters[key].grad = grad.mul_(scale) if scale != 1.0 else grad
+        for master in self._masters.values():
+            if master.grad is None:  # what no loss reached counts as zero, as it does under every other strategy
+                master.grad = torch.zeros_like(master)
         self._optimizer.step()
         self._forget_gradients()
 

@@ -12,6 +12,7 @@ from trainwright.data.lengths import Lengths, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
+from trainwright.planning import unlearning
 from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.facts_histories import Facts, histories_of
 from trainwright.planning.families import FAMILIES
@@ -22,7 +23,8 @@ from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
 if TYPE_CHECKING:
     from trainwright.data.row_files import Row
     from trainwright.recipe.data_schema import SourceSection
-    from trainwright.recipe.schema import ModelSection, Recipe
+    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.recipe.schema import Recipe
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
@@ -62,6 +64,7 @@ def facts_of(recipe: Recipe) -> Facts:
     data, train = recipe.data, recipe.train
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
     architecture = architecture_of(recipe.model)
+    last = unlearning.last_block(recipe.unlearn)
     if architecture.family not in (*FAMILIES, MODEL_TYPE):
         architecture, how = _unknown(architecture, data.pack_length is not None)
         assumptions.append(how)
@@ -83,6 +86,9 @@ def facts_of(recipe: Recipe) -> Facts:
             fresh=recipe.model.config is not None,
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
+            beside=unlearning.beside(recipe, architecture),
+            trained=unlearning.trained(recipe, architecture, assumptions),
+            first_blocks=None if last is None else last + 1,
         ),
         tuple(assumptions),
     )
@@ -245,14 +251,18 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     data, seed = recipe.data, recipe.train.seed
     if recipe.pretrain is not None and recipe.pretrain.windows == "contiguous":
         return Lengths((data.max_length,), None, 1.0)
-    found = recall(recipe.model, data, seed, cache_root())
+    each = unlearning.documents(recipe)
+    found = recall(recipe.model, data, seed, cache_root(), each)
     if found is not None:
         return found
-    rows = [] if recipe.pretrain is not None else _first_rows(data.train, data.format)
+    rows = [] if recipe.pretrain is not None else _first_rows(data.sources)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
-        assumptions.append(f"every example has data.max_length, {data.max_length} tokens: the data is not here yet")
-        return Lengths((data.max_length,), None, 1.0, exact=False)
+        longest = each * data.max_length
+        whole = "data.max_length" if each == 1 else f"{each} times data.max_length"
+        assumptions.append(f"every example has {whole}, {longest} tokens: the data is not here yet")
+        return Lengths((longest,), None, 1.0, exact=False)
+    guess = replace(guess, quantiles=tuple(each * length for length in guess.quantiles))
     assumptions.append(
         f"examples of {guess.mean:.0f} tokens in the mean, by the characters of the first {len(rows)}; "
         "they are counted when the data has been prepared once"
@@ -260,20 +270,16 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     return guess
 
 
-def _first_rows(train: str | list[SourceSection], layout: str) -> list[Row]:
-    """Of a mixture as many of each source as its weight says; ``layout``: of the rows of one source alone."""
+def _first_rows(sources: Sequence[SourceSection]) -> list[Row]:
+    """Of several as many of each source as its weight says."""
     from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
 
-    parts: list[tuple[str, str, float]]
-    if isinstance(train, str):
-        parts = [(train, layout, 1.0)]
-    else:
-        parts = [(part.source, part.format, part.weight) for part in train]
-    whole = sum(weight for *_, weight in parts)
+    whole = sum(one.weight for one in sources)
     rows: list[Row] = []
-    for source, kind, weight in parts:
-        found = built_in_rows(source) if source in BUILT_IN else check_source(source, documents=kind == "documents")
-        rows += found[: max(1, round(_SAMPLED_ROWS * weight / whole))]
+    for one in sources:
+        documents = one.format == "documents"
+        found = built_in_rows(one.source) if one.source in BUILT_IN else check_source(one.source, documents=documents)
+        rows += found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))]
     return rows
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning import memory_fsdp, memory_replicated, memory_zero
-from trainwright.planning.memory_inventory import Inventory, inventory
+from trainwright.planning.memory_inventory import Inventory, first_blocks, inventory, partly_trained
 from trainwright.planning.memory_overhead import divided, loading, overhead
+from trainwright.planning.memory_partly import PartlyTrained
 from trainwright.planning.memory_walk import Flow, Held, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
 from trainwright.planning.workload import Choice, Workload
@@ -92,7 +93,10 @@ def _targets(workload: Workload, tokens: int, documents: int) -> int:
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     """What ``choice`` needs for ``workload`` on a device of ``cluster``."""
     setting = _setting(workload, choice, cluster)
-    held = inventory(workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation)
+    held = partly_trained(
+        inventory(workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation),
+        workload.trained,
+    )
     parts = passes(setting, choice.activation_checkpointing)
     after = parts
     if choice.gradient_accumulation_steps > 1:
@@ -100,6 +104,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         after = passes(replace(setting, batch=batch), choice.activation_checkpointing)
     walk = Walk(parts, after, workload.architecture.tied, setting.width)
     flow = _flow(held, setting, choice)
+    if workload.trained is not None:
+        flow = PartlyTrained(flow, workload.trained, held)
     walk.step(flow, choice.gradient_accumulation_steps)
     if workload.evaluates:
         walk.evaluate(flow)
@@ -125,8 +131,14 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
 
 def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choice) -> Mapping[str, int]:
     """What stays from step to step, by what it is."""
-    base = _base(held, setting.width, choice, workload.optimizer_slots)
-    return {**base, "quantised base's scales": held.buffers} if held.buffers else base
+    base = dict(_base(held, setting.width, choice, workload.optimizer_slots))
+    if held.buffers:
+        base["quantised base's scales"] = held.buffers
+    if workload.beside is not None and workload.beside.copied:
+        copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.beside.blocks)
+        shards = choice.shards if choice.strategy in ("fsdp", "zero3") else 1
+        base["reference"] = -(-copied // shards) * setting.width
+    return base
 
 
 def _setting(workload: Workload, choice: Choice, cluster: Cluster) -> Setting:

@@ -81,6 +81,21 @@ def inventory(
     return Inventory((*first, *blocks, *last), buffers)
 
 
+@lru_cache(maxsize=32)
+def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None) -> Inventory:
+    """The same where of what could be trained only ``trained``, by unit and name, is; None: all of it."""
+    if trained is None:
+        return whole
+    kept = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in whole.weights)
+    return Inventory(tuple(kept), whole.buffers)
+
+
+@lru_cache(maxsize=32)
+def first_blocks(whole: Inventory, count: int) -> int:
+    """How many numbers the first ``count`` blocks and what is outside of the blocks have."""
+    return sum(w.numel for w in whole.weights if w.unit < count)
+
+
 def _scales(weight: Parameter) -> int:
     """Bytes: of nf4 one for 64 numbers, fp32 ones of 256 of these and a table of 256; of int8 fp32 ones a row."""
     if weight.quantised == "int8":

@@ -87,7 +87,7 @@ class Plan:
             "predicted": self.predicted(),
             "reasons": list(self.reasons),
             "assumptions": list(self.assumptions),
-            "workload": asdict(self.workload),
+            "workload": _workload_json(self.workload),
             "candidates": [_judged_json(one) for one in self.found.judged],
             "ways_out": [{"change": way.change, "chosen": _judged_json(way.judged)} for way in self.ways_out],
         }
@@ -203,6 +203,11 @@ def _impossible(wishes: Wishes, workload: Workload) -> str:
         f"no number of processes and no strategy agrees with all of {given} for a global batch of "
         f"{workload.global_batch_rows:.0f} {rows}; set one of them to auto"
     )
+
+
+def _workload_json(workload: Workload) -> dict[str, Any]:
+    found = asdict(workload)
+    return {**found, "trained": None if workload.trained is None else sorted(map(list, workload.trained))}
 
 
 def _judged_json(judged: Judged) -> dict[str, Any]:

@@ -48,8 +48,9 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     for section, chosen in plan.values().items():
         values[section].update(chosen)
     if recipe.checkpoint.keep_best == "auto":
-        # The lowest loss of predicted actions is not the agent that learns best in its context.
-        values["checkpoint"]["keep_best"] = recipe.has_texts and recipe.validates
+        # The loss of unlearning is lowest where everything is forgotten; that of predicted actions does not say which
+        # agent learns best in its context.
+        values["checkpoint"]["keep_best"] = recipe.has_texts and recipe.validates and recipe.unlearn is None
     return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architecture import Architecture
+from trainwright.planning.memory_inventory import OUTSIDE, inventory
 from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.operations.weights import ADAPTED
@@ -102,14 +103,16 @@ class _Step:
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
         run, plain = passes(self.shapes, choice.activation_checkpointing), passes(self.shapes)
-        forward = [self._work(part, backward=False) for part in run.blocks]
-        backward = [self._work(part, backward=True) for part in run.blocks]
-        once = [self._work(part, backward=True) for part in plain.blocks]
-        ends = self._ends(run)
+        some = slice(self.workload.first_blocks)
+        forward = [self._work(part, backward=False) for part in run.blocks[some]]
+        backward = [self._work(part, backward=True) for part in run.blocks[some]]
+        once = [self._work(part, backward=True) for part in plain.blocks[some]]
+        ends = self._ends(run) if self.workload.first_blocks is None else Work()
+        reference = self._reference(plain)
         again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), Work())
         passed = sum((*forward, *once), Work())
         update = self._update()
-        computed = (passed + again + ends) * passes_a_step
+        computed = (passed + again + ends + reference) * passes_a_step
         exchange = Exchange(choice, self.rates, self.width, self.per_node, self.speeds.overlap)
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
@@ -119,6 +122,7 @@ class _Step:
             "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
             "recomputation": passes_a_step * again.seconds,
             "loss and head": passes_a_step * ends.seconds,
+            **({"reference": passes_a_step * reference.seconds} if self.workload.beside is not None else {}),
             "optimizer": update.optimizer(),
             "communication": exchange.exposed(units),
             "offload": update.offload(kept, sum(work.seconds for work in forward)),
@@ -145,6 +149,16 @@ class _Step:
             self.rates.known[key] = found
         return found[1]
 
+    def _reference(self, plain: Passes) -> Work:
+        """The forward pass of what runs beside the model."""
+        beside = self.workload.beside
+        if beside is None:
+            return Work()
+        work = sum((self._work(part, backward=False) for part in plain.blocks[: beside.blocks]), Work())
+        if beside.blocks == len(plain.blocks):
+            work += self.pricing.work(plain.head.forward, backward=False)
+        return work * beside.share
+
     def _ends(self, run: Passes) -> Work:
         """Embedding, final norm, head and loss, forwards and backwards."""
         logits = self.batch.targets * self.workload.architecture.vocabulary
@@ -161,7 +175,8 @@ class _Step:
             self.pricing.work(run.embedding.backward, backward=True),
         )
         times = [embedding, *zip(forward, backward, strict=True)]
-        return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in zip(counts, times, strict=True)]
+        run_through = zip(counts[: len(times)], times, strict=True)
+        return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
 
     def _counts(self) -> list[tuple[int, int]]:
         """Parameters, and trained ones, outside the blocks and of each block."""
@@ -173,7 +188,13 @@ class _Step:
             added = 0 if adapter is None else adapter_parameters(a, kind, adapter)
             blocks.append((count + added, count if adapter is None else added))
         outside = parameters.total - parameters.blocks
-        return [(outside, outside if adapter is None else 0), *blocks]
+        counts = [(outside, outside if adapter is None else 0), *blocks]
+        if (only := self.workload.trained) is None:
+            return counts
+        kept = dict.fromkeys(range(OUTSIDE, a.layers), 0)
+        for weight in inventory(a, self.width, True).weights:
+            kept[weight.unit] += weight.numel * ((weight.unit, weight.name) in only)
+        return [(count, trained) for (count, _), trained in zip(counts, kept.values(), strict=True)]
 
     def _update(self) -> Update:
         counts = self._counts()
@@ -209,9 +230,12 @@ def model_operations(workload: Workload) -> float:
     again is not counted."""
     a, adapter, tokens = workload.architecture, workload.adapter, workload.tokens
     targets = tokens * workload.target_fraction
-    base = 6 if adapter is None else 4
-    total = base * targets * a.vocabulary * a.hidden
-    for kind in block_kinds(a):
+    base = 6 if adapter is None and workload.trained is None else 4
+    total = base * targets * a.vocabulary * a.hidden if workload.first_blocks is None else 0.0
+    if workload.trained is not None:
+        weights = inventory(a, 4, True).weights
+        total += 2 * tokens * sum(w.numel for w in weights if w.columns > 1 and (w.unit, w.name) in workload.trained)
+    for kind in block_kinds(a)[: workload.first_blocks]:
         total += base * tokens * _matrices(a, kind)
         if adapter is not None:
             total += 6 * tokens * adapter_parameters(a, kind, adapter)

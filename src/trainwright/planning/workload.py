@@ -27,6 +27,19 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A frozen model that runs forwards beside the trained one, in every micro-batch.
+
+    ``blocks``: how many of its first blocks run; all: its head too. ``share``: of the tokens. ``copied``: it has
+    weights of its own; if not, it is the model with its adapter switched off.
+    """
+
+    blocks: int
+    share: float
+    copied: bool
+
+
+@dataclass(frozen=True)
 class Workload:
     """What is trained, and on how much at a time; the same for every machine and strategy.
 
@@ -41,7 +54,9 @@ class Workload:
     ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
 
     ``fresh``: the weights are drawn here, not read from files. ``quantisation``: of the frozen base that ``adapter``
-    stands on. ``optimizer_slots``: numbers that the optimizer keeps for each parameter (AdamW: 2).
+    stands on. ``optimizer_slots``: numbers that the optimizer keeps for each parameter (AdamW: 2). ``trained``: where
+    not all parameters are, those that are, by unit and name of an inventory. ``first_blocks``: where the loss is of a
+    block's output, the number of blocks that run.
     """
 
     architecture: Architecture
@@ -61,6 +76,9 @@ class Workload:
     fresh: bool = False
     batch_documents: tuple[int, ...] = ()
     most_batch_tokens: float | None = None
+    beside: Beside | None = None
+    trained: frozenset[tuple[int, str]] | None = None
+    first_blocks: int | None = None
 
     @property
     def tokens(self) -> float:

@@ -7,12 +7,11 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.algorithm_distillation_checks import distillation
-from trainwright.recipe.contradiction import Contradiction, Contradictions
+from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.unlearn_checks import unlearning
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import ParallelSection, Recipe
-
-__all__ = ["Contradiction", "Contradictions", "contradictions", "implied_strategy"]
 
 _ROUNDING = 1e-9
 
@@ -32,6 +31,7 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _strategy,
         _evaluation,
         _pretraining,
+        unlearning,
     )
     return [problem for check in checks for problem in check(recipe)]
 
@@ -125,7 +125,7 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
             f"{data.pack_length} is less than data.max_length {data.max_length}, so not every example would "
             "fit; raise it or lower data.max_length",
         )
-    if not isinstance(data.train, str):
+    if isinstance(data.train, list):
         yield from _mixture(recipe)
     if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
         yield Contradiction(
@@ -151,7 +151,7 @@ _PREFERENCES = ("preference", "labelled")
 def _preferences(recipe: Recipe) -> Iterator[Contradiction]:
     data, dpo = recipe.data, recipe.dpo
     formats = {"data.format": data.format}
-    if not isinstance(data.train, str):
+    if isinstance(data.train, list):
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
     for key, layout in formats.items():
         if layout != "auto" and (layout in _PREFERENCES) != (recipe.task == "dpo"):

@@ -1,4 +1,4 @@
-"""Values of a recipe that are fine alone and contradict each other."""
+"""Values of a recipe that are fine alone and do not go together."""
 
 from __future__ import annotations
 

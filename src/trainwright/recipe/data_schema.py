@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from trainwright.recipe.fields import Count, Positive, Section, Text, ValidationRows, whole
 
@@ -20,6 +29,10 @@ DataFormat = Literal[
     "preference",
     "labelled",
 ]
+
+# The keys of what unlearning takes in place of `train`.
+PARTS = ("forget", "retain", "holdout", "idk")
+_OF_A_TASK = ("train", "benchmark", *PARTS)
 
 
 class SourceSection(Section):
@@ -50,17 +63,36 @@ Sources = Annotated[
 class DataSection(Section):
     """What the model is trained on. Relative paths start at the directory the command is run in."""
 
-    train: Sources = Field(
+    train: Sources | None = Field(
         description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet or text file, a directory of such files, a "
         "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
         "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each. "
         "Documents of text, Markdown, code or Word are read whole. A list of {source, weight, format, limit} is a "
-        "mixture."
+        "mixture.",
+    )
+    benchmark: Text | None = Field(
+        None,
+        description="unlearn: a benchmark that forget, retain, holdout and idk are taken from where they are not "
+        "given: tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY "
+        "where it is on this machine.",
+    )
+    forget: Text | None = Field(None, description="unlearn: the rows to be forgotten, a source as train has it.")
+    retain: Text | None = Field(
+        None,
+        description="unlearn: rows that are to stay known; one stands beside each forget row, another every epoch.",
+    )
+    holdout: Text | None = Field(
+        None, description="unlearn: rows that were never trained on, to compare with the forgotten ones."
+    )
+    idk: Text | None = Field(
+        None,
+        description="unlearn: a file with a refusal a line, such as I do not know, for the objectives that teach one.",
     )
     validation: ValidationRows = Field(
         0.05,
         description="The rows held back to measure on: a fraction of train (of a mixture, of each source), a number of "
-        "its rows (of a mixture, from each by weight), or a source of their own. null: none.",
+        "its rows (of a mixture, from each by weight), or a source of their own. null: none. unlearn: how many of the "
+        "forget rows are measured, with as many retain rows; they are trained on too.",
     )
     format: DataFormat = Field(
         "auto",
@@ -84,13 +116,39 @@ class DataSection(Section):
     )
     limit: Count | None = Field(
         None,
-        description="Use only the first this many rows of train, those held back for validation among them. A "
-        "validation source of its own is read whole.",
+        description="Use only the first this many rows of train, those held back for validation among them; of forget "
+        "and of retain each. A validation source of its own is read whole.",
     )
+    _part: str | None = PrivateAttr(None)  # which key `train` was put in from
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_benchmark(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(name := values.get("benchmark"), str):
+            return values
+        from trainwright.recipe.benchmarks import find_benchmark
+
+        found = find_benchmark(name, "data.benchmark").training
+        return {**values, **{key: found[key] for key in PARTS if key in found and values.get(key) is None}}
+
+    @model_serializer(mode="wrap")
+    def _without_other_rows(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        return {key: value for key, value in values.items() if value is not None or key not in _OF_A_TASK}
+
+    def part(self, key: str) -> DataSection:
+        """The data of one of ``PARTS`` alone, as what is trained on; nothing is held back of it."""
+        nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
+        found = self.model_copy(update={**nothing, "train": getattr(self, key)})
+        found._part = f"data.{key}"
+        return found
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:
         """What is trained on, one or several."""
+        if self.train is None:
+            parts = (self.forget, self.retain)
+            return tuple(SourceSection(source=one, format=self.format, limit=self.limit) for one in parts if one)
         if isinstance(self.train, str):
             return (SourceSection(source=self.train, format=self.format, limit=self.limit),)
         return tuple(self.train)
@@ -98,8 +156,10 @@ class DataSection(Section):
     @property
     def source_keys(self) -> tuple[str, ...]:
         """The recipe keys of ``sources``, for messages."""
+        if self.train is None:
+            return tuple(f"data.{key}" for key in ("forget", "retain") if getattr(self, key))
         if isinstance(self.train, str):
-            return ("data.train",)
+            return (self._part or "data.train",)
         return tuple(f"data.train[{index}]" for index in range(len(self.train)))
 
     @property

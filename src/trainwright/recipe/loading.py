@@ -38,7 +38,10 @@ def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
 
 def load_with_origins(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """As load_recipe, and says where each value comes from."""
-    return checked(read_merged(path, overrides), Origin(str(path)))
+    tree = read_merged(path, overrides)
+    if "objectives" in tree.values and "task" not in tree.values:
+        raise RequestError(f"{path}: is a study of unlearning and no recipe; run trainwright unlearn-study {path}")
+    return checked(tree, Origin(str(path)))
 
 
 def checked(tree: Tree, file: Origin) -> LoadedRecipe:

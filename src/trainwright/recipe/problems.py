@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainwright.recipe.checks import Contradiction, Contradictions
+from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 

@@ -37,6 +37,7 @@ from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.build import takes_parts
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
+from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.steps import planned_examples, stream_of
 
@@ -46,11 +47,16 @@ if TYPE_CHECKING:
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
     """Prepare the data and convert the weights; both are found in the cache afterwards."""
+    return len(prepare_data(recipe, prepare_model(recipe), cache).train)
+
+
+def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Have the model where it can be loaded from, and check what its configuration shows; its tokenizer."""
     resolve(recipe.model, notify=print)
     check_adapter(recipe.model, recipe.train.seed)
     tokenizer = load_tokenizer(recipe.model)
     _check_without_weights(recipe, tokenizer)
-    return len(prepare_data(recipe, tokenizer, cache).train)
+    return tokenizer
 
 
 def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -76,11 +82,17 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
         return Prepared(train, validation, lines)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
+    check_prepared(recipe, prepared, cache)
+    return prepared
+
+
+def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
+    """Refuse data that does not go with the recipe; keep how long its examples are for plans to come."""
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
     _check_packs(recipe, datasets)
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
-    return prepared
+    rows = 1 if recipe.unlearn is None else prepared.train.documents_per_example
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, rows)
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
@@ -95,13 +107,15 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
             )
 
 
-def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, Weights | None]:
-    """The model; an empty one with what fills it, where each process needs parts of the weights only."""
+def load(
+    recipe: Recipe, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
+) -> tuple[PreTrainedModel, Weights | None]:
+    """A model; an empty one with what fills it, where each process needs parts of the weights only."""
     if fills_parts(recipe):
-        empty = load_empty(recipe.model, recipe.train.seed, tokenizer, prefix="model.")
+        empty = load_empty(section, recipe.train.seed, tokenizer, prefix)
         if empty is not None:
             return empty
-    return load_model(recipe.model, torch.float32, recipe.train.seed, tokenizer), None
+    return load_model(section, torch.float32, recipe.train.seed, tokenizer), None
 
 
 def fills_parts(recipe: Recipe) -> bool:
@@ -140,10 +154,11 @@ class LanguageModelTask:
             if prepared.validation is not None
             else None
         )
-        model, self.weights = _model(recipe, tokenizer)
+        self.state: dict[str, float] = {}
+        model, self.weights = load(recipe, recipe.model, tokenizer)
         self._adapter = attach_adapter(model, recipe.model, recipe.train.seed)
         self.base = None if self._adapter is None else self._adapter.identity
-        self._lm = CausalLM(model, packed=self._packed, z_loss=self._z_loss())
+        self._lm = self._wrapped(model)
         self.module: nn.Module = self._lm
         self.start: str | None = None
         if self.weights is None:  # of an empty one a few layers have been checked when the run was prepared
@@ -159,6 +174,10 @@ class LanguageModelTask:
     def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
         weight = self._example_weight(dataset)
         return stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
+
+    def _wrapped(self, model: PreTrainedModel) -> CausalLM:
+        """The module that is trained, around the model with its adapter."""
+        return CausalLM(model, packed=self._packed, z_loss=self._z_loss())
 
     def blocks(self) -> list[nn.Module]:
         return self._lm.blocks()
@@ -178,6 +197,9 @@ class LanguageModelTask:
 
     def _z_loss(self) -> float:
         return 0.0
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Nothing but the weights is changed by a step."""
 
     def _example_weight(self, dataset: TokenDataset) -> float | None:
         """What every example counts in the loss; None: as much as it has targets."""

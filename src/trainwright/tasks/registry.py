@@ -14,6 +14,7 @@ _MODULES: dict[TaskName, str] = {
     "sft": "trainwright.tasks.sft.task",
     "dpo": "trainwright.tasks.dpo.task",
     "pretrain": "trainwright.tasks.pretrain.task",
+    "unlearn": "trainwright.tasks.unlearn.task",
     "algorithm_distillation": "trainwright.tasks.algorithm_distillation.task",
 }
 

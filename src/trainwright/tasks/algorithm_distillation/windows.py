@@ -63,6 +63,7 @@ class HistoryWindows:
     """
 
     mixture: tuple[Part, ...] | None = None
+    companions: None = None
 
     def __init__(self, histories: Histories, goals: Sequence[int], cut: Cut, shape: HistoryShape) -> None:
         self.cut = cut

@@ -1,0 +1,213 @@
+"""``trainwright unlearn-study``: the whole road of unlearning in one command, as a row of ordinary runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
+
+if TYPE_CHECKING:
+    from trainwright.evaluation.unlearning.study.results import Results
+    from trainwright.recipe.benchmarks import Benchmark
+    from trainwright.recipe.study import StudyFile
+
+_RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
+# What compares with the retain-only model, and what is measured of that model for it.
+_FOR_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k"}
+
+
+def unlearn_study(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="STUDY [KEY=VALUE]...",
+            help="The study's YAML file, and values that replace its own.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Fine-tune on everything and on what is to be kept alone, unlearn with each objective, and measure them all.
+
+    Every part is an ordinary run or evaluation in a directory of its own; what is finished is not done again. Ends
+    with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    """
+    from trainwright.evaluation.libraries import require
+    from trainwright.launch.environment import refuse_worker
+    from trainwright.recipe.study import load_study
+
+    refuse_worker("unlearn-study")
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) != 1:
+        raise RequestError("one study's file; values are given as key=value")
+    study = load_study(Path(files[0]), [argument for argument in arguments if "=" in argument])
+    require("matplotlib", "the plot of a study")
+    require("scipy", "forget_quality")
+    require("rouge_score", "rouge_l")
+    results = _Road(study).walk()
+    _show(results)
+
+
+class _Road:
+    """The parts of a study, one after the other."""
+
+    def __init__(self, study: StudyFile) -> None:
+        self._study = study
+        self._directory = Path(study.study.directory).expanduser().resolve()
+        self._began = time.monotonic()
+
+    def walk(self) -> Results:
+        """Do what is not done yet, and give what all parts have found."""
+        from trainwright.evaluation.unlearning.study.chart import NAME, draw
+        from trainwright.evaluation.unlearning.study.results import Results
+        from trainwright.recipe.study import FULL, RETAIN
+
+        names = list(self._study.study.objectives)
+        (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
+        benchmark = self._rows()
+        for name, recipe in self._recipes(benchmark).items():
+            self._train(name, recipe)
+        for name in (RETAIN, FULL, *names):
+            self._evaluate(name, benchmark)
+        results = Results.read(self._study.study.benchmark, self._directory / _EVALUATIONS, names)
+        results.write(self._directory)
+        draw(results, self._directory / NAME)
+        self._tell(f"results.json, results.md and {NAME} are in {self._directory}/")
+        return results
+
+    def _rows(self) -> Benchmark:
+        """What is trained on and asked, in the study's directory."""
+        from trainwright.evaluation.unlearning.study.rows import rows_of, write_rows
+
+        study, directory = self._study.study, self._directory / "benchmark"
+        chosen = study.model_dump(include={"benchmark", "subset", "known"})
+        self._ask("benchmark", str(chosen), done=directory.exists())
+        benchmark = self._study.benchmark
+        return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
+
+    def _recipes(self, benchmark: Benchmark) -> dict[str, str]:
+        """The recipes of all runs, each checked before the first is begun."""
+        from trainwright.recipe.study import FULL, RETAIN
+
+        study, training = self._study, benchmark.training
+        found = {name: study.finetuning(training[name], training["full"]) for name in (FULL, RETAIN)}
+        rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
+        start = self._directory / _RUNS / FULL / "final"
+        return found | {name: study.unlearning(name, start, rows) for name in study.study.objectives}
+
+    def _train(self, name: str, recipe: str) -> None:
+        run = self._directory / _RUNS / name
+        file = self._ask(f"{name}.yaml", recipe, done=run.exists())
+        if (run / "final").is_dir():
+            return
+        resume = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
+        if run.exists() and not resume:
+            import shutil
+
+            shutil.rmtree(run)  # stopped before there was anything to go on from
+        what = ["--resume", str(run)] if resume else [str(file), f"logging.run_directory={run}"]
+        self._do(f"{'goes on with' if resume else 'trains'} {name}", ["train", *what])
+
+    def _evaluate(self, name: str, benchmark: Benchmark) -> None:
+        from trainwright.recipe.study import RETAIN
+
+        out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
+        asked = self._study.study.evaluate
+        words = [str(self._directory / _RUNS / name), "--benchmark", benchmark.name, "--out", str(out)]
+        words += ["--max-new-tokens", str(asked.max_new_tokens)]
+        metrics = asked.metrics
+        if name == RETAIN:
+            metrics = list(dict.fromkeys(_FOR_REFERENCE.get(metric, metric) for metric in metrics))
+            metrics = [metric for metric in metrics if metric != "mia_reference"]
+        else:
+            words += _references(metrics, reference, self._directory / _RUNS / RETAIN)
+        words += ["--metrics", ",".join(metrics)] if metrics else []
+        words += self._processes()
+        self._ask(f"evaluate-{name}", " ".join(words) + "\n", done=out.exists())
+        if not out.exists():
+            out.parent.mkdir(exist_ok=True)
+            self._do(f"measures {name}", ["eval", *words])
+
+    def _processes(self) -> list[str]:
+        from trainwright.machine.detect import detect
+
+        wanted = self._study.study.parallel.get("num_processes", "auto")
+        machine = detect()
+        most = len(machine.gpus) or machine.cpu_cores
+        return ["--num-processes", str(min(wanted, most))] if isinstance(wanted, int) else []
+
+    def _ask(self, name: str, text: str, *, done: bool) -> Path:
+        """Note what a part is asked to be; refuse where it is there already and was asked to be something else."""
+        file = self._directory / _ASKED / name
+        if done and file.is_file() and file.read_text(encoding="utf-8") != text:
+            raise RequestError(
+                f"{self._directory}: {name} was made as {file} says, and the study says otherwise now; choose another "
+                "directory=…, or remove what is to be made again"
+            )
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    def _do(self, what: str, words: Sequence[str]) -> None:
+        """One command of ours, in a process of its own. Ends the study as it ends, where it does not finish."""
+        self._tell(what)
+        code = _run([sys.executable, "-m", "trainwright", *words])
+        if code == EXIT_STOPPED:
+            print(f"stopped while it {what}; the same command goes on from there", file=sys.stderr)
+        elif code != EXIT_FINISHED:
+            print(f"the study ended while it {what}; the same command goes on from there", file=sys.stderr)
+        if code != EXIT_FINISHED:
+            raise SystemExit(code if code > 0 else EXIT_STOPPED)
+
+    def _tell(self, what: str) -> None:
+        minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
+        print(f"[{minutes:02d}:{seconds:02d}] {what}", flush=True)
+
+
+def _references(metrics: Sequence[str], log: Path, model: Path) -> list[str]:
+    """What compares a model with the retain-only one, where something is asked that does."""
+    words = []
+    if not metrics or {*_FOR_REFERENCE} & {*metrics}:
+        words += ["--reference-log", str(log)]
+    if "mia_reference" in metrics:
+        words += ["--reference-model", str(model)]
+    return words
+
+
+def _run(command: Sequence[str]) -> int:
+    """Wait for a process; signals are handed on to it, and it says how it ends."""
+    process = subprocess.Popen(command)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        # The terminal has sent an interrupt to both.
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    before: dict[signal.Signals, Any] = {
+        number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(results: Results) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=results.benchmark)
+    table.add_column("model")
+    for _, _, title in results.columns:
+        table.add_column(title, justify="right")
+    for row in results.rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,115 @@
+"""Whether what was forgotten comes back: after a little training on some of it, or in fewer bits.
+
+Both change the model they are given. What they measure is the mean probability of the answers of the forget set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainwright.data.batch import Batch, collate
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.stream import MicroBatch
+from trainwright.errors import RequestError
+from trainwright.evaluation.unlearning.findings import mean_loss
+from trainwright.inference.loading import Loaded
+from trainwright.inference.scoring import score
+from trainwright.models.quantisation import Quantisation, quantise
+from trainwright.parallel.world import World
+
+KINDS: tuple[Quantisation, ...] = ("int8", "nf4")
+_SHOWN = 0.25  # share of the forget set that relearning trains on
+_LOOKS = 4  # how often it is measured on the rest
+_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a pass
+_OF_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+
+
+@dataclass(frozen=True)
+class Relearning:
+    """How relearning is tried: ``steps`` of AdamW over all the rows that are shown."""
+
+    steps: int = 20
+    learning_rate: float = 1e-5
+
+
+def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisation, world: World) -> float:
+    """The probability once every linear layer has so few bits (Zhang et al., arXiv 2410.16454). Every rank must call.
+
+    Raises:
+        RequestError: the model is quantised already.
+    """
+    model = loaded.lm.model
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        raise RequestError("--metrics quantisation: the model is quantised already")
+    quantise(model, kind, double=False, keep=_OF_ADAPTERS)
+    loaded.lm.to(world.device)
+    return probability(loaded, forget, world)
+
+
+def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World) -> dict[str, float]:
+    """The probability of the rest of the forget set while a quarter of it, its first rows, is trained on again, by the
+    number of steps (Hu et al., arXiv 2406.13356). Every rank must call; each takes every step, so all have the same.
+
+    Raises:
+        RequestError: the forget set has no rows to leave out.
+    """
+    if len(forget) < 2:
+        raise RequestError(
+            "--metrics relearning: the forget set has a single row, and some must be left out to measure"
+        )
+    shown = max(1, int(len(forget) * _SHOWN))
+    rest = _part(forget, range(shown, len(forget)))
+    batches = _batches(_part(forget, range(shown)), world)
+    weights = [each for each in loaded.lm.parameters() if each.is_floating_point()]
+    for weight in weights:
+        weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(weights, lr=how.learning_rate, weight_decay=0.0)
+    looks = {round(how.steps * look / _LOOKS) for look in range(_LOOKS + 1)}
+    found = {}
+    for step in range(how.steps + 1):
+        if step in looks:
+            found[str(step)] = probability(loaded, rest, world)
+        if step < how.steps:
+            _step(loaded, batches, optimizer)
+    return found
+
+
+def _step(loaded: Loaded, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> None:
+    targets = sum(len(batch.targets) for batch in batches)
+    with torch.enable_grad():
+        for batch in batches:
+            (loaded.lm(batch) / targets).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _batches(dataset: TokenDataset, world: World) -> list[Batch]:
+    """All examples, as many at once as a pass may have tokens."""
+    parts: list[list[int]] = [[]]
+    for index in range(len(dataset)):
+        longest = max(map(dataset.length, [*parts[-1], index]))
+        if parts[-1] and longest * (len(parts[-1]) + 1) > _TOKENS[world.device.type]:
+            parts.append([])
+        parts[-1].append(index)
+    return [_batch(dataset, part).to(world.device) for part in parts]
+
+
+def _batch(dataset: TokenDataset, part: Sequence[int]) -> Batch:
+    tokens, targets = sum(map(dataset.length, part)), sum(map(dataset.target_count, part))
+    rows = tuple((index,) for index in part)
+    micro = MicroBatch(index=0, rows=rows, tokens=tokens, targets=targets, weight=float(targets))
+    return collate(dataset, micro, packed=False, pad_token_id=0)
+
+
+def _part(dataset: TokenDataset, numbers: Sequence[int]) -> TokenDataset:
+    pairs = [dataset.document(number) for number in numbers]
+    return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "part")
+
+
+def probability(loaded: Loaded, dataset: TokenDataset, world: World) -> float:
+    """Mean probability a token of the targets of every document. Every rank must call."""
+    return float(np.mean([np.exp(-mean_loss(each)) for each in score(loaded.lm, dataset, world)]))

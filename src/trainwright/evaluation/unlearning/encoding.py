@@ -1,0 +1,205 @@
+"""The items of all sets in the tokens of one model: what is scored, and what is asked.
+
+Everything that is scored is one list of documents, whatever set it belongs to, so that batches are full and ranks busy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.templates import ChatEncoder, Encoded, TurnsError
+from trainwright.errors import RequestError
+from trainwright.evaluation.rows import fingerprint
+from trainwright.evaluation.unlearning.items import Item, ItemSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+ANSWER, PARAPHRASE, WRONG = "answer", "paraphrase", "wrong"
+# How long an answer is, and which texts end it, by style, as MUSE's authors have it; of a chat the user says it.
+NEW_TOKENS = {"few_shot": 32, "continue": 128}
+STOP_TEXTS = {"few_shot": ("\n\n", "\nQuestion", "Question:")}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What is scored.
+
+    Attributes:
+        dataset: every document once.
+        places: of a set, the item's number, what of it (answer, paraphrase, wrong) and which: its number here.
+        text_targets: of every document, how many of its targets, the first ones, are text and not the stop after it.
+    """
+
+    dataset: TokenDataset
+    places: dict[tuple[str, int, str, int], int]
+    text_targets: list[int]
+
+    def save(self, directory: Path) -> None:
+        """Write everything to ``directory``, for other processes."""
+        self.dataset.save(directory / "tokens")
+        places = [[*place, number] for place, number in self.places.items()]
+        about = {"places": places, "text_targets": self.text_targets}
+        (directory / "documents.json").write_text(json.dumps(about), encoding="utf-8")
+
+    @classmethod
+    def open(cls, directory: Path) -> Documents:
+        about = json.loads((directory / "documents.json").read_text(encoding="utf-8"))
+        places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
+        return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
+
+    def chosen(self, numbers: Sequence[int]) -> TokenDataset:
+        """Some of the documents, in this order."""
+        pairs = [self.dataset.document(number) for number in numbers]
+        return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "chosen")
+
+    def of_set(self, name: str) -> list[int]:
+        """The documents of the answers of a set, in the order of its items."""
+        found = [
+            (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
+        ]
+        return [number for _, number in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is asked of one set, with the right answers as they are compared."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+
+
+class ItemEncoder:
+    """Turns items into tokens of ``tokenizer``; what is longer than ``max_length`` is cut at its end.
+
+    Raises:
+        RequestError: the tokenizer is not a fast one; of any method: a template refuses an item, or it has no place for
+            an answer, with file and line.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None, key: str) -> None:
+        if not tokenizer.is_fast:
+            raise RequestError(f"{key}: the tokenizer gives no character offsets; one with tokenizer.json is needed")
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._key = key
+        self._chat: ChatEncoder | None = None
+        self.cut = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the template."""
+        return [] if self._chat is None else self._chat.notes
+
+    def documents(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> Documents:
+        """Every item's answer, and of ``kinds`` its paraphrase and wrong answers."""
+        pairs: list[Encoded] = []
+        places: dict[tuple[str, int, str, int], int] = {}
+        for name, each in sets.items():
+            wanted = [
+                (number, what, which, said)
+                for number, item in enumerate(each.items)
+                for what, which, said in _said(item)
+                if what == ANSWER or what in kinds
+            ]
+            for (number, what, which, _), pair in zip(wanted, self._encoded(each, wanted), strict=True):
+                places[name, number, what, which] = len(pairs)
+                pairs.append(self._within(pair, each, number))
+        stops = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        text = [_without_stop(ids, flags, stops) for ids, flags in pairs]
+        return Documents(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
+
+    def prompts(self, each: ItemSet, positions: int | None) -> Prompts:
+        """What every item asks, and what should be said. A model with ``positions`` must have room for an answer."""
+        if each.style == "chat":
+            turns = [[{"role": "user", "content": item.prompt}] for item in each.items]
+            tokens = self._asking(each, lambda encoder: encoder.prompts(turns))
+            references = [item.answer.strip() for item in each.items]
+        else:
+            texts = [_opening(each, item) for item in each.items]
+            tokens = [list(ids) for ids in self._tokenizer(texts)["input_ids"]]
+            references = [self._reference(each, item) for item in each.items]
+        for number, prompt in enumerate(tokens):
+            if positions is not None and len(prompt) >= positions:
+                raise RequestError(
+                    f"{self._key}: {each.place(number)}: its prompt has {len(prompt):,} tokens and the model only "
+                    f"{positions:,} positions; shorten or remove the row"
+                )
+        return Prompts(tokens, references)
+
+    def _reference(self, each: ItemSet, item: Item) -> str:
+        """The answer, as long as one may become."""
+        if each.style != "continue":
+            return item.answer.strip()
+        ids = self._tokenizer(item.answer, add_special_tokens=False)["input_ids"][: NEW_TOKENS["continue"]]
+        return str(self._tokenizer.decode(ids)).strip()
+
+    def _encoded(self, each: ItemSet, wanted: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
+        if each.style == "chat":
+            conversations = [
+                [{"role": "user", "content": each.items[number].prompt}, {"role": "assistant", "content": said}]
+                for number, _, _, said in wanted
+            ]
+            numbers = [number for number, *_ in wanted]
+            yield from self._asking(each, lambda encoder: encoder.encode(conversations), numbers)
+            return
+        for number, _, _, said in wanted:
+            opening = _opening(each, each.items[number])
+            yield self._continued(opening, f" {said}" if each.style == "few_shot" else said)
+
+    def _continued(self, opening: str, said: str) -> Encoded:
+        """A text as one, of which the tokens that end after the opening are targets."""
+        encoded = self._tokenizer(opening + said, return_offsets_mapping=True, verbose=False)
+        ends = [end for _, end in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), [end > len(opening) for end in ends]
+
+    def _within(self, pair: Encoded, each: ItemSet, number: int) -> Encoded:
+        ids, flags = pair
+        kept = flags[: self._max_length]
+        if not any(kept[1:]):
+            raise RequestError(
+                f"{self._key}: {each.place(number)}: its {len(ids):,} tokens have no answer within the first "
+                f"{len(kept):,}; raise --max-length, as far as the model goes, or remove the row"
+            )
+        self.cut += len(kept) < len(flags)
+        return ids[: self._max_length], kept
+
+    def _asking(
+        self, each: ItemSet, work: Callable[[ChatEncoder], list[T]], numbers: Sequence[int] | None = None
+    ) -> list[T]:
+        self._chat = self._chat or ChatEncoder(self._tokenizer)
+        try:
+            return work(self._chat)
+        except TurnsError as error:
+            number = error.index if numbers is None else numbers[error.index]
+            raise RequestError(f"{self._key}: {each.place(number)}: {error}") from None
+
+
+def _said(item: Item) -> Iterator[tuple[str, int, str]]:
+    """Everything that may be said to an item: what it is, which of its kind, and the words."""
+    yield ANSWER, 0, item.answer
+    if item.paraphrase is not None:
+        yield PARAPHRASE, 0, item.paraphrase
+    for which, wrong in enumerate(item.wrong):
+        yield WRONG, which, wrong
+
+
+def _opening(each: ItemSet, item: Item) -> str:
+    """What stands before the answer, in plain text."""
+    return f"{each.before}Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
+
+
+def _without_stop(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:
+    """How many targets there are up to the last that is text; all, where none is."""
+    targets = [token for token, flag in zip(ids[1:], flags[1:], strict=True) if flag]
+    count = len(targets)
+    while count and targets[count - 1] in stops:
+        count -= 1
+    return count or len(targets)

@@ -1,0 +1,160 @@
+"""The rows of a benchmark as what is asked of a model: a prompt, the right answer and others to weigh against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainwright.data.formats import SINGLE, layout_of, text_field, to_example
+from trainwright.data.row_files import Row
+from trainwright.data.sources import place_of, read_rows
+from trainwright.errors import RequestError
+from trainwright.recipe.benchmarks import Benchmark, EvaluationSet, Style
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question, or one text to go on with.
+
+    Attributes:
+        prompt: what is asked; empty where the whole text is the answer.
+        answer: what is right.
+        paraphrase: the same in other words, which the wrong ones are in, too; None: there is none.
+        wrong: answers that are not right.
+    """
+
+    prompt: str
+    answer: str
+    paraphrase: str | None = None
+    wrong: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ItemSet:
+    """The items of a set. ``before``: opens every prompt of a few-shot set."""
+
+    source: str
+    style: Style
+    items: list[Item]
+    before: str = ""
+
+    def place(self, index: int) -> str:
+        """File and line of an item, for messages."""
+        return place_of(self.source, index)
+
+    @property
+    def has_wrong(self) -> bool:
+        """Whether every item has wrong answers to weigh."""
+        return bool(self.items) and all(item.wrong for item in self.items)
+
+
+def read_sets(benchmark: Benchmark, names: Iterable[str], limit: int | None, key: str) -> dict[str, ItemSet]:
+    """Those of the benchmark's sets that are in ``names``, of each at most the first ``limit`` rows.
+
+    Raises:
+        RequestError: a source or a row is wrong, with the row's file and line.
+    """
+    wanted = [name for name in benchmark.sets if name in set(names)]
+    return {name: read_set(benchmark.sets[name], limit, key) for name in wanted}
+
+
+def read_set(wanted: EvaluationSet, limit: int | None, key: str) -> ItemSet:
+    """The items of one set. Raises as ``read_sets``."""
+    style, build = wanted.style, _BUILDERS.get(wanted.style)
+    rows = _rows(wanted.source, limit, key)
+    if build is None:
+        style, layout = _found_style(wanted.source, rows, key)
+        items = [_located(wanted.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)]
+    else:
+        items = [_located(wanted.source, n, key, lambda row=row: build(row)) for n, row in enumerate(rows)]
+    before = ""
+    if wanted.examples is not None:
+        shown = read_set(replace(wanted, source=wanted.examples, examples=None), None, key)
+        before = "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
+    return ItemSet(wanted.source, style, items, before)
+
+
+def _rows(source: str, limit: int | None, key: str) -> list[Row]:
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".json" and path.is_file():
+        # MUSE's authors keep texts as a plain list of them.
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = None  # told below, with the line
+        if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
+            return [{"text": each} for each in found[:limit]]
+    return [{name: value for name, value in row.items() if value is not None} for row in read_rows(source, limit, key)]
+
+
+def _located(source: str, number: int, key: str, make: Any) -> Item:
+    try:
+        item: Item = make()
+    except RequestError as error:
+        raise RequestError(f"{key}: {place_of(source, number)}: {error}") from None
+    return item
+
+
+def _question(row: Row) -> Item:
+    """A row of TOFU: its wrong answers go with the paraphrase where there is one, with the answer where not."""
+    wrong = row.get("perturbed_answer", [])
+    if isinstance(wrong, str):
+        wrong = [wrong]
+    if not isinstance(wrong, list) or not all(isinstance(each, str) and each.strip() for each in wrong):
+        raise RequestError("the field perturbed_answer should be a list of texts")
+    paraphrase = text_field(row, "paraphrased_answer") if "paraphrased_answer" in row else None
+    return Item(text_field(row, "question"), text_field(row, "answer"), paraphrase, tuple(wrong))
+
+
+def _passage(row: Row) -> Item:
+    """A text to go on with, or a whole one."""
+    if "prompt" not in row and "gt" not in row:
+        return Item("", text_field(row, "text"))
+    prompt, truth = text_field(row, "prompt"), text_field(row, "gt")
+    # As MUSE's authors join the two: where neither has white space at the seam, there was a space.
+    return Item(prompt, truth if prompt[-1].isspace() or truth[0].isspace() else f" {truth}")
+
+
+def _choice(row: Row) -> Item:
+    """A question with letters to choose from, worded as lm-evaluation-harness words WMDP and MMLU."""
+    question, choices, right = text_field(row, "question").strip(), row.get("choices"), row.get("answer")
+    if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS):
+        raise RequestError(f"the field choices should be a list of 2 to {len(_LETTERS)} texts")
+    if isinstance(right, str) and right.strip() in _LETTERS and right.strip():
+        right = _LETTERS.index(right.strip())
+    if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
+        raise RequestError(f"the field answer should be the number of a choice, 0 to {len(choices) - 1}, or its letter")
+    listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
+    letters = [f" {letter}" for letter in _LETTERS[: len(choices)]]
+    return Item(f"{question}{listed}\nAnswer:", letters.pop(right), None, tuple(letters))
+
+
+_BUILDERS = {"chat": _question, "few_shot": _question, "continue": _passage, "choices": _choice}
+
+
+def _found_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
+    """How a user's own rows are asked, and the layout they have."""
+    columns = list(dict.fromkeys(name for row in rows[:8] for name in row))
+    try:
+        layout = layout_of(columns, rows[:8], "auto", SINGLE)
+    except RequestError as error:
+        raise RequestError(f"{key}: {source}: {error}") from None
+    return ("continue" if layout == "text" else "chat"), layout
+
+
+def _own(row: Mapping[str, Any], layout: str) -> Item:
+    """A text, or the one question and answer of a conversation."""
+    if layout == "question_answer":
+        return _question(dict(row))
+    example = to_example(dict(row), layout)
+    if isinstance(example, str):
+        return Item("", example)
+    turns = [message for message in example if message["role"] != "system"]
+    if len(turns) != 2 or len(turns) != len(example):
+        raise RequestError("what is forgotten is measured on one question and one answer a row; split longer ones")
+    return Item(str(turns[0]["content"]), str(turns[1]["content"]))

@@ -1,0 +1,129 @@
+"""What was found out about a model as a JSON file, and such files of others as references.
+
+    {"trainwright", "model", "benchmark", "metrics": {name: {set: value}},
+     "eval_log_forget.json": {"avg_gt_loss": {"0": …}, "average_perturb_loss": {"0": […]}, …}, "eval_log.json": …}
+
+The parts named after files are laid out as in the eval_log_aggregated.json files that TOFU's authors publish
+(https://github.com/locuslab/tofu), so what reads theirs reads ours. A TOFU_EVAL.json of open-unlearning is a reference,
+too (https://github.com/locuslab/open-unlearning).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.errors import RequestError
+from trainwright.evaluation.unlearning import tofu
+
+if TYPE_CHECKING:
+    from trainwright.evaluation.unlearning.findings import Findings, SetScores
+    from trainwright.inference.scoring import TokenScores
+
+NAME = "log.json"
+# The part of the authors' logs that each set is.
+PARTS = {
+    "forget": "eval_log_forget.json",
+    "retain": "eval_log.json",
+    "real_authors": "eval_real_author_wo_options.json",
+    "world_facts": "eval_real_world_wo_options.json",
+}
+
+
+@dataclass(frozen=True)
+class ReferenceLog:
+    """What metrics take from a model that has never seen the forget set.
+
+    Attributes:
+        truth_ratios: on the forget set [items]; None: the log has none.
+        min_k: AUC of the attack Min-K; None: the log has none.
+    """
+
+    file: str
+    truth_ratios: npt.NDArray[np.float64] | None = None
+    min_k: float | None = None
+
+
+def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
+    """The reference in ``file``, or in the directory of an evaluation.
+
+    Raises:
+        RequestError: it is no such log, or has nothing that a metric takes.
+    """
+    file = file / NAME if file.is_dir() else file
+    try:
+        log = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise RequestError(f"{key}: {file}: not JSON: {error}") from None
+    try:
+        found = _reference(str(file), log)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RequestError(f"{key}: {file}: a log in a layout that is not known here ({error!r})") from None
+    if found.truth_ratios is None and found.min_k is None:
+        raise RequestError(
+            f"{key}: {file} has neither truth ratios of the forget set nor an AUC of Min-K; it should be the {NAME} of "
+            "an evaluation here, an eval_log_aggregated.json of TOFU or a TOFU_EVAL.json"
+        )
+    return found
+
+
+def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
+    ratios, min_k = None, None
+    if PARTS["forget"] in log and "average_perturb_loss" in (part := log[PARTS["forget"]]):
+        wrong = part["average_perturb_loss"]
+        right = np.array([part["avg_paraphrased_loss"][number] for number in wrong], dtype=np.float64)
+        ratios = tofu.truth_ratios(right, [np.atleast_1d(np.array(each, dtype=np.float64)) for each in wrong.values()])
+    elif "forget_truth_ratio" in log:
+        ratios = np.array([each["score"] for each in log["forget_truth_ratio"]["value_by_index"].values()], dtype=float)
+    if "mia_min_k" in log:
+        min_k = float(log["mia_min_k"]["agg_value"])
+    elif "mia_min_k" in log.get("metrics", {}):
+        min_k = float(log["metrics"]["mia_min_k"]["forget"])
+    return ReferenceLog(file, ratios, min_k)
+
+
+def log_of(found: Findings, values: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The log of an evaluation. ``about``: what stands at its top."""
+    parts = {PARTS[name]: _part(found, name, scores) for name, scores in found.scores.items() if name in PARTS}
+    return {**about, "metrics": values, **parts}
+
+
+def _part(found: Findings, name: str, scores: SetScores) -> dict[str, Any]:
+    right = [scores.paraphrases.get(number, answer) for number, answer in enumerate(scores.answers)]
+    part = {**_losses(scores.answers, "gt")}
+    if scores.wrong:
+        wrong = [_losses(each, "perturb") for each in scores.wrong]
+        part |= {key: _numbered([list(each[key].values()) for each in wrong]) for key in wrong[0]}
+        part["average_perturb_loss"] = part.pop("avg_perturb_loss")
+        part |= _losses(right, "paraphrased") | {"truth_ratio": _numbered(scores.truth_ratios.tolist())}
+    if name in found.answers:
+        from trainwright.evaluation.metrics.overlap import rouge_l
+
+        said, wanted = found.answers[name], found.references[name]
+        prompts = [item.prompt for item in found.sets[name].items]
+        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(wanted, said, strict=True)]
+        part["generated_text"] = _numbered([list(each) for each in zip(prompts, said, wanted, strict=True)])
+        part["rougeL_recall"] = _numbered(recalls)
+    return part
+
+
+def _losses(scores: Sequence[TokenScores], what: str) -> dict[str, dict[str, Any]]:
+    sums = [float(each.losses.sum(dtype=np.float64)) for each in scores]
+    counts = [len(each.losses) for each in scores]
+    return {
+        f"avg_{what}_loss": _numbered([total / count for total, count in zip(sums, counts, strict=True)]),
+        f"{what}_loss": _numbered(sums),
+        f"num_token_{what}": _numbered(counts),
+    }
+
+
+def _numbered(values: Sequence[Any]) -> dict[str, Any]:
+    return {str(number): value for number, value in enumerate(values)}

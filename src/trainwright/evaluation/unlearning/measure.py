@@ -1,0 +1,165 @@
+"""Everything that the chosen metrics need to know of a model, found out by all ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.data.batch import collate
+from trainwright.data.stream import MicroBatch
+from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, Documents, Prompts
+from trainwright.evaluation.unlearning.findings import Floats
+from trainwright.evaluation.unlearning.items import Item, ItemSet
+from trainwright.inference.answering import answer_all
+from trainwright.inference.batching import Done, over_ranks
+from trainwright.inference.generation import Answer
+from trainwright.inference.loading import Loaded
+from trainwright.inference.sampling import Sampling
+from trainwright.inference.scoring import TokenScores, score, score_standardised
+from trainwright.inference.stopping import stop_of
+from trainwright.models.causal_lm import CausalLM
+from trainwright.parallel.world import World
+
+# Told what is done now, and of how many rows; gives what to tell of the rows that are done.
+Stage = Callable[[str, int], Done]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be found out, in a model's tokens; written once, read by every rank.
+
+    Attributes:
+        prompts: of every set that is answered.
+        attacked: what else is found out of items (``Findings.attacked``), and ``sets``, of which.
+    """
+
+    sets: dict[str, ItemSet]
+    documents: Documents
+    prompts: dict[str, Prompts] = field(default_factory=dict)
+    attacked: tuple[str, ...] = ()
+    attacked_sets: tuple[str, ...] = ()
+
+    def save(self, directory: Path) -> None:
+        self.documents.save(directory)
+        about = {
+            "sets": {name: asdict(each) for name, each in self.sets.items()},
+            "prompts": {name: asdict(each) for name, each in self.prompts.items()},
+            "attacked": self.attacked,
+            "attacked_sets": self.attacked_sets,
+        }
+        (directory / "work.json").write_text(json.dumps(about), encoding="utf-8")
+
+    @classmethod
+    def open(cls, directory: Path) -> Work:
+        about = json.loads((directory / "work.json").read_text(encoding="utf-8"))
+        prompts = {name: Prompts(**each) for name, each in about["prompts"].items()}
+        sets = {name: _set(each) for name, each in about["sets"].items()}
+        attacked = tuple(about["attacked"]), tuple(about["attacked_sets"])
+        return cls(sets, Documents.open(directory), prompts, *attacked)
+
+
+def _set(values: Mapping[str, Any]) -> ItemSet:
+    items = [Item(**{**item, "wrong": tuple(item["wrong"])}) for item in values["items"]]
+    return ItemSet(**{**values, "items": items})
+
+
+def score_documents(loaded: Loaded, work: Work, world: World, stage: Stage) -> list[TokenScores]:
+    """The likelihood of every document. Every rank must call."""
+    dataset = work.documents.dataset
+    return score(loaded.lm, dataset, world, done=stage("scoring", len(dataset)))
+
+
+def answer_sets(
+    loaded: Loaded, work: Work, longest: int, world: World, stage: Stage, rows: int | None = None
+) -> dict[str, list[Answer]]:
+    """What the model writes to every prompt, by set. Every rank must call.
+
+    Args:
+        longest: new tokens of an answer in a chat.
+        rows: prompts of a batch.
+    """
+    found = {}
+    for name, prompts in work.prompts.items():
+        style = work.sets[name].style
+        stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=style == "chat").with_texts(STOP_TEXTS.get(style, ()))
+        sampling = Sampling(max_new_tokens=NEW_TOKENS.get(style, longest))
+        done = stage(f"answers of {name}", len(prompts.tokens))
+        with loaded.lm.for_generation() as model:
+            found[name] = answer_all(
+                model, loaded.tokenizer, prompts.tokens, sampling, stop, world, rows=rows, done=done
+            )
+    return found
+
+
+def attack_items(
+    loaded: Loaded, work: Work, other: list[TokenScores] | None, world: World, stage: Stage
+) -> dict[str, dict[str, Sequence[Floats]]]:
+    """What membership inference needs beside likelihoods, by what it is and by set. Every rank must call.
+
+    Args:
+        other: another model's scores of all documents, where these are asked for.
+    """
+    documents = work.documents
+    found: dict[str, dict[str, Sequence[Floats]]] = {}
+    text = documents.text_targets
+    places = {name: documents.of_set(name) for name in work.attacked_sets}
+    if "standardised" in work.attacked:
+        numbers = [number for each in places.values() for number in each]
+        part = documents.chosen(numbers)
+        each = dict(
+            zip(numbers, score_standardised(loaded.lm, part, world, done=stage("Min-K++", len(part))), strict=True)
+        )
+        found["standardised"] = {
+            name: [each[number][: text[number]].astype(np.float64) for number in mine] for name, mine in places.items()
+        }
+    if "gradient_norm" in work.attacked:
+        numbers = [number for each in places.values() for number in each]
+        norms = dict(zip(numbers, gradient_norms(loaded.lm, documents, numbers, world, stage), strict=True))
+        found["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
+    if other is not None:
+        found["other_losses"] = {
+            name: [other[number].losses[: text[number]].astype(np.float64) for number in mine]
+            for name, mine in places.items()
+        }
+    return found
+
+
+def gradient_norms(
+    lm: CausalLM, documents: Documents, numbers: Sequence[int], world: World, stage: Stage
+) -> list[float]:
+    """L2 norm of the gradient of each document's mean loss by all weights (arXiv 2402.17012). Every rank must call."""
+    dataset = documents.chosen(numbers)
+    weights = [parameter for parameter in lm.parameters() if parameter.is_floating_point()]
+
+    def work(indices: Sequence[int]) -> list[float]:
+        return [_gradient_norm(lm, dataset, index, weights, world.device) for index in indices]
+
+    for weight in weights:
+        weight.requires_grad_(True)
+    try:
+        costs = [float(dataset.length(index)) for index in range(len(dataset))]
+        done = stage("gradients", len(dataset))
+        return over_ranks(world, [[index] for index in range(len(dataset))], costs, work, done)
+    finally:
+        for weight in weights:
+            weight.requires_grad_(False)
+            weight.grad = None
+
+
+def _gradient_norm(
+    lm: CausalLM, dataset: Any, index: int, weights: Sequence[torch.nn.Parameter], device: torch.device
+) -> float:
+    count = dataset.target_count(index)
+    micro = MicroBatch(index=0, rows=((index,),), tokens=dataset.length(index), targets=count, weight=float(count))
+    batch = collate(dataset, micro, packed=lm.packed, pad_token_id=0).to(device)
+    with torch.enable_grad():
+        loss = lm(batch) / count
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]
+    return float(torch.stack(squares).sum().sqrt())

@@ -1,0 +1,266 @@
+"""The metrics of a benchmark by name: what each needs, and how it is made of what was found out about a model.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainwright.errors import RequestError
+from trainwright.evaluation.metrics.overlap import Overlap, rouge_l
+from trainwright.evaluation.unlearning import membership, memorisation, text_quality, tofu
+
+if TYPE_CHECKING:
+    from trainwright.evaluation.unlearning.findings import Findings, Floats, SetScores
+    from trainwright.evaluation.unlearning.items import ItemSet
+
+# By set; what belongs to several sets together is under "all".
+Values = dict[str, float]
+
+QUESTIONS = ("forget", "retain", "real_authors", "world_facts")
+# Sets whose probability is weighed against the other options, as TOFU does.
+_OPTIONS = ("real_authors", "world_facts")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a metric is made.
+
+    Attributes:
+        compute: from what was found.
+        sets: those it looks at, as far as the benchmark has them.
+        needs: those of them it cannot do without.
+        wrong: whether items must have wrong answers.
+        answers: whether the model must write.
+        attacked: what else must be found out of each item; see ``Findings.attacked``.
+        option: the command's option that must be given.
+        attack: the model is changed, and measured after.
+    """
+
+    compute: Callable[[Findings], Values]
+    sets: tuple[str, ...]
+    needs: tuple[str, ...] = ("forget",)
+    wrong: bool = False
+    answers: bool = False
+    attacked: str | None = None
+    option: str | None = None
+    attack: bool = False
+
+
+def _probability(found: Findings) -> Values:
+    def of(name: str, scores: SetScores) -> float:
+        if name in _OPTIONS and scores.wrong:
+            return float(tofu.option_probabilities(scores.losses, scores.wrong_losses).mean())
+        return float(np.exp(-scores.losses).mean())
+
+    return {name: of(name, found.scores[name]) for name in (*QUESTIONS, "holdout") if name in found.scores}
+
+
+def _rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[[Findings], Values]:
+    def compute(found: Findings) -> Values:
+        values = {}
+        for name in sets:
+            if name in found.answers:
+                stem = found.sets[name].style == "chat"  # as TOFU's authors count words, and MUSE's do not
+                pairs = zip(found.references[name], found.answers[name], strict=True)
+                values[name] = float(np.mean([pick(rouge_l(*pair, stem=stem)) for pair in pairs]))
+        return values
+
+    return compute
+
+
+def _truth_ratio(found: Findings) -> Values:
+    values = {}
+    for name in QUESTIONS:
+        if name in found.scores and found.scores[name].wrong:
+            aggregate = tofu.forget_truth_ratio if name == "forget" else tofu.utility_truth_ratio
+            values[name] = aggregate(found.scores[name].truth_ratios)
+    return values
+
+
+def _forget_quality(found: Findings) -> Values:
+    assert found.reference is not None
+    if found.reference.truth_ratios is None:
+        raise RequestError(f"--metrics forget_quality: {found.reference.file} has no truth ratios of the forget set")
+    return {"forget": tofu.forget_quality(found.scores["forget"].truth_ratios, found.reference.truth_ratios)}
+
+
+def _model_utility(found: Findings) -> Values:
+    recall = _rouge(lambda overlap: overlap.recall, QUESTIONS)
+    parts = (_probability(found), recall(found), _truth_ratio(found))
+    return {"all": tofu.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
+
+
+def _memorised(measure: Callable[[memorisation.Bools], float]) -> Callable[[Findings], Values]:
+    def compute(found: Findings) -> Values:
+        name = "verbatim" if "verbatim" in found.scores else "forget"
+        scores = found.scores[name]
+        each = [measure(scores.text_correct(number)) for number in range(len(scores.answers))]
+        return {"forget": float(np.mean(each))}
+
+    return compute
+
+
+def _auc(found: Findings, attack: Callable[[str, int], float]) -> float:
+    members = member_set(found.sets)
+    each = [
+        np.array([attack(name, number) for number in range(len(found.sets[name].items))])
+        for name in (members, "holdout")
+    ]
+    return membership.auc(*each)
+
+
+def _on_losses(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
+    def compute(found: Findings) -> Values:
+        def of(name: str, number: int) -> float:
+            return attack(found.scores[name].text_losses(number), found.sets[name].items[number].answer.strip())
+
+        return {"forget": _auc(found, of)}
+
+    return compute
+
+
+def _on_attacked(what: str, attack: Callable[[Floats], float]) -> Callable[[Findings], Values]:
+    def compute(found: Findings) -> Values:
+        return {"forget": _auc(found, lambda name, number: attack(found.attacked[what][name][number]))}
+
+    return compute
+
+
+def _mia_reference(found: Findings) -> Values:
+    def of(name: str, number: int) -> float:
+        others = found.attacked["other_losses"][name][number]
+        return membership.reference_attack(found.scores[name].text_losses(number), others)
+
+    return {"forget": _auc(found, of)}
+
+
+_min_k = _on_losses(lambda losses, text: membership.min_k_attack(losses))
+
+
+def _privleak(found: Findings) -> Values:
+    assert found.reference is not None
+    if found.reference.min_k is None:
+        raise RequestError(
+            f"--metrics privleak: {found.reference.file} has no AUC of Min-K; measure that model with "
+            "--metrics mia_min_k, too"
+        )
+    return {"forget": membership.privleak(_min_k(found)["forget"], found.reference.min_k)}
+
+
+def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]:
+    def compute(found: Findings) -> Values:
+        names = [name for name in ("forget", "retain") if name in found.answers]
+        return {name: float(np.mean([measure(answer) for answer in found.answers[name]])) for name in names}
+
+    return compute
+
+
+def _choice_accuracy(found: Findings) -> Values:
+    """Share of the questions to which the right letter is the likeliest; half of one where two are."""
+    scores = found.scores["choices"]
+    pairs = zip(scores.losses, scores.wrong_losses, strict=True)
+    return {"choices": float(np.mean([(loss < wrong.min()) + 0.5 * (loss == wrong.min()) for loss, wrong in pairs]))}
+
+
+def _changed(found: Findings) -> Values:
+    raise AssertionError("an attack measures by itself")
+
+
+_UTILITY = QUESTIONS[1:]
+_MEMBERS = ("forget", "members", "holdout")
+_TEXTS = ("forget", "verbatim")
+
+METRICS: dict[str, Metric] = {
+    "answer_probability": Metric(_probability, (*QUESTIONS, "holdout")),
+    "rouge_l_recall": Metric(_rouge(lambda overlap: overlap.recall, QUESTIONS), QUESTIONS, answers=True),
+    "rouge_l": Metric(_rouge(lambda overlap: overlap.f1, QUESTIONS), QUESTIONS, answers=True),
+    "truth_ratio": Metric(_truth_ratio, QUESTIONS, wrong=True),
+    "forget_quality": Metric(_forget_quality, ("forget",), wrong=True, option="--reference-log"),
+    "model_utility": Metric(_model_utility, _UTILITY, _UTILITY, wrong=True, answers=True),
+    "verbatim_memorisation": Metric(
+        _rouge(lambda overlap: overlap.f1, ("verbatim",)), ("verbatim",), ("verbatim",), answers=True
+    ),
+    "knowledge_memorisation": Metric(
+        _rouge(lambda overlap: overlap.f1, QUESTIONS[:2]), QUESTIONS[:2], ("forget", "retain"), answers=True
+    ),
+    "exact_memorisation": Metric(_memorised(memorisation.exact_memorisation), _TEXTS),
+    "extraction_strength": Metric(_memorised(memorisation.extraction_strength), _TEXTS),
+    "mia_loss": Metric(
+        _on_losses(lambda losses, text: membership.loss_attack(losses)), _MEMBERS, ("forget", "holdout")
+    ),
+    "mia_zlib": Metric(_on_losses(membership.zlib_attack), _MEMBERS, ("forget", "holdout")),
+    "mia_reference": Metric(
+        _mia_reference, _MEMBERS, ("forget", "holdout"), attacked="other_losses", option="--reference-model"
+    ),
+    "mia_gradient_norm": Metric(
+        _on_attacked("gradient_norm", lambda norm: float(norm[0])),
+        _MEMBERS,
+        ("forget", "holdout"),
+        attacked="gradient_norm",
+    ),
+    "mia_min_k": Metric(_min_k, _MEMBERS, ("forget", "holdout")),
+    "mia_min_k_plus_plus": Metric(
+        _on_attacked("standardised", membership.min_k_plus_plus_attack),
+        _MEMBERS,
+        ("forget", "holdout"),
+        attacked="standardised",
+    ),
+    "privleak": Metric(_privleak, _MEMBERS, ("forget", "holdout"), option="--reference-log"),
+    "gibberish": Metric(
+        _of_answers(lambda answer: float(text_quality.is_gibberish(answer))), QUESTIONS[:2], answers=True
+    ),
+    "fluency": Metric(_of_answers(text_quality.fluency), QUESTIONS[:2], answers=True),
+    "choice_accuracy": Metric(_choice_accuracy, ("choices",), ("choices",), wrong=True),
+    "relearning": Metric(_changed, ("forget",), attack=True),
+    "quantisation": Metric(_changed, ("forget",), attack=True),
+}
+# Taking long, or a library of their own: measured where they are named.
+_NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
+
+
+def member_set(sets: Mapping[str, ItemSet]) -> str:
+    """What membership is inferred of."""
+    return "members" if "members" in sets else "forget"
+
+
+def sets_of(name: str, available: Sequence[str]) -> list[str]:
+    """The sets that a metric looks at in a benchmark with these."""
+    metric = METRICS[name]
+    found = [each for each in metric.sets if each in available]
+    superseded = {"members": "forget", "verbatim": "forget"}  # a set of their own where the benchmark has one
+    dropped = {superseded[each] for each in found if each in superseded and set(metric.sets) & {superseded[each]}}
+    return [each for each in found if each not in dropped]
+
+
+def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
+    """What a metric lacks, in words; None: nothing.
+
+    Args:
+        sets: that are there.
+        options: of the command, by name; None or False where not given.
+    """
+    metric = METRICS[name]
+    if absent := [each for each in metric.needs if each not in sets]:
+        return f"the benchmark has no set {' and '.join(absent)}"
+    if metric.wrong and (bare := [each for each in metric.needs if not sets[each].has_wrong]):
+        return f"the rows of {' and '.join(bare)} have no wrong answers (perturbed_answer)"
+    if metric.answers and (mute := [each for each in metric.needs if not _asks(sets[each])]):
+        return f"the rows of {' and '.join(mute)} are whole texts and ask nothing"
+    if metric.option is not None and not options.get(metric.option):
+        return f"it needs {metric.option}"
+    return None
+
+
+def usual(sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> list[str]:
+    """The metrics that lack nothing, those that take long aside."""
+    return [name for name in METRICS if name not in _NOT_USUAL and missing(name, sets, options) is None]
+
+
+def _asks(each: ItemSet) -> bool:
+    return each.style != "choices" and all(item.prompt for item in each.items)

@@ -1,0 +1,85 @@
+"""What an evaluation on a benchmark leaves behind: a directory, whole or not at all, and a table to read.
+
+metrics.json   every metric, by set
+log.json       the same with the numbers of every item; see log.py
+samples.jsonl  what was asked, what should have been said and what was, where the model wrote
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.evaluation.report import number_text, table_lines, whole_directory, write_text
+from trainwright.evaluation.unlearning.findings import Findings
+from trainwright.evaluation.unlearning.log import NAME, log_of
+
+METRICS_FILE = "metrics.json"
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """The result.
+
+    Attributes:
+        metrics: values by metric and set.
+        rows: how many items each set has.
+        about: what the log has at its top.
+    """
+
+    metrics: Mapping[str, Mapping[str, float]]
+    rows: Mapping[str, int]
+    about: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    notes: list[str]
+    log: Mapping[str, Any]
+    samples: list[dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        found: Findings,
+        values: Mapping[str, Mapping[str, float]],
+        about: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        notes: list[str],
+    ) -> BenchmarkReport:
+        """The report of what was found."""
+        samples = [
+            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": said}
+            for name, answers in found.answers.items()
+            for number, (item, wanted, said) in enumerate(
+                zip(found.sets[name].items, found.references[name], answers, strict=True)
+            )
+        ]
+        rows = {name: len(each.items) for name, each in found.sets.items()}
+        return cls(values, rows, about, settings, notes, log_of(found, values, about), samples)
+
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def open(cls, file: Path) -> BenchmarkReport:
+        return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+    def lines(self) -> list[str]:
+        """The table, and what should be known beside it."""
+        rows = [
+            [metric, name, number_text(value), f"{self.rows[name]:,}" if name in self.rows else ""]
+            for metric, values in self.metrics.items()
+            for name, value in values.items()
+        ]
+        return [*table_lines(rows, ("metric", "set", "value", "rows")), *(f"note: {note}" for note in self.notes)]
+
+    def write(self, directory: Path) -> None:
+        """Write all files to ``directory``, which is new. Raises RequestError where they cannot be written."""
+        with whole_directory(directory) as scratch:
+            found = {**self.about, "settings": self.settings, "metrics": self.metrics, "rows": self.rows}
+            write_text(scratch / METRICS_FILE, json.dumps({**found, "notes": self.notes}, indent=2) + "\n")
+            write_text(scratch / NAME, json.dumps(self.log) + "\n")
+            if self.samples:
+                lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in self.samples)
+                write_text(scratch / "samples.jsonl", "".join(lines))

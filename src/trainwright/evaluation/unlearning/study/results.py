@@ -1,0 +1,86 @@
+"""What came out of a study: one row a model, as a table, as Markdown and as JSON.
+
+results.json   all metrics of all models, and what is kept of the full model's utility
+results.md     the table
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.evaluation.report import number_text, write_text
+from trainwright.evaluation.unlearning.report import METRICS_FILE
+from trainwright.recipe.study import FULL, RETAIN
+
+KEPT = "utility_kept"
+# Metric and set of every column, as far as they were measured.
+_COLUMNS = (
+    ("answer_probability", "forget", "forget probability"),
+    ("rouge_l_recall", "forget", "forget ROUGE-L"),
+    ("truth_ratio", "forget", "forget truth ratio"),
+    ("extraction_strength", "forget", "extraction strength"),
+    ("forget_quality", "forget", "forget quality"),
+    ("privleak", "forget", "PrivLeak, %"),
+    ("answer_probability", "retain", "retain probability"),
+    ("rouge_l_recall", "retain", "retain ROUGE-L"),
+    ("gibberish", "retain", "gibberish"),
+    ("model_utility", "all", "model utility"),
+    (KEPT, "all", "utility kept"),
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The metrics of every model of a study, by model, metric and set; the full and the retain-only model first."""
+
+    benchmark: str
+    models: Mapping[str, Mapping[str, Mapping[str, float]]]
+
+    @classmethod
+    def read(cls, benchmark: str, evaluations: Path, names: Sequence[str]) -> Results:
+        """What the evaluations in ``evaluations``/<name> found."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for name in (FULL, RETAIN, *names):
+            about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
+            found[name] = dict(about["metrics"])
+        best = found[FULL].get("model_utility", {}).get("all")
+        if best:
+            for metrics in found.values():
+                metrics[KEPT] = {"all": metrics["model_utility"]["all"] / best}
+        return cls(benchmark, found)
+
+    def value(self, model: str, metric: str, of: str) -> float | None:
+        """A metric of a model; None where it was not measured."""
+        return self.models[model].get(metric, {}).get(of)
+
+    @property
+    def columns(self) -> list[tuple[str, str, str]]:
+        """Those that some model has."""
+        return [column for column in _COLUMNS if any(self.value(name, *column[:2]) is not None for name in self.models)]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The table without its head."""
+        return [[name, *(_cell(self.value(name, *column[:2])) for column in self.columns)] for name in self.models]
+
+    def markdown(self) -> str:
+        """The table."""
+        head = ["model", *(title for _, _, title in self.columns)]
+        lines = [head, ["---"] * len(head), *self.rows]
+        return f"{self.benchmark}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"benchmark": self.benchmark, "models": self.models}
+
+    def write(self, directory: Path) -> None:
+        """Write the table and all metrics to ``directory``."""
+        write_text(directory / "results.json", json.dumps(self.as_json(), indent=2) + "\n")
+        write_text(directory / "results.md", self.markdown())
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else number_text(value)

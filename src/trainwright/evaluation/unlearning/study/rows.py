@@ -1,0 +1,85 @@
+"""The rows of a study: a part of a benchmark as a directory of the same layout, with what the two models learn.
+
+forget05.jsonl, forget05_perturbed.jsonl, …   as TOFU has them, of each the first rows
+retain95.jsonl                                what the retain-only model learns: the retain rows and what is known
+full.jsonl                                    what the full model learns: these and the forget rows
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.row_files import Row
+from trainwright.data.sources import read_rows
+from trainwright.errors import RequestError
+from trainwright.recipe.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark
+
+if TYPE_CHECKING:
+    from trainwright.recipe.study import Study
+
+_PERTURBED = ("forget", "retain", "real_authors", "world_facts")
+
+
+def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark:
+    """Write the rows of a study to ``directory``, which is new, and give the benchmark that they are.
+
+    Raises:
+        RequestError: a set is named that the benchmark does not have, or its rows cannot be read.
+    """
+    kind, _, part = benchmark.name.partition("@")[0].partition(":")
+    if unknown := [name for name in (*study.subset, *study.known) if name not in benchmark.sets]:
+        raise RequestError(f"{benchmark.name} has no set {unknown[0]}; there are {', '.join(benchmark.sets)}")
+    if kind != "tofu" and (study.subset or study.known):
+        raise RequestError("subset and known are for tofu; name smaller files for another benchmark")
+    if not {"forget", "retain"} <= set(benchmark.training):
+        raise RequestError(f"{benchmark.name} has not both rows to forget and rows to keep to train on")
+    scratch = directory.with_name(f".{directory.name}.writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    if kind == "tofu":
+        _write_tofu(study, benchmark, part, scratch)
+    else:
+        forget, retain = (_rows(benchmark.training[name], None) for name in ("forget", "retain"))
+        _write(scratch / "full.jsonl", [*retain, *forget])
+    scratch.rename(directory)
+    return rows_of(benchmark, directory)
+
+
+def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
+    """The benchmark that ``write_rows`` has written."""
+    kind, _, part = benchmark.name.partition("@")[0].partition(":")
+    if kind == "tofu":
+        return find_benchmark(f"tofu:{part}@{directory}")
+    return Benchmark(benchmark.name, {**benchmark.training, "full": str(directory / "full.jsonl")}, benchmark.sets)
+
+
+def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) -> None:
+    asked = {name: _rows(each.source, study.subset.get(name)) for name, each in benchmark.sets.items()}
+    for name, rows in asked.items():
+        stem = part if name == "forget" else part.replace("forget", "holdout") if name == "holdout" else name
+        _write(directory / f"{stem}{'_perturbed' if name in _PERTURBED else ''}.jsonl", rows)
+    forget = _rows(benchmark.training["forget"], study.subset.get("forget"))
+    known = [_plain(row) for name in study.known for row in asked[name]]
+    retain = [*_rows(benchmark.training["retain"], study.subset.get("retain")), *known]
+    _write(directory / f"{part}.jsonl", forget)
+    _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
+    _write(directory / "full.jsonl", [*retain, *forget])
+    if "idk" in benchmark.training:
+        shutil.copyfile(benchmark.training["idk"], directory / "idk.jsonl")
+
+
+def _plain(row: Row) -> Row:
+    return {"question": row["question"], "answer": row["answer"]}
+
+
+def _rows(source: str, limit: int | None) -> list[Row]:
+    rows = read_rows(source, limit, "benchmark")
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

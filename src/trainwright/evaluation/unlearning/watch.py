@@ -1,0 +1,61 @@
+"""A few rows of a benchmark, measured again and again while a model unlearns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainwright.evaluation.unlearning import tofu
+from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, Documents, ItemEncoder
+from trainwright.evaluation.unlearning.findings import by_set
+from trainwright.evaluation.unlearning.items import read_sets
+from trainwright.inference.scoring import score
+from trainwright.models.causal_lm import CausalLM
+from trainwright.parallel.world import World
+from trainwright.recipe.benchmarks import Benchmark
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_AGGREGATES = {"forget": tofu.forget_truth_ratio, "retain": tofu.utility_truth_ratio}
+
+
+class Watch:
+    """Truth ratios on the first rows of the forget and of the retain set."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    @classmethod
+    def of(
+        cls,
+        benchmark: Benchmark,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        rows: int,
+        positions: int | None,
+        key: str,
+    ) -> Watch | None:
+        """What can be watched of a benchmark; None where its rows have no wrong answers.
+
+        Args:
+            rows: of each set.
+            positions: of the model; what is longer is cut.
+            key: the recipe's key that names the benchmark, for messages.
+
+        Raises:
+            RequestError: a row cannot be used, with its file and line.
+        """
+        sets = {name: each for name, each in read_sets(benchmark, _AGGREGATES, rows, key).items() if each.has_wrong}
+        if not sets:
+            return None
+        return cls(ItemEncoder(tokenizer, positions, key).documents(sets, (PARAPHRASE, WRONG)))
+
+    def metrics(self, lm: CausalLM, world: World, *, together: bool = False) -> dict[str, float]:
+        """``forget_truth_ratio`` and ``retain_truth_ratio``, the same on every rank. Every rank must call.
+
+        Args:
+            lm: whole.
+            together: every rank scores everything, as each pass of the model takes all of them.
+        """
+        scores = by_set(self._documents, score(lm, self._documents.dataset, world, together=together))
+        return {f"{name}_truth_ratio": _AGGREGATES[name](each.truth_ratios) for name, each in scores.items()}

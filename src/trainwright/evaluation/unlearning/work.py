@@ -1,0 +1,182 @@
+"""An evaluation on a benchmark from beginning to end, without the processes it runs in.
+
+work/found.json, other.json   the model, and the one that --reference-model names
+work/tokens/, …               what is to be found out
+work/found/                   what the ranks have found out
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright import __version__
+from trainwright.errors import RequestError
+from trainwright.evaluation.asked import Asked
+from trainwright.evaluation.libraries import require
+from trainwright.evaluation.unlearning.attacks import KINDS, Relearning, quantised_probability, relearn
+from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder
+from trainwright.evaluation.unlearning.findings import Findings, by_set
+from trainwright.evaluation.unlearning.items import ItemSet, read_sets
+from trainwright.evaluation.unlearning.log import read_reference
+from trainwright.evaluation.unlearning.measure import Stage, Work, answer_sets, attack_items, score_documents
+from trainwright.evaluation.unlearning.registry import METRICS, missing, sets_of, usual
+from trainwright.evaluation.unlearning.report import BenchmarkReport
+from trainwright.inference.finding import Found, find_model
+from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
+from trainwright.machine.detect import Machine
+from trainwright.models.load import load_config, load_tokenizer
+from trainwright.parallel.world import World
+from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
+
+_MODEL, _OTHER = "found.json", "other.json"
+
+
+def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
+    """Find the model and the benchmark, and leave in ``work`` what every rank needs. Called once.
+
+    Raises:
+        RequestError: one of them, a row or a metric cannot be used.
+        MachineError: the model does not fit this machine, or a library that a metric needs is not installed.
+    """
+    found = find_model(asked.model, asked.adapter, asked.checkpoint)
+    check_fits(found, DTYPES[asked.dtype], machine, processes)
+    found.save(work / _MODEL)
+    benchmark = benchmark_of(asked, found)
+    if asked.reference_log is not None:
+        read_reference(Path(asked.reference_log).expanduser())
+    sets = read_sets(benchmark, benchmark.sets, asked.limit, KEY)
+    names = chosen_metrics(asked, sets)
+    tokenizer = load_tokenizer(found.section)
+    if asked.reference_model is not None:
+        other = find_model(asked.reference_model)
+        if load_tokenizer(other.section).get_vocab() != tokenizer.get_vocab():
+            raise RequestError(f"--reference-model: {other.origin} has another tokenizer than {found.origin}")
+        other.save(work / _OTHER)
+    encoder = ItemEncoder(tokenizer, _longest(asked, found), KEY)
+    job = _job(names, sets, encoder, _positions(found))
+    job.save(work)
+    about = {"benchmark": benchmark.name, "metrics": names, "cut": encoder.cut, "notes": encoder.notes}
+    (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def benchmark_of(asked: Asked, found: Found) -> Benchmark:
+    """The benchmark that is named, or else the one that the run was trained on."""
+    if asked.benchmark is not None:
+        return find_benchmark(asked.benchmark)
+    data = None if found.recipe is None else found.recipe.data
+    if (name := getattr(data, "benchmark", None)) is not None:
+        return find_benchmark(name)
+    own = {name: getattr(data, name, None) for name in ("forget", "retain", "holdout")}
+    if own["forget"] is None:
+        raise RequestError(f"{KEY}: {found.origin} is not of a run that unlearns, which would have rows; name one")
+    return find_benchmark("files@" + ",".join(f"{name}={source}" for name, source in own.items() if source))
+
+
+def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
+    """The metrics that are asked for, or those that lack nothing. Raises RequestError where one lacks its data."""
+    options = {"--reference-log": asked.reference_log, "--reference-model": asked.reference_model}
+    names = list(asked.metrics) if asked.explicit else usual(sets, options)
+    for name in names:
+        if (why := missing(name, sets, options)) is not None:
+            raise RequestError(f"--metrics {name}: {why}")
+    if not names:
+        raise RequestError(f"{KEY}: there is no metric for what its sets hold ({', '.join(sets)})")
+    for option, value in options.items():
+        if value is not None and not any(METRICS[name].option == option for name in names):
+            raise RequestError(f"{option}: has no effect, as no metric that is measured takes it")
+    if any(METRICS[name].answers for name in names):
+        require("rouge_score", "rouge_l")
+    if "quantisation" in names:
+        require("bitsandbytes", "--metrics quantisation")
+    return names
+
+
+def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None) -> Work:
+    wanted = {name: sets_of(name, list(sets)) for name in names}
+    scored = [each for each in sets if any(each in wanted[name] for name in names)]
+    # Few documents beside the answers; what weighs wrong ones needs them of all its sets.
+    kinds = (PARAPHRASE, WRONG) if any(METRICS[name].wrong for name in names) or set(scored) & {"real_authors"} else ()
+    documents = encoder.documents({name: sets[name] for name in scored}, kinds)
+    written = [each for each in sets if any(METRICS[name].answers and each in wanted[name] for name in names)]
+    written = [each for each in written if all(item.prompt for item in sets[each].items)]
+    prompts = {name: encoder.prompts(sets[name], positions) for name in written}
+    attacks = [name for name in names if METRICS[name].attacked is not None]
+    attacked = tuple(dict.fromkeys(str(METRICS[name].attacked) for name in attacks))
+    return Work(sets, documents, prompts, attacked, tuple(wanted[attacks[0]]) if attacks else ())
+
+
+def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
+    """This rank's part of all that is measured; rank 0 leaves the result in ``work``. Every rank must call."""
+    job, about = Work.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
+    found, dtype = Found.open(work / _MODEL), DTYPES[asked.dtype]
+    other = None
+    if (work / _OTHER).is_file():
+        other = score_documents(load(Found.open(work / _OTHER), dtype, world.device), job, world, stage)
+    loaded = load(found, dtype, world.device)
+    scores = score_documents(loaded, job, world, stage)
+    answers = answer_sets(loaded, job, asked.max_new_tokens, world, stage, asked.batch_size)
+    attacked = attack_items(loaded, job, other, world, stage)
+    findings = Findings(
+        job.sets,
+        by_set(job.documents, scores),
+        {name: [answer.text.strip() for answer in each] for name, each in answers.items()},
+        {name: each.references for name, each in job.prompts.items()},
+        attacked,
+        None if asked.reference_log is None else read_reference(Path(asked.reference_log).expanduser()),
+    )
+    after = {name: _attack(name, asked, found, loaded, job, world) for name in about["metrics"] if METRICS[name].attack}
+    if world.is_main:
+        values = {name: after[name] if name in after else METRICS[name].compute(findings) for name in about["metrics"]}
+        unfinished = sum(not answer.complete for each in answers.values() for answer in each)
+        top = {"trainwright": __version__, "model": found.origin, "benchmark": about["benchmark"]}
+        report = BenchmarkReport.of(findings, values, top, _settings(asked), _notes(about, findings, unfinished, asked))
+        report.save(work / "report.json")
+
+
+def report_of(asked: Asked, work: Path) -> BenchmarkReport:
+    """What the ranks have left in ``work``."""
+    return BenchmarkReport.open(work / "report.json")
+
+
+def _attack(name: str, asked: Asked, found: Found, loaded: Loaded, job: Work, world: World) -> dict[str, float]:
+    """What an attack makes of the model: each gets one of its own."""
+    forget = job.documents.chosen(job.documents.of_set("forget"))
+    if name == "relearning":
+        how = Relearning(asked.relearning_steps, asked.relearning_rate)
+        return relearn(load(found, torch.float32, world.device), forget, how, world)
+    return {
+        kind: quantised_probability(load(found, DTYPES[asked.dtype], world.device), forget, kind, world)
+        for kind in KINDS
+    }
+
+
+def _settings(asked: Asked) -> dict[str, Any]:
+    return {key: value for key, value in asdict(asked).items() if value not in (None, (), False)}
+
+
+def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked) -> list[str]:
+    notes = list(about["notes"])
+    if about["cut"]:
+        notes.append(f"{about['cut']:,} texts are longer than they may be and were cut")
+    if unfinished:
+        notes.append(f"{unfinished:,} answers were cut at their limit, in a chat of {asked.max_new_tokens:,} tokens")
+    reference = None if found.reference is None else found.reference.truth_ratios
+    if reference is not None and "forget_quality" in about["metrics"]:
+        here = len(found.scores["forget"].answers)
+        if len(reference) != here:
+            notes.append(f"the reference's log is of {len(reference):,} rows of the forget set, and here are {here:,}")
+    return notes
+
+
+def _longest(asked: Asked, found: Found) -> int | None:
+    return min((each for each in (asked.max_length, _positions(found)) if each is not None), default=None)
+
+
+def _positions(found: Found) -> int | None:
+    config = load_config(found.section).get_text_config()
+    return getattr(config, "max_position_embeddings", None)

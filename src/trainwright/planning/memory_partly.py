@@ -1,0 +1,49 @@
+"""A model of which only some parameters are trained: what a strategy holds where most gradients never come."""
+
+from __future__ import annotations
+
+from trainwright.planning.memory_inventory import Inventory
+from trainwright.planning.memory_walk import Flow, Held
+
+
+class PartlyTrained(Flow):
+    """``flow`` for a model of which only ``trained``, by unit and name of its inventory, have gradients."""
+
+    def __init__(self, flow: Flow, trained: frozenset[tuple[int, str]], inventory: Inventory) -> None:
+        self._flow = flow
+        self._trained = trained
+        self._of_unit: dict[int, int] = {}
+        for weight in inventory.weights:
+            if weight.trainable:
+                self._of_unit[weight.unit] = self._of_unit.get(weight.unit, 0) + weight.numel
+
+    @property
+    def held(self) -> Held:  # type: ignore[override]
+        return self._flow.held
+
+    def begin(self, first: bool, last: bool) -> None:
+        self._flow.begin(first, last)
+
+    def forward(self, unit: int) -> Held:
+        return self._flow.forward(unit)
+
+    def head(self) -> Held:
+        return self._flow.head()
+
+    def forward_ended(self) -> None:
+        self._flow.forward_ended()
+
+    def backward(self, unit: int) -> Held:
+        return self._flow.backward(unit)
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        if name:
+            return self._flow.arrive(unit, name, numel) if (unit, name) in self._trained else self.held
+        own = self._of_unit.get(unit, 0)
+        return self._flow.arrive(unit, name, own) if own else self.held
+
+    def unit_ended(self, unit: int) -> Held:
+        return self._flow.unit_ended(unit)
+
+    def end(self) -> Held:
+        return self._flow.end()

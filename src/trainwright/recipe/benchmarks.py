@@ -1,0 +1,185 @@
+"""Benchmarks of unlearning by name: which rows are to be forgotten and kept, and what is asked about them.
+
+tofu:forget10            TOFU (arXiv 2401.06121) from the Hub; forget01, forget05 and forget10
+tofu:forget10@DIRECTORY  the same from a directory with forget10_perturbed.jsonl, retain_perturbed.jsonl, …
+muse:news, muse:books    MUSE (arXiv 2407.06460) from the Hub; @DIRECTORY with raw/, verbmem/, knowmem/, privleak/
+wmdp:bio, :chem, :cyber  WMDP (arXiv 2403.03218) from the Hub; @FILE with question, choices and answer
+files@forget=FILE,…      rows of one's own: forget, retain and holdout, in any layout that training takes
+
+What follows the @ may also be another id of the Hub. A set is a source as ``data.train`` has it, so what a benchmark
+has to train on is trained on as any other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainwright.errors import RequestError
+
+# What a row of a set asks: a question in the chat template, one after examples in plain text, the continuation of a
+# text, or a letter; auto is found from the rows.
+Style = Literal["chat", "few_shot", "continue", "choices", "auto"]
+
+TOFU_SPLITS = {"forget01": "retain99", "forget05": "retain95", "forget10": "retain90"}
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_TOFU, _WMDP = "locuslab/TOFU", "cais/wmdp"
+_MUSE = {"news": "muse-bench/MUSE-News", "books": "muse-bench/MUSE-Books"}
+_WMDP_CORPORA = "cais/wmdp-corpora"
+_NAMES = (
+    "tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books, wmdp:bio, wmdp:chem, wmdp:cyber, each with "
+    "@DIRECTORY where it is on this machine, or files@forget=FILE,retain=FILE,holdout=FILE"
+)
+KEY = "--benchmark"
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Rows that a model is asked about. ``examples``: the source of what a few-shot prompt shows first."""
+
+    source: str
+    style: Style
+    examples: str | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Named sets of rows.
+
+    Attributes:
+        name: as it was asked for.
+        training: sources to train on, of ``forget``, ``retain``, ``full`` (both), ``holdout`` (never trained on) and
+            ``idk`` (one refusal a line), as far as the benchmark has them.
+        sets: what is evaluated, of ``forget``, ``retain``, ``holdout``, ``real_authors``, ``world_facts``,
+            ``verbatim`` (texts to continue), ``members`` (what membership is inferred of, where it is not ``forget``)
+            and ``choices``.
+    """
+
+    name: str
+    training: Mapping[str, str]
+    sets: Mapping[str, EvaluationSet]
+
+
+def find_benchmark(name: str, key: str = KEY) -> Benchmark:
+    """The benchmark that ``name`` is; none of its rows are read. Imports no torch.
+
+    Args:
+        key: what names it in messages.
+
+    Raises:
+        RequestError: there is none of this name, or its directory lacks a file.
+    """
+    what, _, place = name.partition("@")
+    kind, _, part = what.partition(":")
+    if kind == "files":
+        return _files(name, place, key)
+    if kind == "tofu" and part in TOFU_SPLITS:
+        return _tofu(name, part, _Place(place or _TOFU, key))
+    if kind == "muse" and part in _MUSE:
+        return _muse(name, _Place(place or _MUSE[part], key))
+    if kind == "wmdp" and part in ("bio", "chem", "cyber"):
+        return _wmdp(name, part, place)
+    raise RequestError(f"{key}: {name!r} is no benchmark; there are {_NAMES}")
+
+
+class _Place:
+    """A directory, or an id of the Hub, in which sets are found by configuration and split."""
+
+    def __init__(self, place: str, key: str) -> None:
+        self._place, self._key = place, key
+        path = Path(place).expanduser()
+        self._directory = path if path.is_dir() else None
+        if self._directory is None and (place.startswith((".", "/", "~")) or place.count("/") != 1):
+            raise RequestError(f"{key}: there is no directory {path}")
+
+    def find(self, config: str, split: str = "") -> str | None:
+        """A source; None where the directory has no file for it. The Hub is not asked."""
+        if self._directory is None:
+            return f"{self._place}:{config}:{split or 'train'}"
+        stem = self._directory / config / split if split else self._directory / config
+        for suffix in _SUFFIXES:
+            if (file := stem.with_name(stem.name + suffix)).is_file():
+                return str(file)
+        shards = sorted(stem.parent.glob(f"{stem.name}-*-of-*.parquet"))
+        return str(shards[0]) if len(shards) == 1 else None
+
+    def need(self, config: str, split: str = "") -> str:
+        """As ``find``; raises RequestError where it is not there."""
+        found = self.find(config, split)
+        if found is None:
+            name = f"{config}/{split}" if split else config
+            raise RequestError(
+                f"{self._key}: {self._directory} has no {name}, with one of the endings {', '.join(_SUFFIXES)}"
+            )
+        return found
+
+    @property
+    def idk(self) -> str | None:
+        """A file with refusals, a line each; it is no rows, so the Hub's sets have none."""
+        files = (
+            (self._directory / name for name in ("idk.jsonl", "idk.txt", "idontknow.jsonl")) if self._directory else ()
+        )
+        return next((str(file) for file in files if file.is_file()), None)
+
+
+def _tofu(name: str, forget: str, place: _Place) -> Benchmark:
+    holdout = forget.replace("forget", "holdout")
+    training = {
+        "forget": place.find(forget),
+        "retain": place.find(TOFU_SPLITS[forget]),
+        "full": place.find("full"),
+        "holdout": place.find(holdout),
+        "idk": place.idk,
+    }
+    sets = {"forget": EvaluationSet(place.need(f"{forget}_perturbed"), "chat")}
+    for each, file in (
+        ("retain", "retain_perturbed"),
+        ("real_authors", "real_authors_perturbed"),
+        ("world_facts", "world_facts_perturbed"),
+        ("holdout", holdout),
+    ):
+        if (source := place.find(file)) is not None:
+            sets[each] = EvaluationSet(source, "chat")
+    return Benchmark(name, {each: source for each, source in training.items() if source is not None}, sets)
+
+
+def _muse(name: str, place: _Place) -> Benchmark:
+    def retain(config: str, suffix: str = "") -> str:
+        # The authors' own files call it retain2, their sets on the Hub retain.
+        return place.find(config, f"retain{suffix}") or place.need(config, f"retain2{suffix}")
+
+    training = {"forget": place.need("raw", "forget"), "retain": place.need("raw", "retain1")}
+    training["holdout"] = place.need("raw", "holdout")
+    sets = {
+        "forget": EvaluationSet(place.need("knowmem", "forget_qa"), "few_shot", place.need("knowmem", "forget_qa_icl")),
+        "retain": EvaluationSet(retain("knowmem", "_qa"), "few_shot", retain("knowmem", "_qa_icl")),
+        "verbatim": EvaluationSet(place.need("verbmem", "forget"), "continue"),
+        "members": EvaluationSet(place.need("privleak", "forget"), "continue"),
+        "holdout": EvaluationSet(place.need("privleak", "holdout"), "continue"),
+    }
+    return Benchmark(name, training, sets)
+
+
+def _wmdp(name: str, part: str, place: str) -> Benchmark:
+    source = place if place and Path(place).expanduser().is_file() else f"{place or _WMDP}:wmdp-{part}:test"
+    training = {}
+    if part == "cyber":  # the forget corpus on biology is given out on request alone, and there is none on chemistry
+        training["forget"] = f"{_WMDP_CORPORA}:cyber-forget-corpus:train"
+    if part != "chem":
+        training["retain"] = f"{_WMDP_CORPORA}:{part}-retain-corpus:train"
+    return Benchmark(name, training, {"choices": EvaluationSet(source, "choices")})
+
+
+def _files(name: str, places: str, key: str) -> Benchmark:
+    known = ("forget", "retain", "holdout")
+    found: dict[str, str] = {}
+    for part in places.split(","):
+        each, equals, source = part.partition("=")
+        if each not in known or not equals or not source:
+            raise RequestError(f"{key}: {part!r} in {name!r}: say {', '.join(f'{known_}=FILE' for known_ in known)}")
+        found[each] = source
+    if "forget" not in found:
+        raise RequestError(f"{key}: {name!r} names no rows to forget; add forget=FILE")
+    return Benchmark(name, found, {each: EvaluationSet(source, "auto") for each, source in found.items()})

@@ -1,0 +1,155 @@
+"""A study of unlearning: one file from which a full model, a retrained one and several unlearned ones are made.
+
+The file holds sections of recipes, shared by several runs; each run's recipe is put together here and checked before
+anything is trained, with messages that name the line of the study's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator
+
+from trainwright.errors import RequestError
+from trainwright.recipe.benchmarks import Benchmark, find_benchmark
+from trainwright.recipe.fields import Count, Section, Text
+from trainwright.recipe.loading import checked, dump_recipe
+from trainwright.recipe.merging import read_merged
+from trainwright.recipe.problems import origin_of
+from trainwright.recipe.yaml_text import Origin, Tree, dotted
+
+FULL, RETAIN = "full", "retain"
+_KNOWN = ("real_authors", "world_facts")
+
+
+def _not_reserved(name: str) -> str:
+    if name in (FULL, RETAIN):
+        raise ValueError(f"{name} is the name of another model of a study")
+    return name
+
+
+ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_not_reserved)]
+
+
+class StudyEvaluation(Section):
+    """How every model is measured."""
+
+    metrics: list[Text] = Field([], description="Names as of eval --metrics. None: all that lack nothing.")
+    max_new_tokens: Count = Field(200, description="The longest answer, in tokens.")
+
+
+class Study(Section):
+    """What a study's file says."""
+
+    benchmark: Text = Field(description="A benchmark, as eval --benchmark has it.")
+    subset: dict[Text, Count] = Field({}, description="Of these sets the first so many rows; the others are whole.")
+    known: list[Text] = Field(
+        [],
+        description="Sets whose questions are fine-tuned on as well, by both models, and kept in unlearning: for a "
+        "fresh model, which knows no world to be asked about. Of real_authors and world_facts.",
+    )
+    tokenizer_vocabulary: Count | None = Field(
+        None, description="Make a byte-level BPE tokenizer of so many tokens from the rows. null: the model's own."
+    )
+    directory: Text = Field(description="Where everything goes. What is finished in there is not done again.")
+    model: dict[str, Any] = Field(description="The section model of the recipes of the two fine-tunings.")
+    parallel: dict[str, Any] = Field({}, description="The section parallel of all recipes.")
+    finetune: dict[str, Any] = Field({}, description="Further sections of the recipes of the two fine-tunings.")
+    unlearn: dict[str, Any] = Field({}, description="Further sections of the recipes of all objectives.")
+    objectives: dict[ModelName, dict[str, Any] | None] = Field(
+        min_length=1, description="The unlearned models by name, each with sections that it has for itself."
+    )
+    evaluate: StudyEvaluation = Field(default_factory=StudyEvaluation, description="How every model is measured.")
+
+    @field_validator("known")
+    @classmethod
+    def _of_the_two(cls, value: list[str]) -> list[str]:
+        if odd := [name for name in value if name not in _KNOWN]:
+            raise ValueError(f"{odd[0]} is none of {', '.join(_KNOWN)}")
+        return value
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study that was read, and where its values were written."""
+
+    study: Study
+    tree: Tree
+    file: Origin
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return find_benchmark(self.study.benchmark, f"{self._place('benchmark')}: benchmark")
+
+    def finetuning(self, source: str, everything: str) -> str:
+        """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from."""
+        size = self.study.tokenizer_vocabulary
+        model = {**self.study.model, **({} if size is None else {"tokenizer": f"bpe:{size}:{everything}"})}
+        own = {"task": "sft", "model": model, "data": {"train": source, "validation": None}}
+        return self._recipe(own, ("finetune",))
+
+    def unlearning(self, name: str, start: Path, rows: Mapping[str, str]) -> str:
+        """The recipe of the objective called ``name``, in YAML.
+
+        Args:
+            start: the full model.
+            rows: keys of the section data: what is forgotten and kept.
+        """
+        data = {**rows, "validation": None}
+        own = {"task": "unlearn", "model": {"name": str(start)}, "data": data, "unlearn": {"objective": name}}
+        return self._recipe(own, ("unlearn",), ("objectives", name))
+
+    def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> str:
+        """``own`` sections, with those at ``places`` of the study over them."""
+        tree = Tree({**own, "parallel": dict(self.study.parallel)})
+        self._note(tree, ("model",), ("model",))
+        self._note(tree, ("parallel",), ("parallel",))
+        for place in places:
+            values: Any = self.study.model_dump()
+            for part in place:
+                values = values[part]
+            for section, keys in (values or {}).items():
+                before = tree.values.get(section)
+                tree.values[section] = before | keys if isinstance(before, dict) and isinstance(keys, dict) else keys
+            self._note(tree, place, ())
+        return dump_recipe(checked(tree, self.file).recipe)
+
+    def _note(self, tree: Tree, place: tuple[str, ...], to: tuple[str, ...]) -> None:
+        """Have messages about what stands at ``place`` of the study name its line there."""
+        for path, origin in self.tree.origins.items():
+            if path[: len(place)] == place and (key := (*to, *path[len(place) :])):
+                tree.origins[key] = origin
+
+    def _place(self, key: str) -> Origin:
+        return origin_of((key,), self.tree, self.file)
+
+
+def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
+    """Read the study at ``path`` with ``overrides`` (``key=value`` in YAML) over it.
+
+    Raises:
+        RequestError: what is wrong, a line each, with file and line.
+    """
+    tree, file = read_merged(path, overrides), Origin(str(path))
+    problems = [str(problem) for problem in tree.problems]
+    study = None
+    try:
+        study = Study.model_validate(tree.values)
+    except ValidationError as error:
+        problems += [_told(details, tree, file) for details in error.errors(include_url=False)]
+    if problems or study is None:
+        raise RequestError("\n".join(dict.fromkeys(problems)))
+    return StudyFile(study, tree, file)
+
+
+def _told(details: Any, tree: Tree, file: Origin) -> str:
+    path = tuple(part for part in details["loc"] if part != "[key]")
+    place = origin_of(path, tree, file)
+    if details["type"] == "extra_forbidden":
+        return f"{place}: {dotted(path)}: unknown key; known here: {', '.join(Study.model_fields)}"
+    if details["type"] == "missing":
+        return f"{place}: {dotted(path)}: is missing. {Study.model_fields[str(path[0])].description}"
+    return f"{place}: {dotted(path)}: {str(details['msg']).removeprefix('Value error, ')}"

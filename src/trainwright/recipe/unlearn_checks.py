@@ -1,0 +1,142 @@
+"""Contradictions of a recipe for unlearning, and of one for another task with keys of unlearning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.unlearn_schema import OBJECTIVES, UnlearnSection
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
+
+_COMMON = ("objective", "gamma", "alpha", "retain_loss", "reference", "trainable")
+_OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
+_ROWS = ("benchmark", "forget", "retain", "holdout", "idk")
+
+
+def unlearning(recipe: Recipe) -> Iterator[Contradiction]:
+    """What does not go together in the sections ``unlearn`` and ``data``."""
+    if recipe.task != "unlearn":
+        if recipe.unlearn is not None:
+            yield Contradiction(
+                ("unlearn", "task"), f"has no effect with task {recipe.task}; remove it, or set task to unlearn"
+            )
+        for key in _ROWS:
+            if getattr(recipe.data, key) is not None:
+                yield Contradiction(
+                    (f"data.{key}", "task"),
+                    f"has no effect with task {recipe.task}, which trains on data.train; remove it, or set task to "
+                    "unlearn",
+                )
+        if recipe.data.train is None:
+            yield Contradiction(("data.train",), "there is nothing to train on; name the rows")
+        return
+    assert recipe.unlearn is not None
+    yield from _rows(recipe, recipe.unlearn)
+    yield from _objective(recipe.unlearn)
+    yield from _reference(recipe, recipe.unlearn)
+    yield from _adapter(recipe, recipe.unlearn)
+
+
+def _rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+    data = recipe.data
+    if data.train is not None:
+        yield Contradiction(
+            ("data.train", "task"), "has no effect with task unlearn, which has data.forget and data.retain; remove it"
+        )
+    if data.forget is None:
+        yield Contradiction(
+            ("data.forget", "task"), "there is nothing to forget; name the rows, or a data.benchmark that has them"
+        )
+    if data.retain is None and section.retains:
+        yield Contradiction(
+            ("data.retain", "unlearn.objective"),
+            f"{section.objective} also trains on rows that are to stay known; name them, or set unlearn.alpha to 0",
+        )
+    if data.idk is None and section.facts.idk:
+        yield Contradiction(
+            ("data.idk", "unlearn.objective"),
+            f"{section.objective} teaches refusals; name a file with one a line, such as I do not know that.",
+        )
+    if recipe.evaluate.metrics:
+        yield Contradiction(
+            ("evaluate.metrics", "task"),
+            "unlearning holds no rows back that could be answered; remove it, and see `trainwright eval RUN --metrics`",
+        )
+    if isinstance(data.validation, str):
+        yield Contradiction(
+            ("data.validation", "task"),
+            "unlearning is measured on the rows to be forgotten and to be kept; set it to how many of them, or to null",
+        )
+
+
+def _objective(section: UnlearnSection) -> Iterator[Contradiction]:
+    name = section.objective
+    for key in _OWN:
+        if getattr(section, key) is not None and key not in section.facts.defaults:
+            owners = ", ".join(other for other, facts in OBJECTIVES.items() if key in facts.defaults)
+            yield Contradiction(
+                (f"unlearn.{key}", "unlearn.objective"),
+                f"has no effect with unlearn.objective {name}; it belongs to {owners}",
+            )
+    if name == "pdu" and section.retain_limit is None:
+        yield Contradiction(
+            ("unlearn.retain_limit", "unlearn.objective"),
+            "pdu keeps the retain loss under a limit; give one in nats a token, a little above what it is at the start",
+        )
+    if section.retain_loss is not None and not section.retains:
+        yield Contradiction(
+            ("unlearn.retain_loss", "unlearn.alpha"),
+            "has no effect where the retain loss counts 0; set unlearn.alpha, or remove it",
+        )
+    if section.retain_loss == "activations" and name != "rmu":
+        yield Contradiction(
+            ("unlearn.retain_loss", "unlearn.objective"),
+            f"{name} steers no activations that could be held; set it to nll or kl",
+        )
+    if name == "task_vector" and section.retains:
+        yield Contradiction(
+            ("unlearn.alpha", "unlearn.objective"),
+            "what is learnt of retain rows would be subtracted as well; leave it at 0",
+        )
+    for pattern in section.trainable or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Contradiction(("unlearn.trainable",), f"{pattern} is not a regular expression: {error}")
+
+
+def _reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+    keys = ("unlearn.reference", "unlearn.objective")
+    if section.reference != "start" and not section.compares:
+        yield Contradiction(keys, f"{section.objective} compares the model with nothing; remove it")
+    elif section.reference == "base" and recipe.model.adapter.start_from is None:
+        yield Contradiction(
+            ("unlearn.reference", "model.adapter.start_from"),
+            "without an adapter to start from, the model that training starts from is the base; leave it at start",
+        )
+    elif section.reference == "start" and section.needs_reference_model and recipe.model.adapter.start_from is not None:
+        yield Contradiction(
+            ("unlearn.reference", "model.adapter.start_from"),
+            "the adapter that training starts from is changed by it, and what the reference computes is needed in "
+            "every step; set it to base, or merge the adapter into its model first",
+        )
+
+
+def _adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+    adapter = recipe.model.adapter
+    if adapter.type == "none":
+        return
+    if section.trainable is not None:
+        yield Contradiction(
+            ("unlearn.trainable", "model.adapter.type"),
+            "an adapter trains its own matrices; choose the modules by model.adapter.targets",
+        )
+    if section.objective == "task_vector" and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
+        yield Contradiction(
+            ("unlearn.objective", "model.adapter"),
+            "what an adapter has learnt can be subtracted where it is a new lora without modules_to_save alone",
+        )

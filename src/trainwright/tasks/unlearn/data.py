@@ -1,0 +1,65 @@
+"""The rows of an unlearning run, prepared: forget rows with their refusals, and retain rows beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.kinds import EXAMPLES
+from trainwright.data.prepare import Prepared, prepare
+from trainwright.data.refusals import FORGET, REFUSAL, kind_of_forget_rows
+from trainwright.data.unlearning import joined, some_of, with_roles
+from trainwright.models.load import load_config
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.language_model import check_prepared
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``prepared``: pairs to train on and to measure. ``forget``: the forget rows by themselves, with their refusals;
+    their documents have the same numbers as in the pairs."""
+
+    prepared: Prepared
+    forget: TokenDataset
+
+
+def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Rows:
+    """The rows of a resolved recipe, prepared or found in the cache.
+
+    Raises:
+        RequestError: a source or a row is wrong.
+    """
+    assert recipe.unlearn is not None
+    data, seed = recipe.data, recipe.train.seed
+    positions = getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
+    parts = {"forget": kind_of_forget_rows(recipe)}
+    if recipe.unlearn.retains:
+        parts["retain"] = EXAMPLES
+    found = {
+        part: prepare(data.part(part), tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
+        for part, kind in parts.items()
+    }
+    forget = found["forget"].train
+    everything = joined(forget, found["retain"].train if "retain" in found else None, cache)
+    validation = None
+    if data.validation is not None:
+        assert not isinstance(data.validation, str), "a recipe that was read has none"
+        validation = some_of(everything, data.validation, seed)
+    taught = (REFUSAL,) if recipe.unlearn.objective == "idk_nll" else (FORGET, REFUSAL)
+    lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
+    lines.append(_line(everything, validation))
+    prepared = Prepared(with_roles(everything, taught), validation, lines, found["forget"].directory)
+    check_prepared(recipe, prepared, cache)
+    return Rows(prepared, forget)
+
+
+def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
+    line = f"unlearning: {len(pairs):,} rows to be forgotten"
+    if pairs.companions is not None:
+        line += f", each beside one of {pairs.companions.count:,} rows to be kept, another one every epoch"
+    return line if validation is None else f"{line}; {len(validation):,} of them are measured"

@@ -1,0 +1,262 @@
+"""gamma x forget loss + alpha x retain loss of a micro-batch, whatever the objective.
+
+Each of the two is a mean of its own, over tokens or over answers of the whole global batch. What one token or answer
+counts is known before the passes (``Counts``), so micro-batches give sums that add up to the same in any division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainwright.data.batch import Batch
+from trainwright.data.batch_parts import only, places
+from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.models.causal_lm import slopes
+from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_statistics
+from trainwright.models.linear_logit_loss import Head, LogitLoss, linear_logit_loss
+from trainwright.recipe.unlearn_schema import UnlearnSection
+from trainwright.tasks.unlearn.module import UnlearnLM
+from trainwright.tasks.unlearn.objectives import activations, ascent, distillation, preference
+
+ROLES = (FORGET, RETAIN, REFUSAL)
+_BY_ANSWER = ("npo", "simnpo", "dpo", "rmu")
+_OF_LOGITS = ("undial", "ce_u", "pdu")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the forget loss and the retain loss are means over: tokens or answers of the whole global batch."""
+
+    forget: float
+    retain: float
+
+    @classmethod
+    def of(cls, section: UnlearnSection, documents: Sequence[tuple[int, int]]) -> Counts:
+        """Of documents, each ``(role, number of targets)``."""
+        learnt = REFUSAL if section.objective == "idk_nll" else FORGET
+        skip = section.value("skip_targets") or 0
+        by_answer = section.objective in _BY_ANSWER
+        forget = [1 if by_answer else max(0, targets - skip) for role, targets in documents if role == learnt]
+        held = section.value("retain_loss") == "activations"
+        retain = [1 if held else targets for role, targets in documents if role == RETAIN]
+        return cls(float(sum(forget)), float(sum(retain)))
+
+
+@dataclass
+class Found:
+    """Sums over a micro-batch, without gradients: of the forget loss, the retain loss, and by role of the targets'
+    negative log-likelihood, of their number, of the answers' probabilities exp(-mean) and of the answers."""
+
+    forget: torch.Tensor | float = 0.0
+    retain: torch.Tensor | float = 0.0
+    likelihoods: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = field(default_factory=dict)
+
+    def see(self, batch: Batch, losses: torch.Tensor, role: int) -> None:
+        """Take in the losses of the targets [n] of the documents with ``role``."""
+        counts = _counts(batch, role)
+        sums = [part.sum() for part in losses.double().split(counts)]
+        if sums:
+            chances = torch.stack([(-total / count).exp() for total, count in zip(sums, counts, strict=True)])
+            self.likelihoods[role] = torch.stack(sums).sum(), sum(counts), chances.sum(), len(counts)
+
+    def vector(self, counts: Counts, device: torch.device) -> torch.Tensor:
+        """``[forget loss, over how many, retain loss, over how many, then four numbers for each role]``, float64."""
+        values: list[torch.Tensor | float] = [self.forget, counts.forget, self.retain, counts.retain]
+        for role in ROLES:
+            values += self.likelihoods.get(role, (0.0, 0, 0.0, 0))
+        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+
+
+class Losses:
+    """The loss that a section asks for.
+
+    Args:
+        reference: the log-probability of each document of a batch [D], float64, for the objectives that need it.
+        direction: what rmu steers to [H].
+    """
+
+    def __init__(
+        self,
+        section: UnlearnSection,
+        reference: Callable[[Batch], torch.Tensor] | None = None,
+        direction: torch.Tensor | None = None,
+    ) -> None:
+        self._section = section
+        self._name = section.objective
+        self._reference = reference
+        self._direction = direction
+        self._held = section.value("retain_loss") if section.retains else None
+
+    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: Found) -> torch.Tensor:
+        """``forget`` times the sum of the forget losses and ``retain`` times that of the retain losses, a scalar.
+
+        To be called inside of the module's forward pass. ``found`` gets the sums.
+        """
+        if self._name == "rmu":
+            return self._steering(lm, batch, forget, retain, found)
+        head = lm.head(batch)
+        total, plain = head.hidden.new_zeros((), dtype=torch.float32), set[int]()
+        if self._name in _OF_LOGITS:
+            part, found.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits(), found)
+            total = total + forget * part
+        else:
+            plain |= {FORGET, REFUSAL}
+        if self._held == "kl":
+            part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
+            total = total + retain * part
+        elif RETAIN in batch.roles:
+            plain.add(RETAIN)
+        return total + self._of_likelihoods(head, batch, plain, forget, retain, found) if plain else total
+
+    def _of_likelihoods(
+        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, found: Found
+    ) -> torch.Tensor:
+        """The losses that are functions of the targets' negative log-likelihoods."""
+        chosen = places(batch, roles)
+        head, targets = _at(head, chosen), batch.targets.index_select(0, chosen)
+
+        def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+            by_role = _by_role(batch, losses, roles)
+            for role, part in by_role.items():
+                found.see(batch, part.detach(), role)
+            value = losses.new_zeros(())
+            if FORGET in roles:
+                forgotten = self._forget(by_role, batch).sum()
+                found.forget = forgotten.detach()
+                value = value + forget * forgotten
+            if RETAIN in roles:
+                kept = by_role[RETAIN].sum()
+                found.retain = kept.detach()
+                value = value + retain * kept
+            return value.to(losses.dtype)
+
+        settings: dict[str, Any] = {"softcap": head.softcap, "logit_scale": head.logit_scale}
+        losses, _ = token_statistics(head.hidden, head.weight, head.bias, targets, **settings)
+        value, weights = slopes(objective, losses, batch)
+        weighted = linear_cross_entropy(
+            head.hidden, head.weight, head.bias, targets, **settings, target_weights=weights
+        )
+        return value + (weighted - weighted.detach())
+
+    def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """The forget loss of every token or answer, from the losses of the tokens of each role."""
+        value, own = self._section.value, losses[FORGET] if FORGET in losses else losses[REFUSAL]
+        match self._name:
+            case "grad_ascent" | "grad_diff":
+                return ascent.grad_ascent(own)
+            case "wga":
+                return ascent.wga(own, value("beta"))
+            case "satimp":
+                return ascent.satimp(own, value("beta"), value("importance"))
+            case "task_vector":
+                return own
+            case "idk_nll":
+                return losses[REFUSAL]
+            case "simnpo":
+                sums, counts = _sums(batch, own, FORGET), own.new_tensor(_counts(batch, FORGET), dtype=torch.float64)
+                return preference.simnpo(sums, counts, value("beta"), value("delta"))
+            case "npo":
+                return preference.npo(self._ratios(batch, own, FORGET), value("beta"))
+            case "dpo":
+                refused = self._ratios(batch, losses[REFUSAL], REFUSAL)
+                return preference.dpo(refused, self._ratios(batch, own, FORGET), value("beta"))
+        raise AssertionError(f"{self._name} is a loss of likelihoods")
+
+    def _ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
+        """log pi(y|x) - log pi_ref(y|x) of the documents with ``role``, float64, from the losses of their targets."""
+        assert self._reference is not None
+        chosen = torch.tensor([each == role for each in batch.roles], device=losses.device)
+        return -_sums(batch, losses, role) - self._reference(batch)[chosen]
+
+    def _forget_logits(self) -> LogitLoss:
+        beta = self._section.value("beta")
+
+        def loss(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
+            if self._name == "undial":
+                assert teacher is not None
+                return distillation.undial(logits, targets, teacher, beta)
+            return distillation.ce_u(logits, targets) if self._name == "ce_u" else distillation.flatten(logits)
+
+        return loss
+
+    def _of_logits(
+        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: Found
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of a loss over the targets of the documents with ``role``, with and without its gradient."""
+        skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
+        chosen = places(batch, {role}, skip)
+        teacher = None
+        if loss is _divergence or self._name == "undial":
+            teacher = lm.reference_head(only(batch, {role}))
+        targets = batch.targets.index_select(0, chosen)
+        total, each, losses = linear_logit_loss(_at(head, chosen), targets, loss, teacher)
+        if not skip:
+            found.see(batch, losses, role)
+        return total, each.double().sum()
+
+    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: Found) -> torch.Tensor:
+        """Of rmu: means over the tokens of each answer, summed over answers."""
+        assert self._direction is not None
+        whole = self._held in ("nll", "kl")
+        head = lm.head(batch) if whole else None
+        at = lm.taken(batch) if whole else lm.activations(batch)
+        chosen = places(batch, {FORGET})
+        direction = self._direction.to(at.device, at.dtype)
+        forgotten = _means(batch, activations.steered(at.index_select(0, chosen), direction), FORGET)
+        found.forget = forgotten.detach()
+        total = forget * forgotten
+        if self._held == "activations":
+            frozen = lm.reference_activations(only(batch, {RETAIN}))
+            kept = _means(batch, activations.held(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
+            found.retain = kept.detach()
+            total = total + retain * kept
+        elif self._held == "kl":
+            assert head is not None
+            part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
+            total = total + retain * part
+        elif self._held == "nll":
+            assert head is not None
+            total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, found)
+        return total
+
+
+def _divergence(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
+    assert teacher is not None
+    return distillation.divergence(logits, teacher)
+
+
+def _at(head: Head, chosen: torch.Tensor) -> Head:
+    if len(chosen) == len(head.hidden):
+        return head
+    return head._replace(hidden=head.hidden.index_select(0, chosen))
+
+
+def _counts(batch: Batch, role: int) -> list[int]:
+    """Targets of each document with ``role``."""
+    return [count for each, count in zip(batch.roles, batch.target_counts, strict=True) if each == role]
+
+
+def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
+    """Losses [n] of the targets of all documents with ``roles``, parted by role."""
+    kept = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
+    parts = list(zip(kept, losses.split([count for _, count in kept]), strict=True))
+    return {
+        role: torch.cat([part for (each, _), part in parts if each == role])
+        for role in roles
+        if any(each == role for each, _ in kept)
+    }
+
+
+def _sums(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
+    """Sums over each document with ``role``, in float64, of values of their targets."""
+    return torch.stack([part.sum() for part in values.double().split(_counts(batch, role))])
+
+
+def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
+    """The sum over documents with ``role`` of the mean of ``values`` over their targets."""
+    parts = values.split(_counts(batch, role))
+    return torch.stack([part.mean() for part in parts]).sum()

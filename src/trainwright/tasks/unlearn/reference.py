@@ -1,0 +1,115 @@
+"""Which model unlearning is compared with, and how it comes beside the one that is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from trainwright.errors import RequestError
+from trainwright.models.load import load_config, load_tokenizer
+from trainwright.models.resolve import resolve
+from trainwright.models.weights import Weights
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+from trainwright.recipe.model_schema import AdapterSection, ModelSection
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.language_model import load
+from trainwright.tasks.unlearn.module import UnlearnLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PREFIX = "reference."
+_KEY = "unlearn.reference"
+_OWN = ("start", "base")
+
+
+def other_model(recipe: Recipe) -> ModelSection | None:
+    """The model that the recipe names as its reference; None where it is the run's own or nothing is compared."""
+    section = recipe.unlearn
+    assert section is not None
+    if not section.compares or section.reference in _OWN:
+        return None
+    return ModelSection(name=section.reference)
+
+
+def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have the reference where it can be loaded from.
+
+    Raises:
+        RequestError: it is not to be found, has another tokenizer, or activations of another width.
+    """
+    if (other := other_model(recipe)) is None:
+        return
+    try:
+        resolve(other, notify=print)
+        its = load_tokenizer(other)
+    except RequestError as error:
+        raise RequestError(f"{_KEY}: {error}") from None
+    if its.get_vocab() != tokenizer.get_vocab():
+        different = len(set(its.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
+        raise RequestError(
+            f"{_KEY}: {other.name} has another tokenizer than the model, with {different:,} differences in the "
+            "vocabulary, so that their probabilities are of other tokens; name a model with the same one"
+        )
+    own, theirs = (load_config(each).get_text_config() for each in (recipe.model, other))
+    keys = ["vocab_size"] if own.vocab_size != theirs.vocab_size else []
+    assert recipe.unlearn is not None
+    if recipe.unlearn.objective == "rmu" and own.hidden_size != theirs.hidden_size:
+        keys.append("hidden_size")
+    for key in keys:
+        raise RequestError(
+            f"{_KEY}: {other.name} has a {key} of {getattr(theirs, key):,} and the model {getattr(own, key):,}; they "
+            "cannot be compared"
+        )
+
+
+def frozen_copy(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
+) -> tuple[UnlearnLM, Weights | None] | None:
+    """The reference as a model of its own, and what fills it; None where none is needed beside the trained one.
+
+    Args:
+        layer: where only its output is wanted, the last block that is kept.
+    """
+    section = recipe.unlearn
+    assert section is not None
+    other = other_model(recipe)
+    adapted = recipe.model.adapter.type != "none"
+    if other is None and (adapted or not section.needs_reference_model):
+        return None
+    wanted = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
+    model, weights = load(recipe, wanted, tokenizer, f"{PREFIX}model.")
+    model.requires_grad_(False)
+    lm = UnlearnLM(model, packed=packed, layer=layer)
+    if layer is not None:
+        _cut(lm, layer + 1)
+    return lm.eval(), weights
+
+
+def _cut(lm: UnlearnLM, count: int) -> None:
+    """Take the blocks after the first ``count`` out of the model for good."""
+    blocks = lm.blocks()
+    for module in lm.modules():
+        if isinstance(module, nn.ModuleList) and list(module) == blocks:
+            del module[count:]
+            return
+
+
+class Both:
+    """What fills the model that is trained and what fills its reference, as one."""
+
+    def __init__(self, own: Weights, reference: Weights) -> None:
+        self._own, self._reference = own, reference
+
+    def load(self, rank: int) -> None:
+        self._own.load(rank)
+        self._reference.load(rank)
+
+    def fill(self, name: str, block: Shard, world: World) -> None:
+        (self._reference if name.startswith(PREFIX) else self._own).fill(name, block, world)
+
+    def fingerprint(self) -> str | None:
+        both = self._own.fingerprint(), self._reference.fingerprint()
+        return None if None in both else "+".join(map(str, both))

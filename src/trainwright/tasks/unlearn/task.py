@@ -1,0 +1,308 @@
+"""Unlearning: a model that knows something is made to forget it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainwright.data.batch import Batch
+from trainwright.data.dataset import TokenDataset
+from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.stream import GlobalBatch, MicroBatch
+from trainwright.data.unlearning import refuse_overlap
+from trainwright.engine.task import LossSum
+from trainwright.evaluation.unlearning.watch import Watch
+from trainwright.models.adapters import switched_off
+from trainwright.models.causal_lm import CausalLM
+from trainwright.models.cut import layer_count
+from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.weights import empty_model
+from trainwright.parallel.strategy import Strategy
+from trainwright.recipe.benchmarks import find_benchmark
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.language_model import LanguageModelTask, prepare_model
+from trainwright.tasks.reference import Reference, reference, start_fingerprint
+from trainwright.tasks.unlearn.data import Rows, prepare_rows
+from trainwright.tasks.unlearn.losses import ROLES, Counts, Found, Losses
+from trainwright.tasks.unlearn.module import UnlearnLM
+from trainwright.tasks.unlearn.negation import negated, negated_adapter, scaled_adapter
+from trainwright.tasks.unlearn.objectives.activations import direction
+from trainwright.tasks.unlearn.objectives.dual import ascended
+from trainwright.tasks.unlearn.reference import PREFIX, Both, check_reference, frozen_copy, other_model
+from trainwright.tasks.unlearn.trainable import check_layer, freeze_others
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Unlearning", "build", "prepare_once"]
+
+_NAMES = {FORGET: "forget", RETAIN: "retain", REFUSAL: "refusal"}
+
+
+def prepare_once(recipe: Recipe, cache: Path) -> int:
+    """Prepare the rows and convert the weights; both are found in the cache afterwards.
+
+    Raises:
+        RequestError: rows that are to be forgotten and kept, a reference that cannot be compared with, a layer or a
+            pattern that the model does not have.
+    """
+    section = recipe.unlearn
+    assert section is not None
+    refuse_overlap(recipe.data)
+    tokenizer = prepare_model(recipe)
+    check_reference(recipe, tokenizer)
+    config = load_config(recipe.model, tokenizer)
+    if section.objective == "rmu":
+        check_layer(section.value("layer"), layer_count(config))
+    if section.trainable is not None:
+        freeze_others(empty_model(config), section.trainable, _last_block(recipe))
+    return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
+
+
+def build(recipe: Recipe, cache: Path) -> Unlearning:
+    """The task of a resolved recipe."""
+    tokenizer = load_tokenizer(recipe.model)
+    return Unlearning(recipe, tokenizer, prepare_rows(recipe, tokenizer, cache), cache)
+
+
+def _last_block(recipe: Recipe) -> int | None:
+    """The block whose output all of the loss is of; None where it is of the whole model."""
+    section = recipe.unlearn
+    assert section is not None
+    if section.objective != "rmu" or (section.retains and section.value("retain_loss") != "activations"):
+        return None
+    return int(section.value("layer"))
+
+
+class Unlearning(LanguageModelTask):
+    """Any objective of unlearning of a causal language model; an example is a forget row and a retain row."""
+
+    _lm: UnlearnLM
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Rows, cache: Path) -> None:
+        assert recipe.unlearn is not None
+        self._unlearn = recipe.unlearn
+        self._rows = rows
+        self._cache = cache
+        super().__init__(recipe, tokenizer, rows.prepared)
+        self._without_adapter = self._adapter is not None and (
+            recipe.model.adapter.start_from is None or self._unlearn.reference == "base"
+        )
+        self._of_reference: Reference | None = None
+        self._counts = Counts(0.0, 0.0)
+        self._pairs = 0
+        if self._unlearn.objective == "pdu":
+            self.state = {"alpha": self._unlearn.value("alpha"), "steps": 0.0}
+        steered = None
+        if self._unlearn.objective == "rmu":
+            width = self._lm.config.get_text_config().hidden_size
+            steered = direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
+        self._losses = Losses(self._unlearn, self._log_probabilities, steered)
+        self._watch = self._watched(recipe)
+
+    def _watched(self, recipe: Recipe) -> Watch | None:
+        """What of the recipe's benchmark is measured beside the losses, on as many rows as they are."""
+        if recipe.data.benchmark is None or self._prepared.validation is None:
+            return None
+        positions = getattr(self._lm.config.get_text_config(), "max_position_embeddings", None)
+        found = find_benchmark(recipe.data.benchmark, "data.benchmark")
+        rows = len(self._prepared.validation)
+        return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
+
+    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
+        if self._watch is None:
+            return {}
+        with strategy.whole() as (module, in_step):
+            if in_step is not None:
+                tell(in_step)
+            assert isinstance(module, CausalLM)
+            return self._watch.metrics(module, strategy.world, together=in_step is not None)
+
+    def _wrapped(self, model: PreTrainedModel) -> CausalLM:
+        layer = self._unlearn.value("layer") if self._unlearn.objective == "rmu" else None
+        last_block = _last_block(self._recipe)
+        if self._adapter is None and (self._unlearn.trainable is not None or last_block is not None):
+            freeze_others(model, self._unlearn.trainable, last_block)
+        copied = frozen_copy(
+            self._recipe, self._tokenizer, packed=self._packed, layer=layer if last_block is not None else None
+        )
+        if copied is None:
+            return UnlearnLM(model, packed=self._packed, layer=layer)
+        frozen, weights = copied
+        if self.weights is not None:
+            assert weights is not None, "the reference is read in parts where the model is"
+            self.weights = Both(self.weights, weights)
+        return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer)
+
+    def blocks(self) -> list[nn.Module]:
+        frozen = self._lm.reference
+        return [*self._lm.blocks(), *(frozen.blocks() if frozen is not None else [])]
+
+    def _example_weight(self, dataset: TokenDataset) -> float:
+        return 1.0
+
+    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+        """Have the reference's log-probabilities of the forget rows that the run sees, where they are compared."""
+        section = self._unlearn
+        if not (section.compares or section.trainable is not None or section.objective == "task_vector"):
+            return
+        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
+        self.start = start_fingerprint(strategy, trained if self._without_adapter else ())
+        if section.facts.reference != "log-probabilities":
+            return
+        forget, device = self._rows.forget, strategy.world.device
+        stream = self._stream(forget, len(forget), shuffle=False)
+        self._of_reference = reference(
+            strategy,
+            stream,
+            self._forget_rows(),
+            lambda micro: self._batch(forget, micro, device),
+            {
+                "weights": f"{self.start} {section.reference}",
+                "precision": str(self._recipe.train.mixed_precision),
+                "device": device.type,
+            },
+            self._cache,
+            notify,
+            self._as_reference,
+        )
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        if other_model(self._recipe) is not None:
+            return self._lm.as_reference()
+        return switched_off(self._lm.model) if self._without_adapter else nullcontext()
+
+    def _forget_rows(self) -> list[int]:
+        """The forget rows that the run trains on or measures."""
+        streams = [stream for stream in (self.stream, self.validation) if stream is not None]
+        if (self.stream.total_examples or 0) >= len(self._rows.forget):
+            return list(range(len(self._rows.forget)))
+        each = len(self._rows.forget.documents(0))
+        documents = {
+            stream.dataset.documents(example)[0]
+            for stream in streams
+            for step in range(len(stream))
+            for example in stream.examples(step)
+        }
+        return sorted({document // each for document in documents})
+
+    def _log_probabilities(self, batch: Batch) -> torch.Tensor:
+        """What the reference says of each document [D], float64; 0 of retain rows, which it was not asked about."""
+        assert self._of_reference is not None
+        sums, last = self._of_reference.sums, len(self._of_reference.sums)
+        values = [float(sums[document]) if document < last else 0.0 for document in batch.documents]
+        return torch.tensor(values, dtype=torch.float64, device=batch.targets.device)
+
+    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+        """Count what the two losses are means over, in all of the global batch."""
+        dataset = self._dataset(validation)
+        documents = [
+            (dataset.role(document), dataset.document_targets(document))
+            for micro in batch.micro_batches
+            for example in micro.examples
+            for document in dataset.documents(example)
+        ]
+        self._counts = Counts.of(self._unlearn, documents)
+        self._pairs = sum(len(micro.examples) for micro in batch.micro_batches)
+
+    def _dataset(self, validation: bool) -> TokenDataset:
+        if not validation:
+            return self._prepared.train
+        assert self._prepared.validation is not None
+        return self._prepared.validation
+
+    @property
+    def _alpha(self) -> float:
+        """What the retain loss counts now."""
+        return float(self.state.get("alpha", self._unlearn.value("alpha")))
+
+    def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        batch, found = self._batch(self._prepared.train, micro, device), Found()
+        # The engine divides by the number of pairs, and each of the two losses has a number of its own.
+        forget = self._unlearn.value("gamma") * self._pairs / max(1.0, self._counts.forget)
+        retain = self._alpha * self._pairs / max(1.0, self._counts.retain)
+        total = module(batch, work=lambda lm, batch: self._losses(lm, batch, forget, retain, found))
+        total = total - self._allowed() * len(batch.examples)
+        return LossSum(total, micro.weight, found.vector(self._counts_of(batch), device))
+
+    def _allowed(self) -> float:
+        """What pdu takes off the loss: the limit of the retain loss, times its multiplier."""
+        return self._alpha * (self._unlearn.retain_limit or 0.0)
+
+    def _counts_of(self, batch: Batch) -> Counts:
+        return Counts.of(self._unlearn, list(zip(batch.roles, batch.target_counts, strict=True)))
+
+    def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+        """Sums as ``Found.vector`` has them."""
+        assert self._prepared.validation is not None
+        batch, found = self._batch(self._prepared.validation, micro, device), Found()
+        module(batch, work=lambda lm, batch: self._losses(lm, batch, 1.0, 1.0, found))
+        unseen = [role for role in ROLES if role in batch.roles and role not in found.likelihoods]
+        if unseen:
+            losses = module(batch, losses=True)
+            for role in unseen:
+                each = zip(losses.split(batch.target_counts), batch.roles, strict=True)
+                found.see(batch, torch.cat([part for part, its in each if its == role]), role)
+        return found.vector(self._counts_of(batch), device) * float(micro.weight > 0)
+
+    def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        forget, of_forget, retain, of_retain, *likelihoods = statistics
+        parts = {}
+        if of_forget:
+            parts["forget_loss"] = forget / of_forget
+        if of_retain and self._unlearn.retains:
+            parts["retain_loss"] = retain / of_retain
+        loss = self._unlearn.value("gamma") * parts.get("forget_loss", 0.0)
+        loss += self._alpha * parts.get("retain_loss", 0.0) - self._allowed()
+        found = {"loss": loss, **parts}
+        for place, role in enumerate(ROLES):
+            nll, targets, chances, answers = likelihoods[4 * place : 4 * place + 4]
+            if answers:
+                found[f"{_NAMES[role]}_nll"] = nll / targets
+                found[f"{_NAMES[role]}_probability"] = chances / answers
+        if "alpha" in self.state:
+            found["alpha"] = self.state["alpha"]
+        return found
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Dual ascent, of pdu."""
+        if self._unlearn.objective != "pdu":
+            return
+        self.state["steps"] += 1
+        warmup = self._unlearn.value("dual_warmup_steps")
+        first = round(warmup * len(self.stream)) if isinstance(warmup, float) else warmup
+        if self.state["steps"] > first:
+            limit = self._unlearn.retain_limit
+            assert limit is not None
+            step_size = self._unlearn.value("dual_step_size")
+            self.state["alpha"] = ascended(self.state["alpha"], metrics["retain_loss"], limit, step_size)
+
+    def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+        own: Iterable[tuple[str, torch.Tensor]]
+        own = ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
+        scale = self._unlearn.value("scale") if self._unlearn.objective == "task_vector" else None
+        if self._adapter is not None:
+            super().export(own if scale is None else negated_adapter(own, scale), directory)
+            return
+        frozen = {name for name, parameter in self._lm.named_parameters() if not parameter.requires_grad}
+        if scale is None and not any(not name.startswith(PREFIX) for name in frozen):
+            super().export(own, directory)
+            return
+        # What is frozen is held in the precision of the run, and is written as it was read.
+        start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
+        before = {f"model.{name}": tensor.detach() for name, tensor in start.named_parameters()}
+        if scale is not None:
+            own = negated(own, before, scale)
+        self._lm.model.requires_grad_(True)
+        super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
+
+    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+        assert isinstance(module, CausalLM)
+        scale = self._unlearn.value("scale") if self._unlearn.objective == "task_vector" else None
+        with nullcontext() if scale is None else scaled_adapter(module.model, -scale):
+            super().read_back(module, directory, whole=whole)

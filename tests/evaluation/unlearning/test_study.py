@@ -1,0 +1,110 @@
+"""``trainwright unlearn-study``: what it refuses at once, and a very small study from beginning to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.unlearning.benchmark import write_tofu
+from tests.support.runs import Runs
+from trainwright.errors import RequestError
+from trainwright.evaluation.unlearning.study.rows import write_rows
+from trainwright.recipe.study import load_study
+
+STUDY = """\
+benchmark: {benchmark}
+known: [world_facts]
+subset: {{forget: 2}}
+tokenizer_vocabulary: 300
+directory: study
+model:
+  config: {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2,
+           num_key_value_heads: 2, max_position_embeddings: 128}}
+parallel: {{strategy: ddp, num_processes: 2}}
+finetune:
+  data: {{max_length: 64}}
+  optimizer: {{learning_rate: 1e-2}}
+  train: {{max_steps: 6, global_batch_size: 4, mixed_precision: "no", compile: false}}
+  logging: {{tensorboard: false}}
+unlearn:
+  data: {{max_length: 64}}
+  train: {{max_steps: 2, global_batch_size: 2, mixed_precision: "no", compile: false}}
+  logging: {{tensorboard: false}}
+objectives:
+  npo: {{}}
+  steep: {{unlearn: {{objective: grad_ascent}}, optimizer: {{learning_rate: 1e-3}}}}
+evaluate: {{metrics: [answer_probability, truth_ratio, forget_quality, model_utility], max_new_tokens: 4}}
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY.format(benchmark=write_tofu(tmp_path / "rows")))
+    return file
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_recipes_are_put_together(study: Path) -> None:
+    read = load_study(study, ["unlearn.train.max_steps=5", "objectives.npo={unlearn: {beta: 0.2}}"])
+    kept = read.finetuning("retain.jsonl", "full.jsonl")
+    assert "task: sft" in kept and "train: retain.jsonl" in kept and "tokenizer: bpe:300:full.jsonl" in kept
+    npo = read.unlearning("npo", Path("runs/full/final"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+    for part in ("name: runs/full/final", "forget: f.jsonl", "beta: 0.2", "max_steps: 5", "num_processes: 2"):
+        assert part in npo
+    steep = read.unlearning("steep", Path("runs/full/final"), {"forget": "f.jsonl"})
+    assert "objective: grad_ascent" in steep and "learning_rate: 0.001" in steep
+
+
+def test_rows_of_a_study(study: Path, tmp_path: Path) -> None:
+    read = load_study(study)
+    found = write_rows(read.study, read.benchmark, tmp_path / "written")
+    forget, retain, full = (rows(Path(found.training[name])) for name in ("forget", "retain", "full"))
+    assert len(forget) == 2 and full == [*retain, *forget]
+    facts = rows(tmp_path / "rows" / "world_facts_perturbed.jsonl")
+    assert retain[-2:] == [{"question": row["question"], "answer": row["answer"]} for row in facts]
+    assert len(rows(Path(found.sets["forget"].source))) == 2
+    assert rows(Path(found.sets["retain"].source)) == rows(tmp_path / "rows" / "retain_perturbed.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "said"),
+    [
+        ("{forget: 2}", "{forget: none}", "study.yaml:3: subset.forget: "),
+        ("learning_rate: 1e-3", "lerning_rate: 1e-3", "study.yaml:21: optimizer.lerning_rate: unknown key; did you"),
+        ("grad_ascent", "grad_descent", "study.yaml:21: unlearn.objective: expected 'grad_ascent'"),
+        ("npo: {}", "full: {}", "study.yaml:20: objectives.full: "),
+    ],
+)
+def test_mistakes_are_named_with_their_place(study: Path, written: str, instead: str, said: str) -> None:
+    study.write_text(study.read_text().replace(written, instead))
+    with pytest.raises(RequestError) as caught:
+        load_study(study).unlearning("steep", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+    assert said in str(caught.value), str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_study_from_beginning_to_end(runs: Runs, study: Path, tmp_path: Path) -> None:
+    ended = runs.command("unlearn-study", str(study), cwd=tmp_path).wait(280)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    made = tmp_path / "study"
+    found = json.loads((made / "results.json").read_text())["models"]
+    assert list(found) == ["full", "retain", "npo", "steep"]
+    assert "forget_quality" not in found["retain"] and 0 <= found["npo"]["forget_quality"]["forget"] <= 1
+    table = (made / "results.md").read_text()
+    assert "| full |" in table and "| forget quality |" in table
+    assert (made / "forget-quality.png").read_bytes().startswith(b"\x89PNG")
+    assert (made / "runs" / "npo" / "final" / "config.json").is_file()
+    before = {file: file.stat().st_mtime_ns for file in (made / "runs").rglob("*") if file.is_file()}
+    (made / "evaluations" / "npo").rename(tmp_path / "away")
+    again = runs.command("unlearn-study", str(study), cwd=tmp_path).wait(100)
+    assert again.code == 0 and "trains" not in again.stdout and "measures npo" in again.stdout
+    assert before == {file: file.stat().st_mtime_ns for file in (made / "runs").rglob("*") if file.is_file()}
+    assert json.loads((made / "results.json").read_text())["models"] == found
+    other = runs.command("unlearn-study", str(study), "unlearn.train.max_steps=3", cwd=tmp_path).wait(100)
+    assert other.code == 2 and "npo.yaml was made as" in other.stderr

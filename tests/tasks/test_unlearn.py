@@ -1,0 +1,170 @@
+"""Unlearning as a run does it: the same on any machine, under any strategy, with every objective."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import Runs, column, difference, events
+from tests.support.unlearning import OBJECTIVES, write_rows
+
+DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'deepspeed==0.19.*'"
+)
+
+ONE, TWO = "parallel.num_processes=1", "parallel.num_processes=2"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("unlearning"))
+
+
+@pytest.fixture(scope="module")
+def knowing(runs: Runs, recipe: Path) -> tuple[str, ...]:
+    """What has a run start from a model that has learnt all rows."""
+    final = runs.trained(ONE, recipe=recipe.with_name("know.yaml")) / "final"
+    return (f"model.name={final}", "model.config=null", "model.tokenizer=null")
+
+
+def run_of(runs: Runs, recipe: Path, objective: str, *overrides: str) -> Path:
+    return runs.trained(f"unlearn.objective={objective}", *OBJECTIVES[objective], *overrides, recipe=recipe)
+
+
+def measured(run: Path) -> list[dict[str, float]]:
+    return [event["metrics"] for event in events(run, "evaluate")]
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert column(found, "tokens") == column(expected, "tokens")
+    assert difference(column(found, "loss"), column(expected, "loss")) < 1e-5
+    assert difference(column(found, "grad_norm"), column(expected, "grad_norm")) < 1e-4
+    assert len(measured(found)) == len(measured(expected)) == 3
+    for one, other in zip(measured(found), measured(expected), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+ELSEWHERE = [
+    pytest.param((ONE, "train.micro_batch_size=5"), id="larger micro-batches"),
+    pytest.param((ONE, "data.pack_length=null"), id="padded", marks=pytest.mark.slow),
+    pytest.param((TWO, "parallel.strategy=ddp"), id="ddp"),
+    pytest.param((TWO, "parallel.strategy=fsdp"), id="fsdp"),
+    pytest.param((TWO, "parallel.strategy=zero3"), id="zero3", marks=[DEEPSPEED, pytest.mark.slow]),
+]
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+def test_npo_is_the_same_run_anywhere(runs: Runs, recipe: Path, elsewhere: tuple[str, ...]) -> None:
+    assert_same(run_of(runs, recipe, "npo", *elsewhere), run_of(runs, recipe, "npo", ONE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "npo"])
+def test_every_objective_is_the_same_run_anywhere(
+    runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str, elsewhere: tuple[str, ...]
+) -> None:
+    there = run_of(runs, recipe, objective, *knowing, *elsewhere)
+    assert_same(there, run_of(runs, recipe, objective, *knowing, ONE))
+
+
+# The losses of all are compared with their formulas in seconds; these differ in how they run.
+FAST = ("npo", "dpo", "rmu", "undial", "pdu")
+
+
+def slow_but(*fast: str, among: tuple[str, ...] = tuple(OBJECTIVES)) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in among]
+
+
+@pytest.mark.parametrize("objective", slow_but(*FAST))
+def test_every_objective_does_what_it_says(runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str) -> None:
+    first, *_, last = measured(run_of(runs, recipe, objective, *knowing, ONE))
+    assert all(math.isfinite(value) for value in last.values())
+    assert last["loss"] < first["loss"]
+    if objective == "task_vector":  # what it subtracts it learns first
+        assert last["forget_nll"] < first["forget_nll"]
+    elif objective not in ("rmu", "idk_nll"):
+        assert last["forget_nll"] > first["forget_nll"]
+
+
+def test_a_retain_row_stands_beside_each_forget_row_and_none_much_more_often(runs: Runs, recipe: Path) -> None:
+    run = run_of(runs, recipe, "npo", ONE)
+    summary = "\n".join(events(run, "start")[0]["data"])
+    assert "16 rows to be forgotten, each beside one of 24 rows to be kept" in summary
+    assert events(run, "start")[0]["epoch_examples"] == 16
+
+
+@pytest.mark.parametrize("objective", slow_but("pdu", among=("npo", "undial", "pdu")))
+def test_a_run_that_is_resumed_ends_with_the_same_losses(runs: Runs, recipe: Path, objective: str) -> None:
+    whole = run_of(runs, recipe, objective, ONE)
+    again = runs.copied(run_of(runs, recipe, objective, ONE, "checkpoint.every=3", "checkpoint.keep_last=9"))
+    shutil.rmtree(again / "checkpoints" / "step-00000006")
+    shutil.rmtree(again / "final")
+    runs.resumed(again)
+    assert column(again, "loss") == column(whole, "loss")
+    assert [step["metrics"] for step in events(again, "step")] == [step["metrics"] for step in events(whole, "step")]
+
+
+def test_the_multiplier_of_pdu_moves_after_its_warm_up(runs: Runs, recipe: Path) -> None:
+    steps = [step["metrics"] for step in events(run_of(runs, recipe, "pdu", ONE), "step")]
+    assert [step["alpha"] for step in steps[:3]] == [1.0, 1.0, 1.0]
+    # What a step reports was used in it; the one before moved it.
+    for before, after in pairwise(steps[2:]):
+        assert after["alpha"] == pytest.approx(max(0.0, before["alpha"] + before["retain_loss"] - 5.0))
+
+
+@pytest.mark.parametrize("objective", slow_but("undial", "task_vector", among=("npo", "undial", "rmu", "task_vector")))
+def test_an_adapter_is_compared_with_its_base(
+    runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str
+) -> None:
+    run = run_of(runs, recipe, objective, *knowing, ONE, "model.adapter={type: lora, rank: 4}")
+    first, *_, last = measured(run)
+    assert last["loss"] < first["loss"]
+    assert (run / "final" / "adapter_model.safetensors").is_file()
+    same = run_of(runs, recipe, objective, *knowing, ONE)
+    assert measured(same)[0]["loss"] == pytest.approx(first["loss"], rel=1e-5)  # the same reference
+
+
+def test_a_task_vector_is_subtracted_from_the_start(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
+    from safetensors.torch import load_file
+
+    run = run_of(runs, recipe, "task_vector", *knowing, ONE, "unlearn.scale=2")
+    start = load_file(Path(knowing[0].removeprefix("model.name=")) / "model.safetensors")
+    learnt = load_file(next((run / "checkpoints" / "step-00000006").glob("*.safetensors")))
+    final = load_file(run / "final" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    (found,) = (tensor for key, tensor in learnt.items() if key.endswith(name) and key.startswith("model."))
+    expected = start[name] - 2 * (found - start[name])
+    assert float((final[name] - expected).abs().max()) < 1e-6
+    assert float((final[name] - start[name]).abs().max()) > 1e-4
+
+
+def test_only_what_matches_is_trained(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
+    from safetensors.torch import load_file
+
+    trained = r"model\.layers\.0\.mlp\.down_proj\.weight"
+    run = run_of(runs, recipe, "rmu", *knowing, ONE, f"unlearn.trainable=['{trained}']")
+    start = load_file(Path(knowing[0].removeprefix("model.name=")) / "model.safetensors")
+    final = load_file(run / "final" / "model.safetensors")
+    changed = [name for name in start if not (start[name] == final[name]).all()]
+    assert changed == ["model.layers.0.mlp.down_proj.weight"]
+
+
+def test_the_reference_may_be_another_model(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
+    other = knowing[0].removeprefix("model.name=")
+    run = run_of(runs, recipe, "npo", ONE, f"unlearn.reference={other}")
+    before = measured(run)[0]["forget_loss"]
+    assert before < 0.9 * 20 * math.log(2)  # the reference gives the forget rows more than the fresh model does
+    assert not any("reference" in name for name in _tensors(run / "final"))
+
+
+def _tensors(directory: Path) -> list[str]:
+    from safetensors.torch import load_file
+
+    return list(load_file(directory / "model.safetensors"))

@@ -1,0 +1,123 @@
+"""What unlearning refuses before anything is launched, with the key, the reason and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.preferences import write
+from tests.support.unlearning import question, write_rows
+from trainwright.data.preflight import check_data
+from trainwright.data.refusals import read_refusals
+from trainwright.errors import RequestError
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.registry import prepare_task
+
+
+def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:
+    with pytest.raises(RequestError) as caught:
+        found = load_recipe(recipe, overrides)
+        check_data(found)
+        if prepared:
+            prepare_task(found, recipe.parent / "cache")
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("data.forget=null",), "data.forget: there is nothing to forget; name the rows"),
+        (("data.retain=null",), "data.retain: npo also trains on rows that are to stay known"),
+        (("data.train=pydoc",), "data.train: has no effect with task unlearn"),
+        (("data.validation=other.jsonl",), "data.validation: unlearning is measured on the rows to be forgotten"),
+        (("unlearn.objective=dpo", "data.idk=null"), "data.idk: dpo teaches refusals; name a file"),
+        (("unlearn.objective=idk_nll", "data.idk=null"), "data.idk: idk_nll teaches refusals"),
+        (("unlearn.objective=gradient_ascent",), "did you mean grad_ascent?"),
+        (("unlearn.delta=1",), "unlearn.delta: has no effect with unlearn.objective npo; it belongs to simnpo"),
+        (("unlearn.objective=pdu",), "unlearn.retain_limit: pdu keeps the retain loss under a limit"),
+        (("unlearn.retain_loss=activations",), "unlearn.retain_loss: npo steers no activations"),
+        (("unlearn.objective=grad_ascent", "unlearn.retain_loss=kl"), "unlearn.retain_loss: has no effect where"),
+        (("unlearn.objective=task_vector", "unlearn.alpha=1"), "unlearn.alpha: what is learnt of retain rows"),
+        (("unlearn.objective=wga", "unlearn.reference=some/model"), "unlearn.reference: wga compares the model with"),
+        (("unlearn.reference=base",), "unlearn.reference: without an adapter to start from"),
+        (("unlearn.trainable=['(']",), "unlearn.trainable: ( is not a regular expression"),
+        (("unlearn.trainable=['.*']", "model.adapter=lora"), "unlearn.trainable: an adapter trains its own matrices"),
+        (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning holds no rows back"),
+        (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
+        (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
+        (("data.idk=nowhere.txt", "unlearn.objective=dpo"), "data.idk: nowhere.txt cannot be read"),
+    ],
+)
+def test_recipes_that_cannot_be_meant(recipe: Path, overrides: tuple[str, ...], says: str) -> None:
+    assert says in refused(recipe, *overrides)
+
+
+def test_rows_that_are_to_be_forgotten_and_kept_are_counted(recipe: Path) -> None:
+    rows = [question(100 + a, 3 * a) for a in range(1, 9)]
+    kept = recipe.with_name("kept.jsonl")
+    spaced = {key: text.replace(" ", "  ") for key, text in question(5, 35).items()}
+    write(kept, [*rows, spaced, question(6, 42)])
+    text = refused(recipe, f"data.retain={kept}", prepared=True)
+    assert "data.retain: 2 of its rows are to be forgotten too" in text
+    assert f"the first of them {kept}:9, which is {recipe.with_name('forget.jsonl')}:5 of data.forget" in text
+
+
+def test_a_layer_that_is_not_there_says_how_many_there_are(recipe: Path) -> None:
+    text = refused(recipe, "unlearn.objective=rmu", prepared=True)
+    assert "unlearn.layer: 7 is not there: the model has 2 blocks, 0 to 1" in text
+
+
+def test_a_pattern_that_matches_nothing_shows_a_name(recipe: Path) -> None:
+    text = refused(recipe, "unlearn.trainable=['layers.*down']", prepared=True)
+    assert "unlearn.trainable: layers.*down matches none of the" in text
+    assert "model.layers." in text
+
+
+def test_what_only_later_blocks_have_cannot_be_trained_by_an_earlier_one(recipe: Path) -> None:
+    asked = ("unlearn.objective=rmu", "unlearn.layer=0", r"unlearn.trainable=['model\.layers\.1\..*']")
+    assert "comes after unlearn.layer 0" in refused(recipe, *asked, prepared=True)
+
+
+def test_a_reference_with_another_tokenizer(recipe: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    other = tmp_path / "other"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=5, **sizes)).save_pretrained(other)
+    words = Tokenizer(WordLevel({word: place for place, word in enumerate("abcde")}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
+    text = refused(recipe, f"unlearn.reference={other}", prepared=True)
+    assert f"unlearn.reference: {other} has another tokenizer than the model" in text
+
+
+def test_texts_cannot_be_refused(recipe: Path) -> None:
+    texts = write(recipe.with_name("texts.jsonl"), [{"text": f"This is text number {n}."} for n in range(9)])
+    text = refused(recipe, "unlearn.objective=idk_nll", f"data.forget={texts}")
+    assert f"data.forget: {texts}:1: is plain text, and a refusal answers a question" in text
+
+
+def test_refusals_are_lines_or_objects(tmp_path: Path) -> None:
+    file = tmp_path / "idk.jsonl"
+    file.write_text('I cannot say.\n\n{"idk": "No idea."}\n"Ask others."\n')
+    assert read_refusals(str(file)) == ("I cannot say.", "No idea.", "Ask others.")
+    file.write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
+    with pytest.raises(RequestError, match=r"idk\.jsonl:1: a refusal is one text, and here are 2"):
+        read_refusals(str(file))
+
+
+def test_a_recipe_that_was_read_and_written_says_the_same(recipe: Path) -> None:
+    found = load_recipe(recipe)
+    again = Recipe.model_validate(found.model_dump())
+    assert again == found
+    assert "train" not in found.model_dump()["data"]
