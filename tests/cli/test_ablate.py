@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 
 SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tensorboard=false")
 
 
+@pytest.mark.slow
 def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "ablation"
     asked = ("ablate", str(TINY), *SHORT, "--over", "optimizer.learning_rate=1e-3,2e-2", "--out", str(out))

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.support.commands import started, trainwright
+from tests.support.commands import all_gone, started, trainwright
 from trainwright.cli.collect import collect
 from trainwright.errors import RequestError
 from trainwright.reinforcement.environments import make
@@ -55,6 +55,7 @@ def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
     assert other.returncode == 2 and "is there, and of another environment, source or choice of tasks" in other.stderr
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_is_the_same(place: Path) -> None:
     whole = trainwright(
         "collect", "rooms.yaml", *PPO, "algorithm_distillation.histories=whole.h5", "--num-processes", "2", cwd=place
@@ -135,7 +136,7 @@ def test_an_end_before_the_end_says_so(place: Path, end: str) -> None:
         else:
             workers[0].kill()
         assert process.wait(120) == (75 if end == "a signal" else 4)
-        assert not any(one.is_running() for one in workers)
+        assert all_gone(workers)
     said = log.read_text()
     assert "run the same command again to go on" in said and "Traceback" not in said
     assert ("a process ended before its work" in said) == (end == "a worker dies")

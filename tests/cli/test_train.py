@@ -207,6 +207,7 @@ def test_resume_without_a_name_takes_the_newest_run(runs: Runs, here: Path) -> N
     assert counts == [1, 4]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_trained_is_not_trained_by_another(runs: Runs) -> None:
     started = runs.train("parallel.num_processes=2", "train.max_steps=1000")
     started.wait_for_step(1)

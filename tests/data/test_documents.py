@@ -140,6 +140,7 @@ print(run(sys.argv[2], "large"))
 """
 
 
+@pytest.mark.slow
 def test_a_source_is_prepared_in_a_memory_that_does_not_hold_its_tokens(tmp_path: Path) -> None:
     """64 MB of tokens and 16 of targets, in 40 MiB more than a small source has taken."""
     row = '{"text": "' + "many words of a row " * 40 + '%d"}\n'

@@ -95,6 +95,7 @@ def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path) -> 
     assert found == [*whole, tokenizer.eos_token_id]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_document(tmp_path: Path) -> None:
     file = rows(tmp_path / "rows.jsonl", [f"{number} {text(3_000, number)}" for number in range(1_500)])
     out, whole = tmp_path / "out", made(tmp_path / "whole", file, shard_tokens=200_000)

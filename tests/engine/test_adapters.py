@@ -110,6 +110,7 @@ def test_only_what_is_trained_is_kept_in_checkpoints(
         assert max(in_two["fsdp", name].bytes) < 0.51 * expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained], runs: Runs, strategy: str) -> None:
@@ -118,6 +119,7 @@ def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained]
         assert_same(trained[name], alone[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("nf4", "single"), ("dora", "ddp"), ("nf4", "fsdp"), ("lora", "fsdp")])
 def test_a_run_goes_on_bit_for_bit(
     alone: dict[str, Trained],
@@ -211,6 +213,7 @@ def test_a_run_leaves_an_adapter_and_says_how_much_is_trained(runs: Runs, base: 
     assert {p.name for p in (run / "final").iterdir()} >= {"adapter_config.json", "base_model.json", "tokenizer.json"}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_adapter_of_another(runs: Runs, base: Path) -> None:
     first = runs.trained(*on(base, "model.adapter={type: lora, rank: 4}"))
     start = ("model.adapter={type: lora}", f"model.adapter.start_from={first}")
@@ -224,6 +227,7 @@ def test_a_run_goes_on_from_the_adapter_of_another(runs: Runs, base: Path) -> No
         assert json.loads((second / "final" / "adapter_config.json").read_text())["r"] == rank
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tmp_path: Path) -> None:
     mine = Path(shutil.copytree(base, tmp_path / "mine"))
     run = runs.trained(*on(mine, "model.adapter=lora", "train.max_steps=4"))

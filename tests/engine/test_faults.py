@@ -39,6 +39,7 @@ def checkpoints(run: Path) -> Checkpoints:
     return Checkpoints(run / "checkpoints", keep_last=2, keep_best=True)
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written_the_one_before_is_used(runs: Runs) -> None:
     # Large enough for the writing to take a while.
     large = (

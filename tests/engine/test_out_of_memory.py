@@ -110,6 +110,7 @@ def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
     same_run(again, unlimited)
 
 
+@pytest.mark.slow
 def test_ranks_that_did_not_run_out_do_the_step_again_with_the_one_that_did(runs: Runs) -> None:
     settings = (*WIDE, "train.global_batch_size=32")
     unlimited = runs.trained(*settings, *spread(2, "ddp"))
@@ -131,6 +132,7 @@ def test_a_step_that_fails_anywhere_leaves_nothing_behind(runs: Runs, where: str
     runs.function("tests.support.memory:abandon", where, processes=2)
 
 
+@pytest.mark.slow
 def test_sharded_ranks_are_started_again_with_half_the_micro_batch(runs: Runs) -> None:
     unlimited = runs.trained(*WIDE, *spread(2, "fsdp"))
     run, ended = limited(runs, ROOM, *WIDE, *spread(2, "fsdp"))
@@ -144,6 +146,7 @@ def test_sharded_ranks_are_started_again_with_half_the_micro_batch(runs: Runs) -
     assert reasons(run)[-1].startswith(f"train.micro_batch_size {rows_kept(run)}: ")
 
 
+@pytest.mark.slow
 def test_several_nodes_are_started_again_together(runs: Runs) -> None:
     settings = (*WIDE, "parallel.strategy=fsdp", "parallel.num_processes=2")
     unlimited = runs.trained(*settings)
@@ -181,6 +184,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_they_go_on_from_the_newest_checkpoint(runs: Runs, short: Path) -> None:
     settings = (
         *WIDE,
@@ -204,6 +208,7 @@ def test_they_go_on_from_the_newest_checkpoint(runs: Runs, short: Path) -> None:
     same_run(run, unlimited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("ddp", 2)])
 def test_an_evaluation_is_done_again_in_halves_and_training_stays_as_it_is(
     runs: Runs, short: Path, long: Path, strategy: str, count: int
@@ -275,6 +280,7 @@ def _limit_file(group: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2)])
 def test_a_worker_that_the_kernel_kills_for_memory_is_started_again(
     runs: Runs, cgroup: Path, strategy: str, count: int

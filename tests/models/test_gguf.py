@@ -133,6 +133,7 @@ def test_it_is_converted_once_and_again_for_other_content(tmp_path: Path, cache:
     assert convert_gguf(file, "model.name", lines.append)[0] != first
 
 
+@pytest.mark.slow
 def test_killed_conversion_leaves_nothing_that_counts(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "small.gguf"
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0)

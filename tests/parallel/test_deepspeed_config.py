@@ -196,6 +196,7 @@ def test_a_run_with_a_file_is_the_run_without(runs: Runs, tmp_path: Path) -> Non
     assert difference(column(run, "grad_norm"), column(one, "grad_norm")) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_tuning_changes_nothing_but_the_speed(runs: Runs, tmp_path: Path) -> None:
     tuning = {

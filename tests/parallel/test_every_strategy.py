@@ -49,6 +49,7 @@ def test_the_whole_table_of_ddp(runs: Runs, processes: int) -> None:
 RECOMPUTED = ("train.activation_checkpointing=2", "train.activation_checkpointing=selective")
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_deepspeed_recomputes_some_of_it(runs: Runs, singles: Singles) -> None:
     row = ("fp32", "one pass", "kept")

@@ -154,6 +154,7 @@ def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
     runs.function("tests.parallel.odd_models:give_the_whole_model_to_each_rank_alone", ["fsdp"], processes=2)
 
 
+@pytest.mark.slow
 def test_texts_do_not_need_room_for_a_whole_copy(runs: Runs) -> None:
     fsdp = "parallel.strategy=fsdp"
     cases = [

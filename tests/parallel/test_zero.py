@@ -68,6 +68,7 @@ def test_the_whole_table(runs: Runs, sharding: str) -> None:
     assert_table(runs, 2, SHARDED[sharding])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical(runs: Runs, tmp_path: Path) -> None:
     settings = (*PRECISIONS["bf16"], *PASSES["three passes"], "data.validation=8", *steps(6))
     cases = {}
@@ -157,6 +158,7 @@ def test_a_number_of_processes_that_divides_nothing(runs: Runs, processes: int) 
     runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=processes)
 
 
+@pytest.mark.slow
 def test_parameters_smaller_than_the_number_of_ranks_survive_a_checkpoint(runs: Runs, tmp_path: Path) -> None:
     where = "tests.parallel.odd_models:continue_from_checkpoints"
     runs.function(where, ["zero1", "zero3"], str(tmp_path), False, processes=4)
@@ -168,6 +170,7 @@ def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
     runs.function(where, ["zero2", "zero3"], processes=2)
 
 
+@pytest.mark.slow
 def test_texts_do_not_need_room_for_a_whole_copy(runs: Runs) -> None:
     cases = [
         ["train.mixed_precision=no", *SHARDED["zero3"]],

@@ -93,6 +93,7 @@ def test_losses_do_not_depend_on_how_they_are_computed(
     assert_same(run_of(runs, data, f"dpo.loss={loss}", *overrides), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -110,6 +111,7 @@ def test_nor_does_dpo_on_further_layouts(runs: Runs, data: Path, overrides: tupl
     assert_same(run_of(runs, data, *overrides), run_of(runs, data, "dpo.loss=dpo", processes(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -274,6 +276,7 @@ def test_other_weights_have_another_reference(runs: Runs, data: Path) -> None:
     assert column(run, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(runs: Runs, data: Path) -> None:
     settled = (*settings(data, 12), processes(2), "dpo.loss=kto", "checkpoint.every=3")
     uninterrupted = runs.trained(*settled, recipe=TINY_DPO)
@@ -303,6 +306,7 @@ def test_a_run_is_not_resumed_against_another_reference(runs: Runs, data: Path, 
     assert "the weights to start from are not those" in refused.stderr
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_from_itself_or_from_its_base(runs: Runs, data: Path, start: Path) -> None:
     model = from_start(start)
     adapted = run_of(runs, data, *model, "model.adapter=lora", "optimizer.learning_rate=2e-2")

@@ -119,6 +119,7 @@ def test_the_multiplier_of_pdu_moves_after_its_warm_up(runs: Runs, recipe: Path)
         assert after["alpha"] == pytest.approx(max(0.0, before["alpha"] + before["retain_loss"] - 5.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", slow_but("undial", "task_vector", among=("npo", "undial", "rmu", "task_vector")))
 def test_an_adapter_is_compared_with_its_base(
     runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str

@@ -80,6 +80,7 @@ def test_likelihoods_are_those_of_a_plain_loop(alone: dict[str, Any], place: Pat
     assert list(logged.values()) == pytest.approx(ratios["forget"].tolist(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(evaluate: Evaluate, place: Path, alone: dict[str, Any]) -> None:
     options = ["--metrics", ",".join(_MOST), "--reference-log", str(place / "alone")]
     options += ["--reference-model", str(place / "model"), "--relearning-rate", "1e-3", "--relearning-steps", "4"]

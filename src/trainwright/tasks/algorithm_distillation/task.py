@@ -65,6 +65,7 @@ class AlgorithmDistillation:
         held_back: HistoryWindows | None,
     ) -> None:
         self._recipe = recipe
+        self.state: dict[str, float] = {}
         self._section = section_of(recipe)
         self._environment = environment
         self._goals = goals
@@ -121,6 +122,9 @@ class AlgorithmDistillation:
             metrics["mark_loss"] = found["mark_loss"] / found["marks"]
             metrics["mark_accuracy"] = found["marks_right"] / found["marks"]
         return metrics
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Nothing but the weights is changed by a step."""
 
     def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
         """Returns of the agent on the tasks held back, in its first episode and at the end; drawn, and greedy."""
