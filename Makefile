@@ -27,9 +27,9 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 
 # How many files of tests run side by side (0: one after the other, in one process, for a debugger). Tests start several
-# processes; each with threads for every core would only get in the others' way.
+# processes; each with threads for every core would only get in the others' way, and compiled modules are to be kept.
 TEST_PROCESSES ?= 2
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

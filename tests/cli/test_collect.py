@@ -38,6 +38,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
     pytest.importorskip("matplotlib")
     done = trainwright("collect", "rooms.yaml", "--num-processes", "1", "--chart", "curves.png", cwd=place)

@@ -135,6 +135,7 @@ def test_request_that_only_preparation_can_refuse_leaves_nothing_behind(tmp_path
     assert list((tmp_path / "runs").glob("*")) == []
 
 
+@pytest.mark.slow
 def test_worker_runs_under_torchrun(tmp_path: Path) -> None:
     written(tmp_path, "".join(json.dumps({"question": f"q{n}?", "answer": "a"}) + "\n" for n in range(20)))
     run = tmp_path / "run"

@@ -85,6 +85,7 @@ def test_compiled_blocks_give_the_same_run(runs: Runs, strategy: str) -> None:
     assert difference(found.column("grad_norm"), plain.column("grad_norm")) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", every("ddp", "fsdp", "zero1", "zero2", "zero3"))
 def test_plain_transformers_loads_what_was_trained(runs: Runs, tmp_path: Path, strategy: str) -> None:
     cases = [[using(strategy), FP32], [using(strategy), "train.mixed_precision=bf16"]]

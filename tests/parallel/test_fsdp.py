@@ -74,6 +74,7 @@ def test_the_whole_table(runs: Runs, where: str) -> None:
     assert_table(runs, *SHARDED[where])
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_strategies_and_numbers_of_processes(
     runs: Runs, singles: Singles, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_resumed_run_is_bit_identical(runs: Runs, tmp_path: Path) -> None:
         assert continued.metrics()[-1] == uninterrupted.metrics()[-1]
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_strategies_and_numbers_of_processes(
     runs: Runs, singles: Singles, tmp_path: Path
 ) -> None:
