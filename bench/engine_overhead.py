@@ -131,16 +131,20 @@ def measure(work: Path) -> int:
     """One process of the measurement."""
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
-    recipe = load_recipe(work / "recipe.yaml", json.loads((work / "overrides.json").read_text()))
+    overrides = json.loads((work / "overrides.json").read_text())
+    recipe = load_recipe(work / "recipe.yaml", overrides)
+    whole = load_recipe(work / "recipe.yaml", [*overrides, "parallel.strategy=ddp", "parallel.num_processes=2"])
     prepare_task(recipe, cache_directory())
-    task, twin = build_task(recipe, cache_directory()), build_task(recipe, cache_directory())
+    # The bare loop begins with the whole model; the engine may have its ranks read their own parts.
+    task, twin = build_task(recipe, cache_directory()), build_task(whole, cache_directory())
     world = join("cpu")
+    if task.weights is not None:
+        task.weights.load(world.rank)
     try:
         bare = bare_loop(recipe, twin, world)
         dtype = DTYPES[recipe.train.mixed_precision]
-        strategy = build_strategy(
-            recipe.parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype
-        )
+        factory = optimizer_factory(recipe.optimizer)
+        strategy = build_strategy(recipe.parallel, world, task.module, task.blocks(), factory, dtype, task.weights)
         events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         steps = len(task.stream)
         trainer = Paired(
