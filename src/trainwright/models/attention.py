@@ -67,8 +67,8 @@ def document_attention(
     plain = not dropout and softcap is None and s_aux is None
     if query.is_cuda and plain and query.dtype in (torch.bfloat16, torch.float16):
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, window)
-    elif window is None and softcap is None and s_aux is None and _are_equal(query, cu_seq_lens_q, max_length_q):
-        output = _equal_documents(query, key, value, max_length_q, scale, dropout)
+    elif plain and window is None and _are_equal(query, cu_seq_lens_q, max_length_q):
+        output = _equal_documents(query, key, value, max_length_q, scale)
     elif plain and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
         output = _flash_cpu(query, key, value, cu_seq_lens_q, scale, max_length_q)[0].transpose(1, 2)
     else:
@@ -112,14 +112,14 @@ def _are_equal(query: torch.Tensor, boundaries: torch.Tensor, longest: int) -> b
 
 
 def _equal_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scale: float, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scale: float
 ) -> torch.Tensor:
     """Documents of one length, as contiguous windows are: a batch to any kernel."""
     kind = query.dtype
     parts = [x[0].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
     q, k, v = parts if query.is_cuda else _working(length, *parts)
     output = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return output.transpose(1, 2).flatten(0, 1)[None].to(kind)
 
