@@ -41,6 +41,7 @@ def build_strategy(
         MachineError: the strategy needs a library that is not installed.
         ValueError: a name that is no strategy.
     """
+    assert weights is not None or not any(p.is_meta for p in module.parameters()), "nothing would fill the weights"
     name = parallel.strategy
     if name in ("single", "ddp"):
         return Replicated(name, world, module, make_optimizer, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainwright.errors import MachineError, RequestError
+from trainwright.drawing import new_figure, save_chart
 from trainwright.planning.plan import Plan
 from trainwright.planning.search import Judged
 from trainwright.planning.table import grouped
@@ -26,14 +26,8 @@ def draw(plan: Plan, file: Path) -> None:
         RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
         MachineError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MachineError("--chart needs matplotlib: pip install 'trainwright[charts]'") from None
     candidates = list(plan.found.judged)[:_MOST_BARS]
-    figure = Figure(figsize=(9, 1.4 + 0.45 * len(candidates)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = new_figure(9, 1.4 + 0.45 * len(candidates), "--chart")
     axes = figure.subplots()
     names = [_name(one) for one in candidates]
     left = [0.0] * len(candidates)
@@ -49,10 +43,7 @@ def draw(plan: Plan, file: Path) -> None:
     axes.set_xlabel("GiB, all processes" if plan.cluster.device == "cpu" else "GiB a device")
     axes.set_title(f"{plan.workload.architecture.family}, {plan.cluster.name}")
     axes.legend(loc="lower right", fontsize="small")
-    try:
-        canvas.print_figure(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--chart: {file}: {error}") from error
+    save_chart(figure, file)
 
 
 def _name(one: Judged) -> str:

@@ -61,7 +61,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
         first = rows * choice.num_processes if later else 0
         longest = workload.length_at(first) or longest
         masked = rows > 1 and mean < longest
-        targets = _targets(workload, _filled(workload, first, rows), rows)
+        targets = workload.targets(_filled(workload, first, rows), rows)
         return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
     if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
@@ -72,7 +72,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
     others, rest = divmod(tokens - longest, mean)
     documents = [(mean, others), (longest, 1), (rest, 1)]
     kept = tuple((length, count) for length, count in documents if length and count)
-    return MicroBatch(1, tokens, kept, _targets(workload, tokens, sum(n for _, n in kept)), packed=True, masked=False)
+    return MicroBatch(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
 
 
 def _filled(workload: Workload, first: int, rows: int) -> int:
@@ -83,11 +83,6 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
         return round(sum(known) / len(known) * rows)
     share = min(1.0, rows / max(1.0, workload.global_batch_rows))
     return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.document)))))
-
-
-def _targets(workload: Workload, tokens: int, documents: int) -> int:
-    """A document's first token is not predicted."""
-    return max(0, min(tokens - documents, round(tokens * workload.target_fraction)))
 
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:

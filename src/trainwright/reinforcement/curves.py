@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainwright.errors import MachineError, RequestError
+from trainwright.drawing import new_figure, save_chart
 from trainwright.reinforcement.histories import Histories, returns_of_episodes
 
 _MOST_LINES = 200
@@ -34,14 +34,8 @@ def draw_curves(histories: Histories, file: Path) -> None:
         RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
         MachineError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MachineError("--chart needs matplotlib: pip install 'trainwright[charts]'") from None
+    figure = new_figure(8, 5, "--chart")
     curves = learning_curves(histories)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
     episodes = np.arange(1, curves.shape[1] + 1)
     for number, curve in enumerate(curves[:_MOST_LINES]):
@@ -57,10 +51,7 @@ def draw_curves(histories: Histories, file: Path) -> None:
         f"{histories.source.get('name', 'source')} in {histories.environment['name']}, {len(histories)} tasks"
     )
     axes.legend(loc="lower right", fontsize="small")
-    try:
-        canvas.print_figure(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--chart: {file}: {error}") from error
+    save_chart(figure, file)
 
 
 def optimum(histories: Histories) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.errors import MachineError
+from trainwright.drawing import new_figure
 
 _LABELS = {
     "sampled": "agent in its context",
@@ -26,13 +26,9 @@ def draw(arrays: Mapping[str, Any], path: Path) -> None:
     Raises:
         MachineError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MachineError("a figure needs matplotlib: pip install 'trainwright[charts]'") from None
     from trainwright.tasks.algorithm_distillation.evaluation import interval
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(7, 4.5, "a figure")
     axes = figure.subplots()
     for name, label in _LABELS.items():
         if name not in arrays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from trainwright.drawing import new_figure
 from trainwright.evaluation.unlearning.study.results import Results
 from trainwright.recipe.study import FULL, RETAIN
 
@@ -14,10 +15,7 @@ _GREY = "#555555"
 
 
 def draw(results: Results, file: Path) -> bool:
-    """Write the plot; whether there was anything to plot. matplotlib must be there."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Write the plot; whether there was anything to plot. Raises MachineError where matplotlib is not installed."""
     points = {}
     for name in results.models:
         quality, utility = results.value(name, "forget_quality", "forget"), results.value(name, "model_utility", "all")
@@ -27,8 +25,7 @@ def draw(results: Results, file: Path) -> bool:
             points[name] = (utility, math.log10(max(quality, _SMALLEST)))
     if not points:
         return False
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = new_figure(7, 4.5, "the plot of a study")
     axes = figure.subplots()
     for number, (name, (utility, quality)) in enumerate(points.items()):
         known = name in (FULL, RETAIN)
@@ -41,5 +38,5 @@ def draw(results: Results, file: Path) -> bool:
     axes.set_ylabel("forget quality, log10 of p")
     axes.set_title(results.benchmark)
     axes.grid(alpha=0.3)
-    canvas.print_figure(file, dpi=120)
+    figure.savefig(file, dpi=120)
     return True

@@ -1,0 +1,36 @@
+"""Pictures, where matplotlib is installed; imported when one is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import MachineError, RequestError
+
+
+def new_figure(width: float, height: float, what: str) -> Any:
+    """A matplotlib figure of so many inches, which belongs to no window.
+
+    Args:
+        what: needs it, for the message.
+
+    Raises:
+        MachineError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MachineError(f"{what} needs matplotlib: pip install 'trainwright[charts]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_chart(figure: Any, file: Path) -> None:
+    """Write the picture that ``--chart`` asks for.
+
+    Raises:
+        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+    """
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--chart: {file}: {error}") from error
