@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from trainwright.launch.stop import Stopping
 from trainwright.machine.calibration import Calibration, Setting, versions
 from trainwright.machine.detect import Machine
 
-SECONDS = 48.0  # of measuring; starting processes comes on top, and all of it stays under a minute
+SECONDS = 40.0  # of measuring; starting processes comes on top, and all of it stays under a minute
 
 
 def calibrate(
@@ -47,7 +48,7 @@ def calibrate(
             say(f"measuring {_described(count, threads)}")
             started = time.perf_counter()
             found = _in_processes(machine, count, threads, seconds / len(counts), Path(work) / str(count), stopping)
-            settings.append(_setting(count, threads, found))
+            settings.append(_setting(machine, count, threads, found))
             measured = sum(found["parts"].values())
             for part, taken in {**found["parts"], "starting": time.perf_counter() - started - measured}.items():
                 parts[part] = parts.get(part, 0.0) + taken
@@ -109,11 +110,15 @@ def _in_processes(
     return found
 
 
-def _setting(count: int, threads: int | None, found: dict[str, Any]) -> Setting:
+def _setting(machine: Machine, count: int, threads: int | None, found: dict[str, Any]) -> Setting:
     from trainwright.doctor.calibrate_fits import curve_of
+    from trainwright.doctor.calibrate_passes import exchange, in_step, split
 
-    curves = {name: curve_of(name, rows) for name, rows in found["samples"].items()}
-    return Setting(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
+    samples, passes, sharded = split(found["samples"])
+    curves = {name: curve_of(name, rows) for name, rows in samples.items()}
+    alone = Setting(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
+    steps = replace(alone, in_step={precision: in_step(alone, precision, rows) for precision, rows in passes.items()})
+    return replace(steps, exchange=exchange(steps, machine, sharded)) if sharded else steps
 
 
 def _cpu_seconds_of_others() -> float:

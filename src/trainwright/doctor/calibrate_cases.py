@@ -76,7 +76,8 @@ _HELD_OUT_HOST_LINK = (2**26,)
 class Case:
     """``build`` makes the inputs and gives what is timed; the curve's seconds are those of it divided by ``amount``.
 
-    ``joint``: it waits for the other processes, so that all have to do it equally often.
+    ``joint``: it waits for the other processes, so that all have to do it equally often. ``typical``: what it takes
+    most of the time is wanted, not what it takes at its best.
     """
 
     curve: str
@@ -85,6 +86,7 @@ class Case:
     build: Callable[[], Run]
     amount: float = 1.0
     joint: bool = False
+    typical: bool = False
 
 
 def product_cases(device: torch.device) -> Iterator[Case]:

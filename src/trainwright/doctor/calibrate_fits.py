@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from trainwright.machine.calibration import FORMS, Curve, Sample
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 # Form of a curve by the first part of its name; all others are tables.
 _FORM = {
@@ -20,7 +22,7 @@ _FORM = {
 }
 
 
-def curve_of(name: str, rows: Sequence[dict[str, Any]]) -> Curve:
+def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
     """The curve ``name`` through the rows that are not held out: ``sizes``, ``seconds`` and ``held_out`` each."""
     samples = tuple(Sample(tuple(row["sizes"]), row["seconds"], row["held_out"]) for row in rows)
     form = _FORM.get(name.partition("/")[0], "table")
@@ -30,15 +32,18 @@ def curve_of(name: str, rows: Sequence[dict[str, Any]]) -> Curve:
 
 
 def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Coefficients, none below zero, with the least sum of squared relative errors (Lawson and Hanson 1974, ch. 23).
-
-    The terms are few, so every choice of those that are not zero is tried.
-    """
+    """Coefficients, none below zero, with the least sum of squared relative errors."""
     rows = np.array([[term / sample.seconds for term in FORMS[form](*sample.sizes)] for sample in samples])
     scale = rows.max(axis=0)
-    rows = rows / scale
-    wanted = np.ones(len(samples))
-    best, least = np.zeros(rows.shape[1]), float(len(samples))
+    found = non_negative(rows / scale, np.ones(len(samples)))
+    return tuple(float(value) for value in found / scale)
+
+
+def non_negative(rows: Numbers, wanted: Numbers) -> Numbers:
+    """The x [N], none below zero, with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M] (Lawson and
+    Hanson 1974, ch. 23). The unknowns are few, so every choice of those that are not zero is tried.
+    """
+    best, least = np.zeros(rows.shape[1]), float(np.square(wanted).sum())
     for count in range(1, min(rows.shape) + 1):
         for chosen in combinations(range(rows.shape[1]), count):
             found, *_ = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)
@@ -46,4 +51,4 @@ def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
             if off < least and (found >= 0).all():
                 best, least = np.zeros(rows.shape[1]), off
                 best[list(chosen)] = found
-    return tuple(float(value) for value in best / scale)
+    return best

@@ -31,6 +31,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield from _attention(setting)
         yield from _others(setting)
         yield from _collectives(setting)
+        yield from _in_step(setting)
     yield ""
     yield "off by: median (worst) of what the curve says for sizes that were measured and left out of it"
     if calibration.disturbance > _QUIET:
@@ -95,6 +96,20 @@ def _collectives(setting: Setting) -> Iterator[str]:
         rate = f"{1 / beta / 1e9:>10.2f}" if beta else f"{'-':>10}"
         yield f"    {kind:<44}{alpha * 1e6:>10.0f}{rate}{'':>10}  {_errors([curve])}"
     yield f"  {'of a collective hidden by computing':<46}{setting.overlap:>10.0%}"
+
+
+def _in_step(setting: Setting) -> Iterator[str]:
+    if not setting.in_step:
+        return
+    yield f"  {'in a step, times as long as alone':<46}{'products':>10}{'attention':>10}{'memory':>10}  off by"
+    for precision, found in setting.in_step.items():
+        factors = "".join(f"{factor:>10.2f}" for factor in (found.products, found.attention, found.traffic))
+        host = f"{precision}, and {found.host * 1e6:.0f} us beside each kernel"
+        yield f"    {host:<44}{factors}  {summary(found.errors)}"
+    if setting.processes > 1:
+        exchange = setting.exchange
+        collectives = f"collectives, and {exchange.waited * 1e3:.1f} ms beside each"
+        yield f"    {collectives:<44}{exchange.factor:>10.2f}{'':>20}  {summary(exchange.errors)}"
 
 
 def _seen(setting: Setting, group: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -12,16 +11,19 @@ from typing import Any
 
 import torch
 
-from trainwright.doctor.calibrate_cases import Case, attention_cases, other_cases, product_cases, traffic_cases
+from trainwright.doctor.calibrate_cases import Case, Run, attention_cases, other_cases, product_cases, traffic_cases
 from trainwright.doctor.calibrate_collectives import collective_cases, measure_overlap
+from trainwright.doctor.calibrate_passes import pass_cases
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
 from trainwright.launch.process import keep_freed_memory, stop_requested
 from trainwright.parallel.world import World, join, leave
 
 _SLOT_SECONDS = 0.02  # of one case in one round; at least one call
+_UNDISTURBED = 0.2  # of the calls; the others waited for something else
 _LAUNCHES = 400
 _MOST_ROUNDS = 12
 _MOST_CALLS = 200
+_FEWEST_TYPICAL = 3  # calls
 _JOINT = 4  # times as long: processes that wait for each other come back in irregular times
 
 
@@ -36,6 +38,7 @@ def measure(device_type: str, seconds: float, output: Path) -> int:
             "traffic": traffic_cases(world.device),
             "attention": attention_cases(world.device),
             "others": other_cases(world.device),
+            "passes": pass_cases(world),
             "collectives": collective_cases(world),
         }
         cases = [(part, case) for part, made in parts.items() for case in made]
@@ -63,11 +66,12 @@ def _measured(
 ) -> list[tuple[Case, float]]:
     """Each case with its seconds, the mean over the ranks.
 
-    In rounds over all cases, so that what else the machine does meanwhile does not fall on a few of them; the best
-    round counts, which is the one that was disturbed least. The first one is gone through to its end, in haste where
-    the machine is slow. ``parts`` is told the time that each took.
+    In rounds over all cases, so that what else the machine does meanwhile does not fall on a few of them; of most the
+    best round counts, which is the one that was disturbed least. The first one is gone through to its end, in haste
+    where the machine is slow. ``parts`` is told the time that each took.
     """
-    best = [math.inf] * len(cases)
+    rounds: list[list[float]] = [[] for _ in cases]
+    kept: dict[int, Run] = {}
     end = time.perf_counter() + seconds
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
@@ -78,33 +82,40 @@ def _measured(
                 raise _Stopped
             if late and number:
                 break
-            best[index] = min(best[index], _seconds(world, case, 0.0 if late else _SLOT_SECONDS))
+            run = kept.get(index) or case.build()
+            if case.typical:  # takes longer to make than to run
+                kept[index] = run
+            rounds[index].append(_seconds(world, case, run, 0.0 if late else _SLOT_SECONDS))
             parts[part] += time.perf_counter() - begun
-    ranks = world.gather_floats(best)
+    shares = (0.25 if case.typical else 0.0 for _, case in cases)
+    own = [sorted(times)[int(share * len(times))] for share, times in zip(shares, rounds, strict=True)]
+    ranks = world.gather_floats(own)
     means = [statistics.mean(row[i] for row in ranks) for i in range(len(cases))]
     return [(case, mean) for (_, case), mean in zip(cases, means, strict=True)]
 
 
-def _seconds(world: World, case: Case, slot: float) -> float:
+def _seconds(world: World, case: Case, run: Run, slot: float) -> float:
     """Seconds of one call, over ``slot`` seconds of calls after one that is not counted."""
-    run = case.build()
     run()
     on_gpu = world.device.type == "cuda"
     once = _on_gpu(run, 1) if on_gpu else _in_turn(run, 1)
     if case.joint:
         once, slot = world.broadcast(once), slot * _JOINT
-    count = max(1, min(_MOST_CALLS, int(slot / max(once, 1e-7))))
-    return _on_gpu(run, count) if on_gpu else _in_turn(run, count)
+    fewest = _FEWEST_TYPICAL if case.typical else 1
+    count = max(fewest, min(_MOST_CALLS, int(slot / max(once, 1e-7))))
+    if on_gpu:
+        return _on_gpu(run, count)
+    return _in_turn(run, count, 0.5 if case.typical else _UNDISTURBED)
 
 
-def _in_turn(run: Callable[[], object], count: int) -> float:
-    """Of ``count`` calls the one that a fifth of them are faster than: the others were disturbed."""
+def _in_turn(run: Callable[[], object], count: int, share: float = _UNDISTURBED) -> float:
+    """Of ``count`` calls the one that ``share`` of them are faster than."""
     times = []
     for _ in range(count):
         begun = time.perf_counter()
         run()
         times.append(time.perf_counter() - begun)
-    return sorted(times)[len(times) // 5]
+    return sorted(times)[int(share * len(times))]
 
 
 def _on_gpu(run: Callable[[], object], count: int) -> float:

@@ -12,7 +12,7 @@ import math
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
 
 # Of the file; another number is another layout of it.
-_FORM = 1
+_FORM = 2
 
 # What seconds are a sum of, each times a coefficient. "product": of [m, k] @ [k, n]; beside its operations every
 # matrix costs by its size, as it is read, written or laid out anew, and the last tiles by their depth k, as there are
@@ -85,6 +85,35 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class InStep:
+    """How the kernels of a training step compare with the same ones alone, over and over on memory in the caches.
+
+    ``products``, ``attention`` and ``traffic``: factors on the curves' seconds. ``host``: seconds beside each kernel in
+    which Python, autograd and the start of threads go on and nothing is computed. ``errors``: how far off passes of
+    models are predicted by these that were not used to find them, each by itself.
+    """
+
+    products: float = 1.0
+    attention: float = 1.0
+    traffic: float = 1.0
+    host: float = 0.0
+    errors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """How a collective of a training step compares with the same one alone: processes come to it at different times,
+    and what computes competes with what exchanges for the cores.
+
+    ``waited``: seconds beside it; ``factor``: on the curve's seconds. ``errors``: as those of ``InStep``.
+    """
+
+    waited: float = 0.0
+    factor: float = 1.0
+    errors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Setting:
     """What one of ``processes`` takes when all of them do the same at once, each with ``threads`` on a CPU.
 
@@ -102,7 +131,7 @@ class Setting:
     - ``data``: making a micro-batch of so many documents and tokens
 
     ``launch``: seconds from the start of one small kernel to that of the next. ``overlap``: the part of a collective
-    that is hidden by computing meanwhile.
+    that is hidden by computing meanwhile. ``in_step``: by precision, on a CPU.
     """
 
     processes: int
@@ -110,6 +139,8 @@ class Setting:
     curves: Mapping[str, Curve]
     launch: float = 0.0
     overlap: float = 0.0
+    in_step: Mapping[str, InStep] = field(default_factory=dict)
+    exchange: Exchanged = field(default_factory=lambda: Exchanged())
 
 
 @dataclass(frozen=True)
@@ -200,6 +231,8 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
                 "threads": setting.threads,
                 "launch": setting.launch,
                 "overlap": setting.overlap,
+                "exchange": asdict(setting.exchange),
+                "in_step": {precision: asdict(found) for precision, found in setting.in_step.items()},
                 "curves": {name: _curve_as_json(curve) for name, curve in setting.curves.items()},
             }
             for setting in calibration.settings
@@ -221,6 +254,8 @@ def from_json(content: Mapping[str, Any]) -> Calibration:
                 threads=setting["threads"],
                 launch=setting["launch"],
                 overlap=setting["overlap"],
+                exchange=Exchanged(**_with_errors(setting["exchange"])),
+                in_step={precision: InStep(**_with_errors(found)) for precision, found in setting["in_step"].items()},
                 curves={name: _curve_from_json(curve) for name, curve in setting["curves"].items()},
             )
             for setting in content["settings"]
@@ -249,6 +284,10 @@ def _curve_from_json(content: Mapping[str, Any]) -> Curve:
         coefficients=tuple(content["coefficients"]),
         samples=(*_samples(content["samples"]), *(replace(s, held_out=True) for s in _samples(content["held_out"]))),
     )
+
+
+def _with_errors(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content, "errors": tuple(content["errors"])}
 
 
 def _samples(rows: Sequence[Sequence[float]]) -> list[Sample]:

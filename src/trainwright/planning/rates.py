@@ -70,7 +70,8 @@ class Rates:
             return self._by_links(kind, size, group)
         start, each = measured.coefficients
         (times, messages), (of_times, of_messages) = steps_of(kind, group.ranks), steps_of(kind, setting.processes)
-        return start * messages / of_messages + each * size * times / of_times
+        alone = start * messages / of_messages + each * size * times / of_times
+        return setting.exchange.waited + setting.exchange.factor * alone
 
     def _by_links(self, kind: CollectiveKind, size: float, group: Group) -> float:
         """A ring inside each node beside rings between nodes, of which the slower decides (nccl, graph/tuning.cc)."""

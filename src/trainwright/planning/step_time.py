@@ -126,7 +126,7 @@ class _Step:
             "optimizer": update.optimizer(),
             "communication": exchange.exposed(units),
             "offload": update.offload(kept, sum(work.seconds for work in forward)),
-            "launches": max(0.0, computed.launches * self.speeds.launch - computed.seconds) if self.on_gpu else 0.0,
+            "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
             "data": self._data(),
         }
         return StepTime(
@@ -136,6 +136,10 @@ class _Step:
             peak=_peak(self.cluster, choice.num_processes, choice.mixed_precision),
             watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
         )
+
+    def _launches(self, computed: Work) -> float:
+        """Seconds in which a GPU waits for Python."""
+        return max(0.0, computed.launches * self.speeds.launch - computed.seconds)
 
     def _work(self, part: Pass, *, backward: bool) -> Work:
         """Of a block."""
@@ -164,7 +168,7 @@ class _Step:
         logits = self.batch.targets * self.workload.architecture.vocabulary
         work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
         for part in (run.embedding, run.head):
-            work += self.pricing.work(part.forward, backward=False) + self.pricing.work(part.backward, backward=True)
+            work += self.pricing.pass_and_back(part)
         return work
 
     def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:

@@ -124,7 +124,8 @@ class Update:
 
     def _traffic(self, kind: str, size: float) -> float:
         """Bytes read and written over all tensors, of mean size."""
-        return self.matrices * self.pricing.traffic(kind, round(size / self.matrices), "fp32")
+        each = self.pricing.traffic(kind, round(size / self.matrices), "fp32")
+        return self.matrices * (each + self.pricing.in_step.host)
 
     def _host(self, direction: str, size: float) -> float:
         return self.pricing.speeds.curves[f"host/{direction}"].seconds(size) if size else 0.0

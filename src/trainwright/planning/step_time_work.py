@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainwright.machine.calibration import Curve
+from trainwright.machine.calibration import Curve, InStep
 from trainwright.machine.calibration import Setting as Speeds
-from trainwright.planning.operations import Kernel, MicroBatch
+from trainwright.planning.operations import Kernel, MicroBatch, Pass
 from trainwright.planning.rates import Layout
 from trainwright.planning.workload import MixedPrecision
 
@@ -23,19 +23,21 @@ _INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32"}
 class Work:
     """Seconds on the device by what they are for, and the number of kernels that the host starts for it.
 
-    ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary.
+    ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary. ``host``: what a CPU does between
+    its kernels.
     """
 
     products: float = 0.0
     attention: float = 0.0
     traffic: float = 0.0
     loss: float = 0.0
+    host: float = 0.0
     launches: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """On the device, where its kernels follow each other without a gap."""
-        return self.products + self.attention + self.traffic + self.loss
+        """On the device, where a GPU's kernels follow each other without a gap."""
+        return self.products + self.attention + self.traffic + self.loss + self.host
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -43,6 +45,7 @@ class Work:
             self.attention + other.attention,
             self.traffic + other.traffic,
             self.loss + other.loss,
+            self.host + other.host,
             self.launches + other.launches,
         )
 
@@ -50,7 +53,7 @@ class Work:
         return self + other * -1.0
 
     def __mul__(self, times: float) -> Work:
-        parts = (self.products, self.attention, self.traffic, self.loss, self.launches)
+        parts = (self.products, self.attention, self.traffic, self.loss, self.host, self.launches)
         return Work(*(part * times for part in parts))
 
 
@@ -65,13 +68,14 @@ class Pricing:
         self.batch = batch
         self.on_gpu = on_gpu
         self.precision = _PRECISION[precision]
+        self.in_step = speeds.in_step.get(self.precision) or speeds.in_step.get("fp32", InStep())
         self._names = {4: "fp32", 2: self.precision if self.precision != "fp32" else "bf16", 1: self.precision}
         self._attention = {direction: self._seconds_per_operation(direction) for direction in ("forward", "backward")}
         self._traffic: dict[tuple[str, int], float] = {}
 
     def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
         """All of ``kernels``, which are those of a forward or of a backward pass."""
-        products = attention = traffic = loss = 0.0
+        products = attention = traffic = 0.0
         many = few = 0
         for kernel in kernels:
             if kernel.kind == "product":
@@ -87,7 +91,20 @@ class Pricing:
                 few += 1
         if compiled:
             traffic *= _COMPILED_TRAFFIC
-        return Work(products, attention, traffic, loss, many + few * (_COMPILED_KERNELS if compiled else 1.0))
+        launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
+        more = self.in_step
+        return Work(
+            more.products * products,
+            more.attention * attention,
+            more.traffic * traffic,
+            0.0,
+            more.host * launches,
+            launches,
+        )
+
+    def pass_and_back(self, part: Pass) -> Work:
+        """Both directions of a part of a model."""
+        return self.work(part.forward, backward=False) + self.work(part.backward, backward=True)
 
     def traffic(self, kind: str, size: int, precision: str | None = None) -> float:
         """Seconds of a kernel that reads and writes ``size`` bytes."""

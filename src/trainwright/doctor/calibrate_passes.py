@@ -1,0 +1,257 @@
+"""Whole passes of small models, which tell how a training step's kernels compare with the same ones alone.
+
+Alone, over and over, a kernel finds its inputs in the caches and nothing else to do between two calls. In a step it
+finds neither, by how much hangs on the machine; so passes are timed, and what their kernels take in them is fitted.
+Only CPUs need it: on a GPU kernels wait in a queue, and its caches hold little of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainwright.doctor.calibrate_fits import Numbers, non_negative
+from trainwright.machine.calibration import Calibration, Exchanged, InStep, Setting
+from trainwright.machine.describe import cluster_of
+from trainwright.machine.detect import Machine
+from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.operations import Device, MicroBatch, Passes, passes
+from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.rates import rates_of
+from trainwright.planning.step_time import step_time
+from trainwright.planning.step_time_work import Pricing, Work
+from trainwright.planning.workload import Choice, MixedPrecision, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.data.batch import Batch
+    from trainwright.doctor.calibrate_cases import Case, Run
+    from trainwright.models.causal_lm import CausalLM
+    from trainwright.parallel.world import World
+
+Rows = Sequence[Mapping[str, Any]]
+
+_MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
+_WIDTH = {"fp32": 4, "bf16": 2}
+_VOCABULARY = 256
+# What is usual (seen on AVX-512 servers): factors on products, attention and memory-bound kernels, seconds beside a
+# kernel; seconds beside a collective and the factor on it. What is fitted is held to it by ``_HELD`` beside the weight
+# 1 of a pass, so that passes that are hard to tell apart, or were disturbed, do not send it far off.
+_IN_STEP = (1.1, 1.05, 2.0, 2e-5)
+_EXCHANGE = (2.5e-3, 1.1)
+_HELD = 0.15
+
+
+@dataclass(frozen=True)
+class Small:
+    """A llama of ``layers`` blocks on a pack of ``documents`` of about ``length`` tokens each."""
+
+    width: int
+    heads: int
+    layers: int
+    documents: int
+    length: int
+    held_out: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As ``transformers`` has it."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.width,
+            "intermediate_size": 3 * self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": max(1, self.heads // 2),
+            "vocab_size": _VOCABULARY,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        }
+
+    @property
+    def architecture(self) -> Architecture:
+        found = from_config(self.config)
+        assert found is not None, "llamas are known"
+        return found
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the documents: a tenth shorter to a tenth longer, as equal ones would be computed as a batch."""
+        spread = range(1 - self.documents, self.documents, 2)
+        return tuple(self.length + round(0.1 * self.length * place / max(1, self.documents - 1)) for place in spread)
+
+    @property
+    def batch(self) -> MicroBatch:
+        tokens = sum(self.lengths)
+        documents = tuple((length, 1) for length in self.lengths)
+        return MicroBatch(1, tokens, documents, tokens - self.documents, True, False)
+
+
+# Few tokens and many, narrow and wide matrices, short documents and long ones.
+_MODELS = (
+    Small(192, 3, 4, documents=1, length=96),
+    Small(192, 3, 3, documents=6, length=160),
+    Small(384, 6, 2, documents=1, length=900),
+    Small(512, 8, 2, documents=5, length=60),
+    Small(640, 10, 1, documents=2, length=256),
+    Small(896, 14, 1, documents=3, length=100),
+    Small(512, 8, 2, documents=4, length=128, held_out=True),
+    Small(256, 4, 3, documents=2, length=256, held_out=True),
+)
+_SHARDED = (
+    Small(192, 3, 4, documents=4, length=128),
+    Small(768, 12, 1, documents=2, length=128),
+    Small(768, 12, 2, documents=3, length=128),
+    Small(512, 8, 3, documents=2, length=128, held_out=True),
+)
+
+
+def pass_cases(world: World) -> Iterator[Case]:
+    """A pass forwards and backwards of each model in each precision; its size is its place among them.
+
+    With several processes some are sharded too, so that what exchanges take in a step is seen.
+    """
+    from trainwright.doctor.calibrate_cases import Case
+
+    if world.device.type != "cpu":
+        return
+    for precision in _MIXED:
+        for place, model in enumerate(_MODELS):
+            build = partial(_pass, model, precision, world)
+            yield Case(f"passes/{precision}", (place,), model.held_out, build, typical=True)
+        for place, model in enumerate(_SHARDED if world.size > 1 else ()):
+            build = partial(_sharded_pass, model, precision, world)
+            yield Case(f"sharded/{precision}", (place,), model.held_out, build, joint=True, typical=True)
+
+
+def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows], dict[str, Rows]]:
+    """Samples of the curves by name, of passes and of sharded ones by precision."""
+    parts: dict[str, dict[str, Rows]] = {"passes": {}, "sharded": {}}
+    curves: dict[str, Rows] = {}
+    for name, rows in samples.items():
+        group, _, precision = name.partition("/")
+        if group in parts:
+            parts[group][precision] = rows
+        else:
+            curves[name] = rows
+    return curves, parts["passes"], parts["sharded"]
+
+
+def in_step(setting: Setting, precision: str, rows: Rows) -> InStep:
+    """What makes passes of the models, predicted by the setting's curves, take as long as they did."""
+    works = [_priced(model, precision, setting) for model in _MODELS]
+    terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
+    rest = np.array([work.loss for work in works])
+    found, off = _fitted(terms, rest, rows, _IN_STEP)
+    products, attention, traffic, host = found
+    return InStep(products, attention, traffic, host, off)
+
+
+def exchange(setting: Setting, machine: Machine, sharded: Mapping[str, Rows]) -> Exchanged:
+    """Seconds beside a collective and the factor on it that make sharded passes take as long as they did."""
+    terms: list[list[float]] = []
+    rest: list[float] = []
+    rows: list[Mapping[str, Any]] = []
+    for precision, measured in sharded.items():
+        for model in _SHARDED:
+            none, one, twice = (
+                _sharded_seconds(model, precision, replace(setting, exchange=Exchanged(*pair)), machine)
+                for pair in ((0.0, 0.0), (_EXCHANGE[0], 0.0), (0.0, 1.0))
+            )
+            terms.append([(one - none) / _EXCHANGE[0], twice - none])
+            rest.append(none)
+        rows += measured
+    (waited, factor), off = _fitted(np.array(terms), np.array(rest), rows, _EXCHANGE)
+    return Exchanged(waited, factor, off)
+
+
+def _fitted(
+    terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Coefficients of ``terms`` [M, N], not far from the ``usual`` ones, and errors of the rows held out."""
+    wanted = np.array([row["seconds"] for row in rows])
+    used = np.array([not row["held_out"] for row in rows])
+    units = np.array(usual)
+    relative, aim = terms * units / wanted[:, None], 1 - rest / wanted
+    held = _HELD * np.eye(len(units))
+    found = non_negative(np.vstack([relative[used], held]), np.append(aim[used], np.full(len(units), _HELD)))
+    off = np.abs(relative @ found - aim)[~used]
+    return tuple(map(float, found * units)), tuple(map(float, off))
+
+
+def _priced(model: Small, precision: str, setting: Setting) -> Work:
+    shapes = Shapes(model.architecture, model.batch, Device("cpu", setting.threads or 1), _WIDTH[precision], True)
+    pricing = Pricing(setting, model.batch, _MIXED[precision], on_gpu=False)
+    run: Passes = passes(shapes)
+    loss = Work(loss=pricing.logits(model.batch.targets * _VOCABULARY))
+    return sum((pricing.pass_and_back(part) for part in (run.embedding, *run.blocks, run.head)), loss)
+
+
+def _sharded_seconds(model: Small, precision: str, setting: Setting, machine: Machine) -> float:
+    """Of a step of the model without the optimizer."""
+    count, tokens = setting.processes, model.batch.tokens
+    workload = Workload(
+        model.architecture,
+        row_tokens=tokens,
+        global_batch_rows=float(count),
+        document_tokens=model.length,
+        batch_tokens=count * tokens,
+    )
+    choice = Choice("fsdp", count, 1, 1, _MIXED[precision], threads=setting.threads)
+    cluster = cluster_of(machine)
+    rates = rates_of(cluster, Calibration(machine.describe(), "", {}, (setting,), {}))
+    parts = step_time(workload, choice, cluster, rates).parts
+    return sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "data"))
+
+
+def _pass(model: Small, precision: str, world: World) -> Run:
+    from trainwright.doctor.calibrate_cases import DTYPES
+
+    module, batch = _made(model, DTYPES[precision])
+
+    def run() -> None:
+        module(batch).backward()
+        module.zero_grad(set_to_none=True)
+
+    return run
+
+
+def _sharded_pass(model: Small, precision: str, world: World) -> Run:
+    import torch
+
+    from trainwright.doctor.calibrate_cases import DTYPES
+    from trainwright.engine.optimizer import optimizer_factory
+    from trainwright.parallel.fsdp import FullySharded
+    from trainwright.recipe.schema import OptimizerSection, ParallelSection
+
+    module, batch = _made(model, torch.float32)
+    make, parallel = optimizer_factory(OptimizerSection()), ParallelSection()
+    sharded = FullySharded("fsdp", world, module, make, DTYPES[precision], parallel, module.blocks())
+
+    def run() -> None:
+        sharded.backward(module(batch), last=True)
+        sharded.discard_gradients()
+
+    return run
+
+
+def _made(model: Small, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
+    from transformers import AutoConfig
+
+    from trainwright.data.batch import collate
+    from trainwright.data.dataset import TokenDataset
+    from trainwright.data.stream import MicroBatch as Examples
+    from trainwright.models.causal_lm import CausalLM
+    from trainwright.models.load import fresh_model
+
+    module = CausalLM(fresh_model(AutoConfig.for_model(**model.config), seed=0, dtype=dtype), packed=True).train()
+    rows = [([place % _VOCABULARY for place in range(length)], [True] * length) for length in model.lengths]
+    dataset = TokenDataset.from_examples(rows, "calibration")
+    tokens = model.batch.tokens
+    examples = Examples(0, (tuple(range(model.documents)),), tokens, tokens, float(tokens))
+    return module, collate(dataset, examples, packed=True, pad_token_id=0)
