@@ -14,6 +14,8 @@ from trainwright.machine.calibration import (
     FORMS,
     Calibration,
     Curve,
+    Exchanged,
+    InStep,
     Sample,
     Setting,
     as_json,
@@ -32,7 +34,9 @@ SHAPES = [(64, 512, 512), (1024, 128, 512), (1024, 576, 1536), (2048, 256, 64), 
 
 def calibration(**changed: object) -> Calibration:
     curve = Curve("amount", (Sample((1.0,), 3.0), Sample((2.0,), 7.0, held_out=True)), (1.0, 2.0))
-    setting = Setting(2, 4, {"collective/all_reduce": curve}, launch=1e-6, overlap=0.5)
+    inside = {"fp32": InStep(1.1, 1.2, 1.3, 1e-5, (0.01, 0.02))}
+    between = Exchanged(1e-3, 1.5, (0.03,))
+    setting = Setting(2, 4, {"collective/all_reduce": curve}, 1e-6, 0.5, in_step=inside, exchange=between)
     made = Calibration("a machine", "2026-01-01T00:00:00+00:00", versions(MACHINE), (setting,), {"products": 1.5}, 0.25)
     return replace(made, **changed)  # type: ignore[arg-type]
 
@@ -137,6 +141,8 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
         assert all(1e8 < rate < 1e15 for rate in rates)
         assert ("collective/all_reduce" in setting.curves) == (setting.processes > 1)
         assert 0 <= setting.overlap <= 1 and setting.launch > 0
+        assert not machine.gpus and set(setting.in_step) == {"fp32", "bf16"} or machine.gpus and not setting.in_step
+        assert all(found.products > 0 and found.errors for found in setting.in_step.values())
     file = calibration_file(machine, tmp_path)
     save_calibration(found, file)
     assert current_calibration(machine, tmp_path) == found

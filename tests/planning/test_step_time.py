@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from trainwright.machine.calibration import Calibration, Curve, Setting
-from trainwright.machine.describe import Cluster, parse_machine
+from trainwright.machine.calibration import Calibration, Curve, Exchanged, InStep, Setting
+from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.detect import Machine
 from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.rates import Group, rates_of
+from trainwright.planning.rates_nominal import nominal_setting
 from trainwright.planning.step_time import StepTime, model_operations, step_time
 from trainwright.planning.step_time_batch import typical_batch
 from trainwright.planning.workload import Adapter, Choice, Workload
@@ -236,6 +238,27 @@ def test_a_measured_collective_is_taken_to_other_numbers_of_ranks_by_its_ring() 
     assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(140e-6 + 1.4e-3)
     # 2 steps in place of 14, and each link carries 1 in place of 7/4 of the bytes.
     assert rates.collective("all_reduce", 1e6, Group(1, 2)) == pytest.approx(20e-6 + 0.8e-3)
+
+
+def test_a_collective_in_a_step_waits_and_is_slower_than_alone() -> None:
+    curves = {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))}
+    measured = Setting(8, None, curves, exchange=Exchanged(waited=2e-3, factor=1.5))
+    rates = rates_of(H100, Calibration("", "", {}, (measured,), {}))
+    assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(2e-3 + 1.5 * (140e-6 + 1.4e-3))
+
+
+def test_kernels_in_a_step_take_what_whole_passes_told() -> None:
+    cpu = cluster_of(Machine("here", "Some CPU", 2, 2**34, ()))
+    alone = nominal_setting(cpu, 1)
+    inside = {"bf16": InStep(products=1.5, attention=2.0, traffic=3.0, host=1e-4)}
+    small, single = workload(llama()), choice("single", 1, threads=2)
+    before, after = (
+        step_time(small, single, cpu, rates_of(cpu, Calibration("", "", {}, (made,), {}))).parts
+        for made in (alone, replace(alone, in_step=inside))
+    )
+    assert after["matrix products"] == pytest.approx(1.5 * before["matrix products"])
+    assert after["attention"] == pytest.approx(2.0 * before["attention"])
+    assert before["launches"] == 0.0 and after["launches"] > 0.0
 
 
 def test_power_bounds_what_a_card_sustains() -> None:
