@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainwright.machine.calibration import FORMS, Curve, Sample, Setting
+from trainwright.machine.calibration import FORMS, Curve, Exchanged, InStep, Sample, Setting
 from trainwright.machine.catalogue import Card
 from trainwright.machine.describe import Cluster
 
@@ -72,6 +72,9 @@ _CPU_ATTENTION = (0.35, 0.30)
 _CPU_LENGTH_OF_HALF_RATE = 60
 _LOGITS = 0.15e9  # a second and core, through a softmax in fp32
 _UPDATES = 0.6e9  # elements of AdamW a second and core, from memory
+# Beside each kernel of a step: the two that _LAUNCH counts, and threads that are woken; and what processes wait for each
+# other at a collective.
+_CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
 _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
 
@@ -142,7 +145,9 @@ def _of_cores(cluster: Cluster, processes: int) -> Setting:
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         times, messages = steps_of(kind, processes)
         curves[f"collective/{kind}"] = _line(messages * _GLOO_MESSAGE, times / _GLOO_BYTES)
-    return Setting(processes, max(1, int(cores)), curves, launch=_CORE_KERNEL, overlap=0.0)
+    in_step = {precision: InStep(host=_CPU_HOST) for precision in ("fp32", "bf16", "fp16")}
+    between = Exchanged(waited=_CPU_WAIT)
+    return Setting(processes, max(1, int(cores)), curves, _CORE_KERNEL, in_step=in_step, exchange=between)
 
 
 def _traffic_of_cores(rate: float) -> Curve:
