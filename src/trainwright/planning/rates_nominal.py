@@ -72,8 +72,8 @@ _CPU_ATTENTION = (0.35, 0.30)
 _CPU_LENGTH_OF_HALF_RATE = 60
 _LOGITS = 0.15e9  # a second and core, through a softmax in fp32
 _UPDATES = 0.6e9  # elements of AdamW a second and core, from memory
-# Beside each kernel of a step: the two that _LAUNCH counts, and threads that are woken; and what processes wait for each
-# other at a collective.
+# Beside each kernel of a step: the two that _LAUNCH counts, and threads that are woken; and what processes wait for
+# each other at a collective.
 _CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
 _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
