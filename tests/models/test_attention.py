@@ -63,6 +63,40 @@ def test_bf16_is_as_good_as_its_rounding() -> None:
     torch.testing.assert_close(output.double(), plain(q, k, v, None, None), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+def test_documents_of_one_length_are_what_each_is_alone(dtype: torch.dtype, kv_heads: int) -> None:
+    q, k, v = inputs(dtype, kv_heads=kv_heads)
+    documents, length = 3, sum(LENGTHS) // 3
+    q, k, v = (x.detach()[:, :, : documents * length].requires_grad_() for x in (q, k, v))
+
+    def attended(*tensors: torch.Tensor, count: int) -> torch.Tensor:
+        edges = torch.arange(0, count * length + 1, length, dtype=torch.int32)
+        return document_attention(nn.Identity(), *tensors, None, cu_seq_lens_q=edges, max_length_q=length)[0]
+
+    together = attended(q, k, v, count=documents)
+    alone = torch.cat(
+        [attended(*parts, count=1) for parts in zip(*(x.split(length, 2) for x in (q, k, v)), strict=True)], 1
+    )
+    torch.testing.assert_close(together, alone)
+    weight = torch.randn(together.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for got, want in zip(
+        torch.autograd.grad(together, [q, k, v], weight), torch.autograd.grad(alone, [q, k, v], weight), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_of_one_length_keep_their_own_precision(dtype: torch.dtype) -> None:
+    q, k, v = inputs(dtype)
+    edges = torch.arange(0, q.shape[2] + 1, q.shape[2] // 2, dtype=torch.int32)
+    q, k, v = (x.detach()[:, :, : edges[-1]].requires_grad_() for x in (q, k, v))
+    kept: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.dtype) or x, lambda x: x):
+        document_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=edges, max_length_q=q.shape[2] // 2)
+    assert kept.count(dtype) >= 4  # queries, keys, values, output; fp32 sums beside them
+
+
 def test_attention_sinks_take_their_part_of_the_weight() -> None:
     q, k, v = inputs(torch.float32)
     sinks = torch.full((6,), -1e9)
@@ -77,6 +111,8 @@ def test_attention_sinks_take_their_part_of_the_weight() -> None:
 def test_the_operator_is_right_by_torchs_own_checks() -> None:
     q, k, v = inputs(torch.float32)
     torch.library.opcheck(torch.ops.trainwright.document_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS)))
+    whole = torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.trainwright.document_flash_cpu, (q, k, v, whole, 0.25, sum(LENGTHS)))
 
 
 def test_dropout_drops_and_keeps_the_scale() -> None:

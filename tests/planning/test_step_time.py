@@ -249,7 +249,7 @@ def test_a_collective_in_a_step_waits_and_is_slower_than_alone() -> None:
 
 def test_kernels_in_a_step_take_what_whole_passes_told() -> None:
     cpu = cluster_of(Machine("here", "Some CPU", 2, 2**34, ()))
-    alone = nominal_setting(cpu, 1)
+    alone = replace(nominal_setting(cpu, 1), in_step={})
     inside = {"bf16": InStep(products=1.5, attention=2.0, traffic=3.0, host=1e-4)}
     small, single = workload(llama()), choice("single", 1, threads=2)
     before, after = (

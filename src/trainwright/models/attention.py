@@ -8,6 +8,7 @@ On a GPU this is one variable-length flash kernel; on a CPU the flash kernel run
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,11 +66,15 @@ def document_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     plain = not dropout and softcap is None and s_aux is None
+    flash = not query.is_cuda and query.shape[-1] == value.shape[-1]
+    # What is converted is not what is kept for the backward pass: that takes an operator of its own.
+    converted = query.dtype != torch.float32 and max_length_q < _BF16_FROM_LENGTH
+    equal = _are_equal(query, cu_seq_lens_q, max_length_q)
     if query.is_cuda and plain and query.dtype in (torch.bfloat16, torch.float16):
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, window)
-    elif plain and window is None and _are_equal(query, cu_seq_lens_q, max_length_q):
+    elif plain and window is None and equal and not (converted and flash):
         output = _equal_documents(query, key, value, max_length_q, scale)
-    elif plain and window is None and not query.is_cuda and query.shape[-1] == value.shape[-1]:
+    elif plain and window is None and flash:
         output = _flash_cpu(query, key, value, cu_seq_lens_q, scale, max_length_q)[0].transpose(1, 2)
     else:
         output = _each_document(query, key, value, cu_seq_lens_q, scale, window, dropout, softcap, s_aux)
@@ -192,7 +197,7 @@ def _flash_cpu(
     scale: float,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU's flash kernel, document by document: output [1, H, T, D] and log-sum-exp [1, H, T].
+    """The CPU's flash kernel, document by document, equal ones at once: output [1, H, T, D] and log-sum-exp [1, H, T].
 
     One operator rather than a loop in the model: torch.compile keeps a block whole around it, and autograd keeps
     one node for it.
@@ -200,14 +205,21 @@ def _flash_cpu(
     output, logsumexp = _empty_output(query, value, boundaries, scale, longest)
     query, key, value = _working(longest, query, key, value)
     edges = boundaries.tolist()
-    for begin, end in itertools.pairwise(edges):
-        part = slice(begin, end)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True, scale=scale
-        )
-        output[:, :, part] = out
-        logsumexp[:, :, part] = lse
+    wholes = (query, key, value, output, logsumexp)
+    for q, k, v, *room in zip(*(_by_document(whole, edges) for whole in wholes), strict=True):
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        for part, piece in zip(room, made, strict=True):
+            part.copy_(piece)
     return output, logsumexp
+
+
+def _by_document(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
+    """Views [1, H, L, ...] of each document in ``whole`` [1, H, T, ...]; of equal ones a single [D, H, L, ...]."""
+    lengths = {end - begin for begin, end in itertools.pairwise(edges)}
+    if len(lengths) == 1:
+        yield whole[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)
+    else:
+        yield from (whole[:, :, begin:end] for begin, end in itertools.pairwise(edges))
 
 
 def _empty_output(
@@ -245,14 +257,11 @@ def _flash_cpu_backward(
     grads = _empty_grads(query, key, value)
     grad, query, key, value, output = _working(longest, grad, query, key, value, output)
     edges = boundaries.tolist()
-    for begin, end in itertools.pairwise(edges):
-        part = slice(begin, end)
-        inputs = (x[:, :, part] for x in (grad, query, key, value, output))
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, logsumexp[:, :, part], 0.0, True, scale=scale
-        )
-        for whole, piece in zip(grads, parts, strict=True):
-            whole[:, :, part] = piece
+    wholes = (grad, query, key, value, output, logsumexp, *grads)
+    for *inputs, to_query, to_key, to_value in zip(*(_by_document(whole, edges) for whole in wholes), strict=True):
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
+        for part, piece in zip((to_query, to_key, to_value), made, strict=True):
+            part.copy_(piece)
     return grads
 
 
