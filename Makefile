@@ -20,6 +20,7 @@ RAW ?=
 DATA ?= data
 SYSTEM ?= You are a helpful assistant.
 PROMPT ?= What does the `sorted` function do in Python?
+NEEDS_MODEL = @test -n "$(MODEL)" || { echo "no run is under runs/ yet: make train first, or say MODEL=…"; exit 2; }
 
 BIN := .venv/bin
 TRAINWRIGHT := $(BIN)/trainwright
@@ -80,7 +81,7 @@ memory-check: $(STAMP)  ## show what of CONFIG fits here, and how fast it is
 
 process: $(STAMP)  ## make DATA/ of RAW files: rows of one layout, split, without duplicates
 	@test -n "$(RAW)" || { echo "say what: make process RAW=rows.csv DATA=data"; exit 2; }
-	$(TRAINWRIGHT) data prepare $(RAW) --out $(DATA) $(ARGS)
+	$(TRAINWRIGHT) data prepare $(RAW) --out $(DATA) --validation 0.05 --test 0.05 $(ARGS)
 
 style: $(STAMP)  ## give the rows of DATA/ a SYSTEM prompt
 	$(TRAINWRIGHT) data style $(DATA)/train.jsonl --system "$(SYSTEM)" --out $(DATA)/styled.jsonl $(ARGS)
@@ -104,27 +105,35 @@ train-deepspeed-tb: $(STAMP)  ## the same, with TensorBoard beside it
 	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) parallel.strategy=zero2 $(ARGS)
 
 eval: $(STAMP)  ## measure MODEL, the newest run's
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) eval $(MODEL) $(ARGS)
 
 eval-quick: $(STAMP)  ## measure MODEL on 50 rows
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) eval $(MODEL) --quick $(ARGS)
 
 eval-full: $(STAMP)  ## measure MODEL on all rows
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) eval $(MODEL) --full $(ARGS)
 
 infer: $(STAMP)  ## have MODEL answer PROMPT
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) --prompt '$(PROMPT)' $(ARGS)
 
 infer-batch: $(STAMP)  ## have MODEL answer the rows of DATA/test.jsonl into DATA/answers.jsonl
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) --file $(DATA)/test.jsonl --out $(DATA)/answers.jsonl $(ARGS)
 
 infer-interactive: $(STAMP)  ## chat with MODEL
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) $(ARGS)
 
 merge: $(STAMP)  ## work MODEL's adapter into its base, in MODEL/merged
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) merge $(MODEL) --out $(MODEL)/merged $(ARGS)
 
 merge-test: $(STAMP)  ## have the merged model answer PROMPT
+	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL)/merged --prompt '$(PROMPT)' $(ARGS)
 
 tensorboard: $(STAMP)  ## show the curves of all runs
