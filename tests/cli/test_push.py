@@ -18,7 +18,7 @@ train: {max_steps: 2, global_batch_size: 4}
 EVENTS = [
     {"event": "start", "max_steps": 2, "world_size": 2, "device": "a card", "strategy": "ddp",
      "mixed_precision": "bf16", "parameters": 1_000_000, "trainable_parameters": 1_000_000,
-     "data": ["train: rows.jsonl, 40 rows"]},
+     "data": ["train: /home/somebody/secret/rows.jsonl, 40 rows"]},
     {"event": "evaluate", "step": 0, "metrics": {"loss": 3.0}},
     {"event": "step", "step": 1, "loss": 2.5},
     {"event": "step", "step": 2, "loss": 2.0},
@@ -53,6 +53,18 @@ def test_a_dry_run_shows_the_files_and_the_card(run: Path) -> None:
     assert "train: rows.jsonl" in shown and "secret" not in shown
 
 
+def test_no_path_of_the_machine_is_in_the_card(run: Path) -> None:
+    parts = "[{source: /home/somebody/secret/a.jsonl, weight: 2}, {source: ~/secret/b.jsonl}]"
+    more = "{name: /home/somebody/secret/base, adapter: {type: lora, start_from: /home/somebody/secret/before}}"
+    recipe = RECIPE.replace("/home/somebody/secret/rows.jsonl", parts).replace("{name: some/base}", more)
+    (run / "recipe.yaml").write_text(recipe)
+    (run / "final" / "adapter_config.json").write_text("{}")
+    shown = invoke(str(run), "me/model", "--dry-run")
+    assert "secret/" not in shown.replace("/home/somebody/secret/rows.jsonl", "") and "base_model: " not in shown
+    assert "source: a.jsonl" in shown and "source: b.jsonl" in shown and "start_from: before" in shown
+    assert 'from_pretrained("base")' in shown
+
+
 def test_an_adapter_is_said_to_be_one(run: Path) -> None:
     (run / "final" / "adapter_config.json").write_text("{}")
     (run / "recipe.yaml").write_text(RECIPE.replace("{name: some/base}", "{name: some/base, adapter: dora}"))
@@ -61,10 +73,11 @@ def test_an_adapter_is_said_to_be_one(run: Path) -> None:
     assert 'PeftModel.from_pretrained(base, "me/model")' in shown and "An adapter (dora)" in shown
 
 
-def test_without_a_token_nothing_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offline", [False, True])
+def test_without_a_token_nothing_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run / "none"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(RequestError, match="HF_TOKEN"):
@@ -75,6 +88,7 @@ def test_offline_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
     with pytest.raises(MachineError, match="HF_HUB_OFFLINE"):
         invoke(str(run), "me/model")
 

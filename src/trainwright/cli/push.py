@@ -55,11 +55,11 @@ def _send(repository: str, weights: Path, card: str, private: bool, message: str
     from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    if constants.is_offline_mode():
-        raise MachineError("the Hub is switched off (HF_HUB_OFFLINE); unset it, or see what would go with --dry-run")
     token = get_token()
     if token is None:
         raise RequestError("no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
+    if constants.is_offline_mode():
+        raise MachineError("the Hub is switched off (HF_HUB_OFFLINE); unset it, or see what would go with --dry-run")
     api = HfApi(token=token)
     operations = [
         CommitOperationAdd(str(path.relative_to(weights)), path)

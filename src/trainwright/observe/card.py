@@ -35,10 +35,10 @@ def model_card(run: Path, name: str, weights: Path) -> str:
         "## Measured\n\n" + "\n".join(_metrics(events)),
         "## Loss\n\n" + "\n".join(_curve(events)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
-        f"## Recipe\n\n```yaml\n{dump_recipe(_without_paths(recipe)).strip()}\n```",
+        f"## Recipe\n\n```yaml\n{dump_recipe(recipe).strip()}\n```",
         f"Trained with Trainwright {__version__}.",
     ]
-    return "\n\n".join(sections) + "\n"
+    return _without_paths("\n\n".join(sections) + "\n", recipe)
 
 
 def _front_matter(recipe: Recipe, is_adapter: bool) -> Iterator[str]:
@@ -47,8 +47,9 @@ def _front_matter(recipe: Recipe, is_adapter: bool) -> Iterator[str]:
         yield "pipeline_tag: text-generation"
     else:
         yield "pipeline_tag: reinforcement-learning"
-    if recipe.model.name is not None and not Path(recipe.model.name).expanduser().exists():
-        yield f"base_model: {recipe.model.name}"
+    name = recipe.model.name
+    if name is not None and not (Path(name).expanduser().is_absolute() or Path(name).exists()):
+        yield f"base_model: {name}"
         yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
     yield "tags:"
     yield "- trainwright"
@@ -108,15 +109,16 @@ def _curve(events: Sequence[Event]) -> Iterator[str]:
         yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
 
 
-def _without_paths(recipe: Recipe) -> Recipe:
-    """The recipe without where it lay on the machine it was trained on."""
+def _without_paths(card: str, recipe: Recipe) -> str:
+    """The card without where things lay on the machine that trained it: of a path, its last name stays."""
+    for path in sorted(_paths(recipe.model_dump()), key=len, reverse=True):
+        card = card.replace(path, Path(path).name)
+    return card
 
-    def bare(value: Any) -> Any:
-        is_path = isinstance(value, str) and Path(value).expanduser().is_absolute()
-        return Path(value).name if is_path else value
 
-    data = recipe.data.model_copy(update={key: bare(getattr(recipe.data, key)) for key in ("train", "validation")})
-    model = recipe.model.model_copy(
-        update={key: bare(getattr(recipe.model, key)) for key in ("name", "tokenizer", "chat_template")}
-    )
-    return recipe.model_copy(update={"data": data, "model": model})
+def _paths(value: Any) -> set[str]:
+    """All absolute paths in a recipe's values."""
+    if isinstance(value, str):
+        return {value} if Path(value).expanduser().is_absolute() and Path(value).name else set()
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return set().union(*map(_paths, values))
