@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, TrainingError
 
 if TYPE_CHECKING:
@@ -41,11 +42,8 @@ class Variant:
 
 
 def ablate(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values for all runs, in the place of the recipe's."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     over: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary, and what to set it to. As often as you like."),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainwright.cli.recipe import Overrides
 from trainwright.errors import EXIT_STOPPED, RequestError
 
 if TYPE_CHECKING:
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
 
 def collect(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe with task algorithm_distillation.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe, in YAML."),
-    ] = None,
+    overrides: Overrides = None,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that learn, one core each. Default: one for every core.")
     ] = None,

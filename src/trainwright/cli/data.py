@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.cli import data_tokens
+from trainwright.cli.recipe import Overrides
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ app.command("train-tokenizer")(data_tokens.train_tokenizer)
 
 Asked = Annotated[
     str, typer.Argument(metavar="RECIPE|FILE", help="A recipe (.yaml), or rows: a file, directory or id.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe, in YAML."),
 ]
 Model = Annotated[
     str | None,

@@ -12,7 +12,7 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes."
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the file, in YAML."),
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe, in YAML."),
 ]
 
 
