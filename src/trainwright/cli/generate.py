@@ -71,7 +71,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Draw from the likeliest so much.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many of the likeliest.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With a row's number it decides what is drawn for it.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="With a row's number it decides what is drawn for it. Default: 0.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that have it.")] = "auto",
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that are answered at once.")] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="For --file. Default: one a GPU, or one.")] = None,
@@ -86,9 +88,9 @@ def generate(
 
     refuse_worker("generate")
     _check(prompt, file, out, num_processes, batch_size)
-    if temperature == 0 and (top_p < 1 or top_k is not None):
+    if temperature == 0 and (top_p < 1 or top_k is not None or seed is not None):
         raise RequestError(
-            "--top-p and --top-k: nothing is drawn at temperature 0; set --temperature, for instance to 0.7"
+            "--top-p, --top-k and --seed: nothing is drawn at temperature 0; set --temperature, for instance to 0.7"
         )
     machine = detect()
     asked = _Asked(
@@ -102,7 +104,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=seed,
+        seed=seed or 0,
         batch_size=batch_size,
         file=file,
         out=out,
@@ -144,9 +146,7 @@ def _talk(asked: _Asked, machine: Machine, prompt: str | None) -> None:
     found = find_model(asked.model, asked.adapter, asked.checkpoint)
     check_fits(found, DTYPES[asked.dtype], machine, 1)
     loaded = load(found, DTYPES[asked.dtype], torch.device(machine.device))
-    plain = asked.plain or not loaded.chat
-    if plain and asked.system is not None:
-        raise RequestError("--system: the model continues texts, which have no system turn")
+    plain = _is_plain(asked, loaded.chat)
     speaker = Speaker(loaded, _sampling(asked), _say, plain=plain, system=asked.system)
     if prompt is not None:
         speaker.answer(prompt if plain else [{"role": "user", "content": prompt}])
@@ -157,6 +157,14 @@ def _talk(asked: _Asked, machine: Machine, prompt: str | None) -> None:
         what = "it continues what you type" if plain else HELP
         print(f"{found.origin}: {what}", file=sys.stderr)
     chat(speaker, typed("> "), _say)
+
+
+def _is_plain(asked: _Asked, chat: bool) -> bool:
+    """Whether texts are continued; ``chat``: the model was made for conversations."""
+    plain = asked.plain or not chat
+    if plain and asked.system is not None:
+        raise RequestError("--system: the model continues texts, which have no system turn")
+    return plain
 
 
 def _say(text: str) -> None:
@@ -196,7 +204,7 @@ def _prepare(asked: _Asked, machine: Machine, processes: int, work: Path) -> Non
     found.save(work / "found.json")
     questions = read_questions(str(asked.file), "--file")
     tokenizer = load_tokenizer(found.section)
-    plain = asked.plain or tokenizer.chat_template is None
+    plain = _is_plain(asked, tokenizer.chat_template is not None)
     asker = Asker(tokenizer, plain=plain, system=asked.system)
     positions = getattr(load_config(found.section, tokenizer).get_text_config(), "max_position_embeddings", None)
     prompts = []

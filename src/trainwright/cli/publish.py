@@ -34,10 +34,13 @@ def merge(
 ) -> None:
     """Work an adapter into its base model, and check the result by its logits."""
     from trainwright.inference.finding import find_model
+    from trainwright.inference.loading import for_users
     from trainwright.models.merging import merge as merged
 
-    found = find_model(model, adapter)
-    result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
+    with for_users():
+        found = find_model(model, adapter)
+        _check_finished(found)
+        result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
     typer.echo(f"{result.directory}: {result.changed} matrices merged, none of them the base's")
     typer.echo(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
     typer.echo(f"it writes: {result.sample!r}")
@@ -56,19 +59,21 @@ def export(
 ) -> None:
     """Write a run's model in another form; an adapter is worked into its base where the form wants a whole model."""
     from trainwright.inference.finding import find_model
+    from trainwright.inference.loading import for_users
 
     if to not in ("safetensors", "gguf", "adapter"):
         raise RequestError(f"--to: {to} is none of safetensors, gguf, adapter")
     if dtype is not None and dtype not in _PRECISIONS.get(to, ()):
         known = " or ".join(_PRECISIONS.get(to, ())) or "none, as an adapter is written as it is"
         raise RequestError(f"--dtype: {dtype} is not for {to}; it takes {known}")
-    found, out = find_model(model, None, checkpoint), out.expanduser()
-    if to == "adapter":
-        _export_adapter(found, out)
-    elif to == "safetensors":
-        _export_whole(found, out, dtype)
-    else:
-        _export_gguf(found, out, dtype or "f16")
+    with for_users():
+        found, out = find_model(model, None, checkpoint), out.expanduser()
+        if to == "adapter":
+            _export_adapter(found, out)
+        elif to == "safetensors":
+            _export_whole(found, out, dtype)
+        else:
+            _export_gguf(found, out, dtype or "f16")
 
 
 def _export_gguf(found: Found, out: Path, precision: str) -> None:
@@ -130,11 +135,19 @@ def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
     if found.checkpoint is None and found.section.adapter.type != "none":
         merged(found.section, found.seed, out, _dtype(dtype))
         return
-    if found.section.adapter.type != "none":
-        raise RequestError(f"{found.origin} is a checkpoint of an adapter; finish the run, or --checkpoint final")
+    _check_finished(found)
     loaded = load(found, torch.float32, torch.device("cpu"))
     model = loaded.lm.model
     save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, _dtype(dtype))
+
+
+def _check_finished(found: Found) -> None:
+    """Raise RequestError for an adapter that is in a checkpoint alone."""
+    if found.checkpoint is not None and found.section.adapter.type != "none":
+        raise RequestError(
+            f"{found.origin} is a checkpoint of an adapter, and one is merged once its run is finished: go on with "
+            f"trainwright train --resume {found.run or 'RUN'}, then name the run or its final/"
+        )
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

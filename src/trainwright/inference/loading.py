@@ -49,7 +49,7 @@ def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
     Raises:
         RequestError: the weights are missing, damaged or do not belong together.
     """
-    with _for_users():
+    with for_users():
         tokenizer = load_tokenizer(found.section)
         model = load_model(found.section, dtype, found.seed, tokenizer)
         attach_adapter(model, found.section, found.seed)
@@ -66,7 +66,7 @@ def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
 
 def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: int) -> None:
     """Raise MachineError where ``processes`` of this machine cannot hold a whole copy of the model each."""
-    with _for_users():
+    with for_users():
         needed = parameter_count(load_config(found.section)) * dtype.itemsize
     if machine.gpus:
         memory, where = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
@@ -104,8 +104,8 @@ def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
 
 
 @contextmanager
-def _for_users() -> Iterator[None]:
-    """Messages that name a recipe's key name the command's argument instead: there is no recipe here."""
+def for_users() -> Iterator[None]:
+    """For commands without a recipe: messages that name a recipe's key name the command's argument instead."""
     try:
         yield
     except RequestError as error:

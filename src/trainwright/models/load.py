@@ -228,7 +228,10 @@ def config_from(directory: Path) -> PretrainedConfig:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise RequestError(f"model.name: {directory} is {config.model_type}, no causal language model")
     if getattr(config, "quantization_config", None) is not None:
-        raise RequestError(f"model.name: {directory} has quantised weights, which cannot be trained; use the full ones")
+        raise RequestError(
+            f"model.name: {directory} has quantised weights, which can neither be trained nor merged into; use the "
+            "model they were made from (model.adapter.quantisation quantises it as it is loaded)"
+        )
     return config
 
 

@@ -91,7 +91,8 @@ def _check_out(section: ModelSection, out: Path) -> None:
     base = resolve(section).directory
     if base is not None and out.resolve() == base.resolve():
         raise RequestError(
-            f"--out: {out} is the base model itself, which other adapters may need; give a new directory"
+            f"--out: {out} is the base model itself, which stays as it is: other adapters may need it, and what is "
+            "merged is a model of its own that is not quantised; give a new directory"
         )
     if out.exists():
         raise RequestError(f"--out: {out} exists; give a new directory")
