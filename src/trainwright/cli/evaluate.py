@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,8 +53,12 @@ def evaluate(
     reference_model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="For mia_reference: a model that never saw the forget set.")
     ] = None,
-    relearning_steps: Annotated[int, typer.Option(min=1, help="For relearning: steps of training again.")] = 20,
-    relearning_rate: Annotated[float, typer.Option(help="For relearning: the learning rate.")] = 1e-5,
+    relearning_steps: Annotated[
+        int | None, typer.Option(min=1, help="For relearning: steps of training again. Default: 20.")
+    ] = None,
+    relearning_rate: Annotated[
+        float | None, typer.Option(help="For relearning: the learning rate. Default: 1e-5.")
+    ] = None,
     adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to put on MODEL.")] = None,
     checkpoint: Annotated[
         str | None,
@@ -73,7 +77,9 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="The first so many rows, all of them answered.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="50 rows, drawn from all.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Answer all rows, and not 200 drawn from them.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The longest answer, in tokens. Default: 256.")
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(min=2, help="Cut rows to so many tokens. Default: as the run, or the model's positions."),
@@ -126,7 +132,10 @@ def evaluate(
         "--limit": limit,
         "--quick": quick,
         "--full": full,
+        "--max-new-tokens": max_new_tokens,
         "--max-length": max_length,
+        "--relearning-steps": relearning_steps,
+        "--relearning-rate": relearning_rate,
         "--lm-eval": lm_eval,
         "--lm-eval-include": lm_eval_include,
         "--dtype": dtype != "auto",
@@ -145,17 +154,17 @@ def evaluate(
         others |= {"quick": quick or None, "full": full or None}
         names = _benchmark_metrics(metrics, others)
     else:
-        if reference_log is not None or reference_model is not None:
-            raise RequestError("--reference-log and --reference-model have no effect without --benchmark")
         names = _metrics(metrics, answer_pattern, json_schema)
+        _refuse_idle(of_texts, names)
     if quick and (full or limit is not None):
         raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")
     if full and limit is not None:
         raise RequestError("--limit: so many rows are answered anyway; leave --full out")
+    _check_format(format)
     if data is not None:
         from trainwright.data.sources import check_source
 
-        check_source(data, "--data")
+        check_source(data, "--data", format == "documents")
     machine = detect()
     directory = _new_directory(out, model)
     asked = Asked(
@@ -172,7 +181,7 @@ def evaluate(
         full=full,
         answer_pattern=answer_pattern,
         json_schema=None if json_schema is None else str(json_schema),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens or Asked.max_new_tokens,
         max_length=max_length,
         dtype=dtype_name(dtype, machine),
         batch_size=batch_size,
@@ -182,8 +191,8 @@ def evaluate(
         benchmark=benchmark,
         reference_log=None if reference_log is None else str(reference_log),
         reference_model=reference_model,
-        relearning_steps=relearning_steps,
-        relearning_rate=relearning_rate,
+        relearning_steps=relearning_steps or Asked.relearning_steps,
+        relearning_rate=Asked.relearning_rate if relearning_rate is None else relearning_rate,
     )
     processes = process_count(machine, num_processes)
     with work_directory("eval") as work:
@@ -275,6 +284,36 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | 
     if any(name.startswith("rouge") for name in names):
         require("rouge_score", "rouge_l")
     return names
+
+
+def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
+    """Raise RequestError for an option that has no effect where the metrics ``names`` are measured on rows."""
+    from trainwright.evaluation.metrics.registry import ANSWERS
+
+    of_answers = ("--full", "--max-new-tokens", "--batch-size")
+    of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
+    benchmark = ("--reference-log", "--reference-model", "--relearning-steps", "--relearning-rate")
+    idle: list[tuple[bool, Sequence[str], str]] = [
+        (True, benchmark, "without --benchmark"),
+        (not given["--data"], ("--format",), "without --data"),
+        (
+            bool(given["--lm-eval"] and not given["--data"]),
+            of_rows,
+            "as only tasks of --lm-eval are measured; name rows with --data",
+        ),
+        (not any(name in ANSWERS for name in names), of_answers, "as no metric of --metrics is of answers"),
+    ]
+    for applies, options, why in idle:
+        if applies and (used := next((name for name in options if given[name] not in (None, False)), None)):
+            raise RequestError(f"{used}: has no effect {why}")
+
+
+def _check_format(layout: str) -> None:
+    from trainwright.data.formats import SINGLE
+
+    known = ("auto", "documents", *SINGLE)
+    if layout not in known:
+        raise RequestError(f"--format: {layout!r} is no layout of rows to measure on; there are {', '.join(known)}")
 
 
 def _tasks(named: str | None, directory: Path | None) -> tuple[str, ...]:

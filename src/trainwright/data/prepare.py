@@ -1,6 +1,6 @@
 """Tokenise once, before any process group exists, into a fingerprinted directory that every worker maps.
 
-    <cache>/datasets/<fingerprint>/{train/, validation/, about.json}
+    <cache>/datasets/<fingerprint>/{train/, validation/, held_back.npy, about.json}
     <cache>/datasets/keys/<key>.json
 
 The fingerprint is of all that the tokens depend on, the rows' content among it; the key has their paths,
@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import EXAMPLES, Kind
 from trainwright.data.source_key import content_of, settings_of, source_key
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.data_schema import DataSection
 
+HELD_BACK = "held_back.npy"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -41,6 +46,11 @@ class Prepared:
     validation: TokenDataset | None
     summary: list[str] = field(default_factory=list)
     directory: Path = Path()  # holds train/ and, where there is one, validation/
+
+    def held_back(self) -> npt.NDArray[np.int64]:
+        """Of every row that is validated on, which source it is of and where it stands in it, from 0: [rows, 2]."""
+        found: npt.NDArray[np.int64] = np.load(self.directory / HELD_BACK)
+        return found
 
 
 def prepare(

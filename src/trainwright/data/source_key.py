@@ -11,7 +11,7 @@ from trainwright.data.sources import BUILT_IN, source_files
 if TYPE_CHECKING:
     from trainwright.recipe.data_schema import DataSection, SourceSection
 
-VERSION = 5  # of everything that decides tokens and targets; raised when any of it changes
+VERSION = 6  # of everything that decides what is kept; raised when any of it changes
 
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from trainwright.data.kinds import Kind
 from trainwright.data.mixture import Part, parts_of, shares
+from trainwright.data.prepare import HELD_BACK
 from trainwright.data.split import split
 from trainwright.data.token_files import write_dataset
 from trainwright.data.token_rows import TokenRows, tokenize_source
@@ -56,7 +57,8 @@ def tokenize_and_split(
         else:
             sides = [split(rows.hashes, wanted, seed) for rows, wanted in zip(found, _wanted(data, found), strict=True)]
             train = [(rows, kept) for rows, (kept, _) in zip(found, sides, strict=True)]
-            held = [(rows, aside) for rows, (_, aside) in zip(found, sides, strict=True) if len(aside)]
+            held = [(rows, aside) for rows, (_, aside) in zip(found, sides, strict=True)]
+            held = held if any(len(aside) for _, aside in held) else []
             how = f"held back by seed {seed}, duplicates on one side"
         mixture = None
         if len(found) > 1:
@@ -69,10 +71,18 @@ def tokenize_and_split(
         if held:
             report = separate.report() if data.validation_source is not None else report
             counts.append(_write(directory / "validation", held, report, None))
+            np.save(directory / HELD_BACK, _numbered(held))
     lines.append(_split_line(counts, how))
     # The layout as far as a template has to be there for it: of a mixture, that of conversations if there are any.
     layout = next((rows.format for rows in found if rows.format != "text"), "text")
     return {"summary": lines, "format": layout, "validation": bool(held)}
+
+
+def _numbered(held: Chosen) -> npt.NDArray[np.int64]:
+    """Of every row that is held back, which source it is of and where it stands in it, both from 0: [rows, 2]."""
+    numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in held]
+    sources = np.repeat(np.arange(len(held)), [len(each) for each in numbers])
+    return np.stack([sources, np.concatenate(numbers)], axis=1)
 
 
 def _everything(rows: TokenRows) -> npt.NDArray[np.int64]:

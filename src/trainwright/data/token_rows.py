@@ -78,6 +78,7 @@ class TokenRows:
     spool: TokenSpool
     rows: int = 0
     examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that is any
+    numbers: array[int] = field(default_factory=lambda: array("q"))  # where each of these stands in the source, from 0
     documents_per_example: int = 1
     hashes: Hashes = field(default_factory=Hashes)
     truncated: int = 0
@@ -116,10 +117,9 @@ class TokenRows:
         self._added(1, tokens, roles)
 
     def _add_windows(self, ids: npt.NDArray[np.int32], flags: npt.NDArray[np.bool_], role: int) -> None:
-        # Each window begins with the last token of the one before: it has no prediction there, and had one here.
-        begins = range(0, len(ids) - 1, self.max_length - 1)
-        windows = [(ids[at : at + self.max_length], flags[at : at + self.max_length]) for at in begins]
-        kept = [(part, marks) for part, marks in windows if marks[1:].any()]
+        windows = windows_of(len(ids), self.max_length)
+        parts = [(ids[begin:end], flags[begin:end]) for begin, end in windows]
+        kept = [(part, marks) for part, marks in parts if marks[1:].any()]
         if not kept:
             self.without_target += 1
             return
@@ -132,6 +132,7 @@ class TokenRows:
 
     def _added(self, examples: int, tokens: Sequence[npt.NDArray[np.int32]], roles: Sequence[int]) -> None:
         self.examples_of_row.append(examples)
+        self.numbers.append(self.rows - 1)
         digest = hashlib.blake2b(digest_size=_DIGEST)
         for ids, role in zip(tokens, roles, strict=True):
             digest.update(header(len(ids), role) + ids.tobytes())
@@ -200,6 +201,19 @@ class TokenRows:
         return lines + [f"{name}: {note}" for note in self.notes]
 
 
+def windows_of(length: int, longest: int) -> list[tuple[int, int]]:
+    """Where the windows of at most ``longest`` tokens that a longer document is split into begin and end.
+
+    Each begins with the last token of the one before: it has no prediction there, and had one here.
+    """
+    return [(begin, min(begin + longest, length)) for begin in range(0, length - 1, longest - 1)]
+
+
+def splits_long(long_documents: str, layout: str) -> bool:
+    """Whether rows of ``layout`` that are too long are split, as ``data.long_documents`` says, and not cut."""
+    return long_documents == "split" or (long_documents == "auto" and layout == "text")
+
+
 def tokenize_source(
     source: SourceSection, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, spool: Path
 ) -> TokenRows:
@@ -216,7 +230,7 @@ def tokenize_source(
         layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
     except RequestError as error:
         raise RequestError(f"{key}: {name}: {error}") from None
-    splits = data.long_documents == "split" or (data.long_documents == "auto" and layout == "text")
+    splits = splits_long(data.long_documents, layout)
     found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
     if unused := unused_columns(columns, layout):
         found.notes.append(f"not used: the columns {', '.join(unused)}")

@@ -30,6 +30,10 @@ class Column:
     def __len__(self) -> int:
         return len(self.values)
 
+    def chosen(self, rows: Sequence[int]) -> Column:
+        """The same of some of the rows."""
+        return Column(self.values[list(rows)], self.weights[list(rows)], self.finish)
+
     def value(self) -> float:
         return float(self.finish(self.values.sum() / self.weights.sum()))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,19 @@ from trainwright.inference.batching import Done
 from trainwright.inference.generation import Answer
 from trainwright.inference.loading import Loaded
 from trainwright.inference.sampling import Sampling
-from trainwright.inference.scoring import score
+from trainwright.inference.scoring import TokenScores, score
 from trainwright.inference.stopping import stop_of
 from trainwright.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where the rows come from: the names of the sources, of every row where it stands in its own, from 0, and which
+    that is."""
+
+    sources: list[str]
+    numbers: list[int]
+    parts: list[int]
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Sample:
     reference: str | None = None
     answer: str | None = None
     complete: bool | None = None  # the model stopped by itself
+    source: str | None = None  # where there are several
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Measured:
     Attributes:
         origin: the model, in words.
         tokens: a fingerprint of the rows in the model's tokens; where two models differ, so do their likelihoods.
+        origins: where the rows come from.
+        answered: the places of the rows that were answered.
         notes: what a reader of the numbers should know.
     """
 
@@ -50,7 +64,18 @@ class Measured:
     tokens: str
     columns: dict[str, Column]
     samples: list[Sample]
+    origins: Origins
+    answered: list[int]
     notes: list[str] = field(default_factory=list)
+
+    def of_source(self, part: int) -> Measured:
+        """What was measured of the rows of one source."""
+        rows = [place for place, each in enumerate(self.origins.parts) if each == part]
+        questions = [index for index, place in enumerate(self.answered) if self.origins.parts[place] == part]
+        columns = {
+            name: column.chosen(rows if name in LIKELIHOODS else questions) for name, column in self.columns.items()
+        }
+        return replace(self, columns={name: column for name, column in columns.items() if len(column)}, notes=[])
 
     def save(self, file: Path) -> None:
         columns = {
@@ -67,13 +92,14 @@ class Measured:
             for name, column in saved.pop("columns").items()
         }
         samples = [Sample(**sample) for sample in saved.pop("samples")]
-        return cls(**saved, columns=columns, samples=samples)
+        origins = Origins(**saved.pop("origins"))
+        return cls(**saved, columns=columns, samples=samples, origins=origins)
 
 
 def measure(
     loaded: Loaded,
     rows: EncodedRows,
-    numbers: Sequence[int],
+    origins: Origins,
     names: Sequence[str],
     judges: Mapping[str, Judge],
     sampling: Sampling,
@@ -87,14 +113,14 @@ def measure(
     """Score the rows and answer those that are asked. Every rank must call; rank 0 gets the whole result.
 
     Args:
-        numbers: where each row stands in its source, from 0.
+        origins: where the rows come from.
         names: of the metrics.
         batch: how many rows are answered at once.
         judges: those of them that judge answers.
         scored, answered: told how many rows this rank has done since.
     """
     wanted = any(name in LIKELIHOODS for name in names)
-    scores = score(loaded.lm, rows.dataset, world, done=scored) if wanted else []
+    scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if wanted else []
     answers = answer_prompts(loaded, rows.prompts, sampling, world, batch, answered) if judges else []
     if not world.is_main:
         return None
@@ -102,8 +128,9 @@ def measure(
     for name, judge in judges.items():
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
     ordered = {name: columns[name] for name in names}
-    samples = _samples(loaded, rows, numbers, ordered, answers)
-    return Measured(origin, rows.dataset.fingerprint, ordered, samples)
+    samples = _samples(loaded, rows, origins, ordered, answers)
+    places = rows.prompts.places if judges else []
+    return Measured(origin, rows.dataset.fingerprint, ordered, samples, origins, places)
 
 
 def answer_prompts(
@@ -120,23 +147,32 @@ def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]
     return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
 
 
+def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
+    """The scores of every row's windows as one."""
+    found = iter(scores)
+    return [
+        TokenScores(np.concatenate([part.losses for part in parts]), np.concatenate([part.correct for part in parts]))
+        for parts in (list(islice(found, count)) for count in windows)
+    ]
+
+
 def _samples(
-    loaded: Loaded, rows: EncodedRows, numbers: Sequence[int], columns: Mapping[str, Column], answers: list[Answer]
+    loaded: Loaded, rows: EncodedRows, origins: Origins, columns: Mapping[str, Column], answers: list[Answer]
 ) -> list[Sample]:
     asked = {place: question for question, place in enumerate(rows.prompts.places)} if answers else {}
     samples = []
-    for place, number in enumerate(numbers):
+    for place, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
         question = asked.get(place)
         scores = {
             name: column.row(place if question is None or name in LIKELIHOODS else question)
             for name, column in columns.items()
             if name in LIKELIHOODS or question is not None
         }
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"source": origins.sources[part]} if len(origins.sources) > 1 else {}
         if question is not None:
             answer = answers[question]
             prompt = str(loaded.tokenizer.decode(rows.prompts.tokens[question]))
-            extra = {"prompt": prompt, "reference": rows.prompts.references[question]}
+            extra |= {"prompt": prompt, "reference": rows.prompts.references[question]}
             extra |= {"answer": answer.text.strip(), "complete": answer.complete}
         samples.append(Sample(number + 1, scores, **extra))
     return samples

@@ -31,6 +31,7 @@ class Report:
     Attributes:
         settings: what was asked for, as plain values.
         harness: what lm-evaluation-harness found, by task.
+        parts: the same of every source alone, where the rows are of several.
     """
 
     settings: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Report:
     against: Measured | None = None
     comparison: Comparison | None = None
     harness: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Report] = field(default_factory=dict)
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
@@ -48,7 +50,11 @@ class Report:
         """The table, and what should be known beside it."""
         lines = []
         if self.measured is not None:
-            lines = self._compared() if self.against is not None else table_lines(_rows(self.estimates), _HEAD)
+            if self.against is not None:
+                lines = [f"A: {self.measured.origin}", f"B: {self.against.origin}", ""]
+            lines += self._table()
+            for name, part in self.parts.items():
+                lines += ["", f"of {name}:", *part._table()]
             lines += [f"note: {note}" for note in self.measured.notes]
         if self.against is not None:
             lines += [f"note: against: {note}" for note in self.against.notes if self.measured is not None]
@@ -58,7 +64,9 @@ class Report:
             lines += table_lines(_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
         return lines
 
-    def _compared(self) -> list[str]:
+    def _table(self) -> list[str]:
+        if self.against is None:
+            return table_lines(_rows(self.estimates), _HEAD)
         assert self.measured is not None and self.against is not None and self.comparison is not None
         rows = []
         for name, column in self.measured.columns.items():
@@ -68,7 +76,7 @@ class Report:
             shown = ["", ""] if found is None else [_signed(found.value), _between(found, _signed)]
             rows.append([name, *values, *shown, f"{len(column):,}"])
         head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
-        return [f"A: {self.measured.origin}", f"B: {self.against.origin}", "", *table_lines(rows, head)]
+        return table_lines(rows, head)
 
     def write(self, directory: Path) -> None:
         """Write all files to ``directory``, which is new. Raises RequestError where they cannot be written."""
@@ -76,17 +84,26 @@ class Report:
             self._write(scratch)
 
     def _write(self, directory: Path) -> None:
-        found: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings)}
+        found: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._found()}
         if self.measured is not None:
-            found |= _described(self.measured, self.estimates)
             _write_samples(directory / "samples.jsonl", self.measured)
-        if self.against is not None and self.comparison is not None:
+        if self.against is not None:
             _write_samples(directory / "samples-against.jsonl", self.against)
-            differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
-            found["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
         if self.harness:
             found["lm_eval"] = dict(self.harness)
         write_text(directory / "metrics.json", json.dumps(found, indent=2, default=str) + "\n")
+
+    def _found(self) -> dict[str, Any]:
+        """Every number, as plain values."""
+        found: dict[str, Any] = {}
+        if self.measured is not None:
+            found |= _described(self.measured, self.estimates)
+        if self.against is not None and self.comparison is not None:
+            differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
+            found["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
+        if self.parts:
+            found["sources"] = {name: part._found() for name, part in self.parts.items()}
+        return found
 
 
 @contextmanager

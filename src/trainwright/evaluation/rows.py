@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.formats import SINGLE, Message, NoTarget, layout_of, to_example
+from trainwright.data.formats import SINGLE, Example, Message, NoTarget, layout_of, to_example
 from trainwright.data.sources import place_of, read_rows
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
+from trainwright.data.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
 from trainwright.inference.asking import last_answer
+from trainwright.recipe.data_schema import SourceSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,77 +30,103 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a source in its order. A text has no messages, and a conversation no text."""
+    """Texts and conversations of one source after another.
 
-    source: str
-    layout: str
-    numbers: list[int]  # where each stands in the source, from 0
-    conversations: list[list[Message]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    Attributes:
+        sources: where they come from.
+        examples: what each row holds.
+        numbers: where each stands in its source, from 0.
+        parts: which of the sources each is of.
+    """
+
+    sources: tuple[SourceSection, ...]
+    examples: list[Example] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     @property
-    def examples(self) -> Sequence[Any]:
-        return self.texts if self.layout == "text" else self.conversations
+    def name(self) -> str:
+        """All sources, for people."""
+        return " + ".join(source.source for source in self.sources)
+
+    @property
+    def conversations(self) -> list[int]:
+        """The places of those that ask something."""
+        return [place for place, example in enumerate(self.examples) if not isinstance(example, str)]
 
     def chosen(self, places: Sequence[int]) -> Rows:
         """Some of the rows."""
-        return replace(
-            self,
-            numbers=[self.numbers[place] for place in places],
-            conversations=[self.conversations[place] for place in places if self.conversations],
-            texts=[self.texts[place] for place in places if self.texts],
+        return Rows(
+            self.sources,
+            [self.examples[place] for place in places],
+            [self.numbers[place] for place in places],
+            [self.parts[place] for place in places],
         )
 
     def place(self, index: int) -> str:
         """File and line of a row, for messages."""
-        return place_of(self.source, self.numbers[index])
+        source = self.sources[self.parts[index]]
+        return place_of(source.source, self.numbers[index], source.format == "documents")
 
     def question(self, index: int) -> list[Message]:
         """A conversation up to where its last answer begins."""
-        return self.conversations[index][: last_answer(self.conversations[index])]
+        turns = self._turns(index)
+        return turns[: last_answer(turns)]
 
-    def reference(self, index: int) -> str:
+    def answer(self, index: int) -> Message:
         """The last answer of a conversation."""
-        conversation = self.conversations[index]
-        return str(conversation[last_answer(conversation)]["content"])
+        turns = self._turns(index)
+        return turns[last_answer(turns)]
+
+    def _turns(self, index: int) -> list[Message]:
+        example = self.examples[index]
+        assert not isinstance(example, str), "a text asks nothing"
+        return example
 
 
-def read(source: str, layout: str = "auto", limit: int | None = None, *, key: str, lenient: bool = False) -> Rows:
-    """Read ``source``, at most its first ``limit`` rows.
+def joined(several: Sequence[Rows]) -> Rows:
+    """The rows of one after another."""
+    parts: list[int] = []
+    sources: tuple[SourceSection, ...] = ()
+    for rows in several:
+        parts += [part + len(sources) for part in rows.parts]
+        sources += rows.sources
+    examples = [example for rows in several for example in rows.examples]
+    return Rows(sources, examples, [number for rows in several for number in rows.numbers], parts)
+
+
+def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) -> Rows:
+    """Read ``source``.
 
     Args:
         key: what names the source in messages.
-        lenient: leave out rows in which nothing is answered, as training does.
+        only: where the rows that are wanted stand in it, from 0.
 
     Raises:
-        RequestError: the source, its layout or a row is wrong, with the row's file and line.
+        RequestError: the source, its layout or a row is wrong, or a row has no reference, with its file and line.
     """
-    table = read_rows(source, limit, key)
-    columns = table.column_names
+    table = read_rows(source.source, source.limit, key, source.format == "documents")
     first = table[:8]
     rows_of_first = [dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)]
     try:
-        layout = layout_of(columns, rows_of_first, layout, SINGLE)
+        layout = layout_of(table.column_names, rows_of_first, source.format, SINGLE)
     except RequestError as error:
-        raise RequestError(f"{key}: {source}: {error}") from None
-    rows = Rows(source, layout, [])
-    for number, row in enumerate(table):
+        raise RequestError(f"{key}: {source.source}: {error}") from None
+    numbers = list(range(len(table)) if only is None else only)
+    rows = Rows((source,), numbers=numbers, parts=[0] * len(numbers))
+    for index, row in enumerate(table if only is None else table.select(numbers)):
         try:
-            example = to_example(row, layout)
+            rows.examples.append(to_example(row, layout))
         except NoTarget as error:
-            if lenient:
-                continue
             raise RequestError(
-                f"{key}: {place_of(source, number)}: {error}, so there is no reference to compare with; fill it in or "
-                "remove the row"
+                f"{key}: {rows.place(index)}: {error}, so there is no reference to compare with; fill it in or remove "
+                "the row"
             ) from None
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(source, number)}: {error}") from None
-        rows.numbers.append(number)
-        rows.texts.append(example) if isinstance(example, str) else rows.conversations.append(example)
+            raise RequestError(f"{key}: {rows.place(index)}: {error}") from None
     return rows
 
 
@@ -128,23 +157,27 @@ class EncodedRows:
     """Rows as the tokens of one model.
 
     Attributes:
-        dataset: every row, and which of its tokens are targets.
+        dataset: every row, and which of its tokens are targets; of a row that was split, its windows.
+        windows: how many of them each row became.
         last_turn: of every row, how many of its targets belong to its last answer.
-        cut: how many rows are longer than the model or the user allows.
+        cut: how many rows are longer than the model or the user allows, and have lost their end.
+        split: how many of them were split, and have lost nothing.
         notes: what a user should know about the template.
     """
 
     dataset: TokenDataset
+    windows: list[int]
     last_turn: list[int]
     prompts: Prompts
     cut: int
+    split: int
     notes: list[str]
 
     def save(self, directory: Path) -> None:
         """Write everything to ``directory``, for other processes."""
         self.dataset.save(directory / "tokens")
-        rest = {"last_turn": self.last_turn, "prompts": asdict(self.prompts), "cut": self.cut, "notes": self.notes}
-        (directory / "rows.json").write_text(json.dumps(rest), encoding="utf-8")
+        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "dataset"}
+        (directory / "rows.json").write_text(json.dumps({**rest, "prompts": asdict(self.prompts)}), encoding="utf-8")
 
     @classmethod
     def open(cls, directory: Path) -> EncodedRows:
@@ -154,36 +187,50 @@ class EncodedRows:
 
 
 def encode(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None, asked: Sequence[int], key: str
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    long_documents: str,
+    asked: Sequence[int],
+    key: str,
 ) -> EncodedRows:
     """The rows in the tokens of ``tokenizer``.
 
     Args:
-        max_length: of a row; what is longer is cut, and its last targets with it.
-        asked: places of the rows that are to be answered.
+        max_length: of a row; what is longer is split or cut, as ``data.long_documents`` of a recipe has it.
+        asked: places of the rows that are to be answered, which are conversations.
 
     Raises:
         RequestError: the template refuses a row, or nothing of an answer is left of it after the cut; with file and
             line.
     """
-    encoder = None if rows.layout == "text" else ChatEncoder(tokenizer)
-    pairs, last_turn, cut, called = [], [], 0, {}
+    encoder = ChatEncoder(tokenizer) if rows.conversations else None
+    pairs: list[Encoded] = []
+    windows, last_turn, called, cut, split = [], [], {}, 0, 0
     for place, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key)):
-        kept = flags[:max_length]
-        if not any(kept[1:]):
+        is_text = isinstance(rows.examples[place], str)
+        ends = [(0, len(ids))]
+        if max_length is not None and len(ids) > max_length:
+            splits = splits_long(long_documents, "text" if is_text else "messages")
+            ends = windows_of(len(ids), max_length) if splits else [(0, max_length)]
+            split, cut = split + splits, cut + (not splits)
+        kept = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
+        if not kept:
             raise RequestError(
-                f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {max_length:,}; "
+                f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
                 "raise --max-length, as far as the model goes, or remove the row"
             )
         begin = max(1, _last_run(flags))
-        last_turn.append(sum(kept[begin:]))
-        if encoder is not None and rows.conversations[place][last_answer(rows.conversations[place])].get("tool_calls"):
+        last_turn.append(sum(flags[begin : kept[-1][1]]))
+        windows.append(len(kept))
+        pairs += [(ids[begin:end], flags[begin:end]) for begin, end in kept]
+        if not is_text and rows.answer(place).get("tool_calls"):
             called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
-        cut += len(ids) > len(kept)
-        pairs.append((ids[:max_length], kept))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
     prompts = Prompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
-    return EncodedRows(dataset, last_turn, prompts, cut, [] if encoder is None else encoder.notes)
+    notes = [] if encoder is None else encoder.notes
+    return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
 
 def fingerprint(pairs: Sequence[Encoded]) -> str:
@@ -194,32 +241,25 @@ def fingerprint(pairs: Sequence[Encoded]) -> str:
     return digest.hexdigest()[:32]
 
 
-def held_back(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, validation: TokenDataset, max_length: int, key: str
-) -> Rows:
-    """Those of the rows of a training's source that it held back: the ones with the tokens of a validation example."""
-    held = {validation.document(index)[0].tobytes() for index in range(len(validation))}
-    encoder = None if rows.layout == "text" else ChatEncoder(tokenizer)
-    tokens = (
-        np.asarray(ids[:max_length], dtype=np.int32).tobytes() for ids, _ in _encoded(rows, tokenizer, encoder, key)
-    )
-    return rows.chosen([place for place, bytes_ in enumerate(tokens) if bytes_ in held])
-
-
 def _encoded(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, encoder: ChatEncoder | None, key: str
 ) -> Iterator[Encoded]:
-    for start in range(0, len(rows), _BATCH):
-        batch = rows.examples[start : start + _BATCH]
-        try:
-            yield from encode_texts(tokenizer, batch) if encoder is None else encoder.encode(batch)
-        except TurnsError as error:
-            raise RequestError(f"{key}: {rows.place(start + error.index)}: {error}") from None
+    start = 0
+    for is_text, alike in groupby(rows.examples, lambda example: isinstance(example, str)):
+        while batch := list(islice(alike, _BATCH)):
+            try:
+                if is_text or encoder is None:
+                    yield from encode_texts(tokenizer, [example for example in batch if isinstance(example, str)])
+                else:
+                    yield from encoder.encode([example for example in batch if not isinstance(example, str)])
+            except TurnsError as error:
+                raise RequestError(f"{key}: {rows.place(start + error.index)}: {error}") from None
+            start += len(batch)
 
 
 def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str) -> Prompts:
     """The questions of ``asked`` rows; ``called`` has the references of answers that call tools."""
-    references = [called.get(place, rows.reference(place)).strip() for place in asked]
+    references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in asked]
     try:
         return Prompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
     except TurnsError as error:

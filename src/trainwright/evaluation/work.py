@@ -19,11 +19,11 @@ from trainwright.data.prepare import prepare as prepare_data
 from trainwright.errors import RequestError
 from trainwright.evaluation.asked import QUICK_ROWS, USUAL_ANSWERS, Asked
 from trainwright.evaluation.comparison import compare
-from trainwright.evaluation.measure import Measured, measure
+from trainwright.evaluation.measure import Measured, Origins, measure
 from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import ANSWERS, Judge, judges
 from trainwright.evaluation.report import Report
-from trainwright.evaluation.rows import EncodedRows, Rows, drawn, encode, held_back, read
+from trainwright.evaluation.rows import EncodedRows, Rows, drawn, encode, joined, read
 from trainwright.inference.batching import Done
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
@@ -32,6 +32,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
+from trainwright.recipe.data_schema import SourceSection
 
 _MODEL, _AGAINST = "model", "against"
 _RUNS_OWN = "data.validation of the run"
@@ -57,25 +58,32 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
         each.save(work / side / "found.json")
     if not asked.on_rows:
         return
-    rows, key, longest = _rows(asked, found)
+    rows, key = _rows(asked, found)
+    longest, long_documents = _lengths(asked, found)
     judged = judges(asked.metrics, asked.answer_pattern, asked.json_schema)
-    if judged and rows.layout == "text":
-        if asked.explicit:
-            raise RequestError(
-                f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.source} are texts"
-            )
+    if judged and not rows.conversations:
+        if asked.explicit or asked.answer_pattern is not None or asked.json_schema is not None:
+            raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
     places = _asked_places(asked, rows) if judged else []
     _check_references(rows, judged, places, key)
     for side, each in sides.items():
         own = min((n for n in (longest, _positions(each)) if n is not None), default=None)
-        encoded = encode(rows, load_tokenizer(each.section), max_length=own, asked=places, key=key)
+        encoded = encode(
+            rows,
+            load_tokenizer(each.section),
+            max_length=own,
+            long_documents=long_documents,
+            asked=places,
+            key=key,
+        )
         _check_room(encoded, rows, _positions(each), key)
         encoded.save(work / side)
     names = [name for name in asked.metrics if name in judged or name not in ANSWERS]
     if not names:
         raise RequestError("--metrics: nothing is left to measure")
-    about = {"source": rows.source, "numbers": rows.numbers, "names": names, "answered": len(places)}
+    origins = Origins(_names(rows), rows.numbers, rows.parts)
+    about = {"origins": asdict(origins), "names": names, "answered": len(places)}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -106,29 +114,39 @@ def report_of(asked: Asked, work: Path) -> Report:
         del settings["metrics"]
         return Report(settings, harness=harness)
     about = json.loads((work / "about.json").read_text(encoding="utf-8"))
-    settings |= {"data": about["source"], "rows": len(about["numbers"]), "answered": about["answered"]}
+    origins = Origins(**about["origins"])
+    sources = " + ".join(origins.sources)
+    settings |= {"data": sources, "rows": len(origins.numbers), "answered": about["answered"]}
     measured = Measured.open(work / _MODEL / "measured.json")
-    if asked.against is None:
-        return Report(settings, measured, harness=harness)
-    against = Measured.open(work / _AGAINST / "measured.json")
-    return Report(settings, measured, against, compare(measured, against), harness)
+    against = None if asked.against is None else Measured.open(work / _AGAINST / "measured.json")
+    several = len(origins.sources) > 1
+    parts = {
+        name: _compared(measured.of_source(part), None if against is None else against.of_source(part))
+        for part, name in enumerate(origins.sources)
+        if several and part in origins.parts
+    }
+    return replace(_compared(measured, against), settings=settings, harness=harness, parts=parts)
+
+
+def _compared(measured: Measured, against: Measured | None) -> Report:
+    return Report({}, measured, against, None if against is None else compare(measured, against))
 
 
 def _measure(asked: Asked, work: Path, side: str, loaded: Loaded, world: World, stage: Stage) -> None:
     about = json.loads((work / "about.json").read_text(encoding="utf-8"))
-    rows = EncodedRows.open(work / side)
+    rows, origins = EncodedRows.open(work / side), Origins(**about["origins"])
     found = Found.open(work / side / "found.json")
     measured = measure(
         loaded,
         rows,
-        about["numbers"],
+        origins,
         about["names"],
         judges(about["names"], asked.answer_pattern, asked.json_schema),
         Sampling(max_new_tokens=asked.max_new_tokens),
         world,
         origin=found.origin,
         batch=asked.batch_size,
-        scored=stage(f"scoring with {found.origin}", len(about["numbers"])),
+        scored=stage(f"scoring with {found.origin}", len(rows.dataset)),
         answered=stage(f"answers of {found.origin}", about["answered"]),
     )
     if measured is not None:
@@ -138,6 +156,8 @@ def _measure(asked: Asked, work: Path, side: str, loaded: Loaded, world: World, 
 def _notes(measured: Measured, rows: EncodedRows, asked: Asked) -> Iterator[str]:
     if rows.cut:
         yield f"{rows.cut:,} rows are longer than they may be and were cut"
+    if rows.split:
+        yield f"{rows.split:,} rows are longer than they may be and were split; nothing of them is lost"
     unfinished = sum(sample.complete is False for sample in measured.samples)
     if unfinished:
         yield f"{unfinished:,} answers were cut at {asked.max_new_tokens:,} tokens; --max-new-tokens allows more"
@@ -153,23 +173,28 @@ def _harness(asked: Asked, side: Path, loaded: Loaded, world: World, stage: Stag
         (side / "harness.json").write_text(json.dumps(found, default=str), encoding="utf-8")
 
 
-def _rows(asked: Asked, found: Found) -> tuple[Rows, str, int | None]:
-    """The rows, what names them in messages, and how long they may be where that is limited."""
+def _rows(asked: Asked, found: Found) -> tuple[Rows, str]:
+    """The rows, and what names them in messages."""
     if asked.data is not None:
-        rows = read(asked.data, asked.format, asked.limit, key="--data")
-        longest = asked.max_length
+        source = SourceSection.model_validate({"source": asked.data, "format": asked.format, "limit": asked.limit})
+        rows = read(source, key="--data")
     else:
-        rows, longest = _rows_of_run(found)
+        rows = _rows_of_run(found)
         rows = rows.chosen(range(min(len(rows), asked.limit or len(rows))))
-        if asked.max_length is not None:
-            longest = asked.max_length
     if asked.quick:
         rows = rows.chosen(drawn(len(rows), QUICK_ROWS))
-    return rows, "--data" if asked.data is not None else _RUNS_OWN, longest
+    return rows, "--data" if asked.data is not None else _RUNS_OWN
 
 
-def _rows_of_run(found: Found) -> tuple[Rows, int]:
-    """What the run held back to validate on, and how long it had its examples."""
+def _lengths(asked: Asked, found: Found) -> tuple[int | None, str]:
+    """How long a row may be where that is limited, and what becomes of longer ones, as ``data.long_documents``."""
+    own = found.recipe.data if asked.data is None and found.recipe is not None else None
+    longest = asked.max_length if own is None or asked.max_length is not None else own.max_length
+    return longest, "auto" if own is None else own.long_documents
+
+
+def _rows_of_run(found: Found) -> Rows:
+    """What the run held back to validate on."""
     recipe = found.recipe
     if recipe is None:
         raise RequestError(f"--data: {found.origin} is not of a run, which would have validation rows; name the rows")
@@ -185,26 +210,31 @@ def _rows_of_run(found: Found) -> tuple[Rows, int]:
         )
     if kind_of_rows(recipe) != EXAMPLES:
         raise RequestError(f"--data: {found.origin} is of a run on answers to compare; name rows with one answer each")
-    if data.validation is None:
+    if not data.validation:
         raise RequestError(f"--data: {found.origin} is of a run without validation rows; name the rows")
-    tokenizer = load_tokenizer(found.section)
-    validation = prepare_data(data, tokenizer, seed=recipe.train.seed, cache=cache_root()).validation
-    assert validation is not None, "data.validation is set"
-    if isinstance(data.validation, str):
-        rows = read(data.validation, data.format, key="data.validation", lenient=True)
-    elif isinstance(data.train, str):
-        rows = read(data.train, data.format, data.limit, key="data.train", lenient=True)
-    else:
-        raise RequestError(f"--data: {found.origin} is of a run on a mixture of sources; name the rows to measure on")
-    rows = held_back(rows, tokenizer, validation, data.max_length, _RUNS_OWN)
-    if not len(rows):
-        raise RequestError(f"--data: the validation rows of {found.origin} are not in its data any more; name the rows")
-    return rows, data.max_length
+    prepared = prepare_data(data, load_tokenizer(found.section), seed=recipe.train.seed, cache=cache_root())
+    held = prepared.held_back()
+    own = data.validation_source
+    sources = [("data.validation", own)] if own is not None else list(zip(data.source_keys, data.sources, strict=True))
+    return joined(
+        [
+            read(source, key=key, only=held[held[:, 0] == part, 1].tolist())
+            for part, (key, source) in enumerate(sources)
+            if part in held[:, 0]
+        ]
+    )
+
+
+def _names(rows: Rows) -> list[str]:
+    """The sources by name, with their numbers where two have the same."""
+    names = [source.source for source in rows.sources]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def _asked_places(asked: Asked, rows: Rows) -> list[int]:
     everything = asked.full or asked.quick or asked.limit is not None
-    return drawn(len(rows), None if everything else USUAL_ANSWERS)
+    places = rows.conversations
+    return [places[index] for index in drawn(len(places), None if everything else USUAL_ANSWERS)]
 
 
 def _check_references(rows: Rows, judged: dict[str, Judge], places: list[int], key: str) -> None:
@@ -213,7 +243,7 @@ def _check_references(rows: Rows, judged: dict[str, Judge], places: list[int], k
         return
     for place in places:
         try:
-            match.check(rows.reference(place))
+            match.check(str(rows.answer(place)["content"]))
         except RequestError as error:
             raise RequestError(f"{key}: {rows.place(place)}: {error}") from None
 
