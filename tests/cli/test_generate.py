@@ -1,0 +1,120 @@
+"""``trainwright generate`` as a user runs it, and a conversation turn by turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.evaluation.unlearning.benchmark import write_model
+from tests.inference.models import TOKENIZER
+from tests.support.commands import trainwright
+from tests.support.runs import Runs
+from trainwright.inference.chat import Speaker, chat
+from trainwright.inference.finding import find_model
+from trainwright.inference.loading import Loaded, load
+from trainwright.inference.sampling import Sampling
+
+SHAPES: list[dict[str, Any]] = [
+    {"question": "What is a tuple?"},
+    {"messages": [{"role": "user", "content": "Count to three."}, {"role": "assistant", "content": "1 2 3"}]},
+    {"prompt": "Is it?", "completion": "It is."},
+    {"instruction": "Add them.", "input": "1 2", "output": "3", "kept": "as it is"},
+    {"conversations": [{"from": "human", "value": "Why?"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("generate")
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> str:
+    return write_model(place / "model")
+
+
+@pytest.fixture(scope="module")
+def loaded(model: str) -> Loaded:
+    return load(find_model(model), torch.float32, torch.device("cpu"))
+
+
+def greedy(loaded: Loaded, messages: list[dict[str, str]], tokens: int) -> str:
+    """What transformers' own generation answers."""
+    prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = torch.tensor([prompt])
+    written = loaded.lm.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return str(TOKENIZER.decode(written[0, len(prompt) :], skip_special_tokens=True)).strip()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_rows_of_every_shape_come_out_in_order_with_their_answers(
+    runs: Runs, place: Path, model: str, loaded: Loaded
+) -> None:
+    file = place / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in SHAPES))
+    texts = []
+    for processes in ("1", "2"):
+        out = place / f"answers-{processes}.jsonl"
+        asked = ("--file", str(file), "--out", str(out), "--max-new-tokens", "9", "--num-processes", processes)
+        ended = runs.command("generate", model, *asked).wait()
+        assert ended.code == 0, ended.stderr
+        texts.append(out.read_text())
+    assert texts[0] == texts[1]
+    rows = [json.loads(line) for line in texts[0].splitlines()]
+    assert [{key: row[key] for key in row if key != "generated"} for row in rows] == SHAPES
+    asked_first = [user("What is a tuple?")], [user("Count to three.")]
+    assert [row["generated"] for row in rows[:2]] == [greedy(loaded, one, 9) for one in asked_first]
+
+
+def test_one_prompt_is_answered_and_nothing_else_is_said(runs: Runs, model: str, loaded: Loaded) -> None:
+    ended = runs.command("generate", model, "--prompt", "Why?", "--max-new-tokens", "9").wait()
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout == greedy(loaded, [user("Why?")], 9) + "\n"
+
+
+def test_a_conversation_holds_what_was_said_until_it_is_reset(loaded: Loaded) -> None:
+    heard: list[str] = []
+    speaker = Speaker(loaded, Sampling(max_new_tokens=9), heard.append, plain=False)
+    lines = iter(["Why?\n", "\n", "And then?\n", "/reset\n", "Why?\n", "/exit\n", "never read\n"])
+    chat(speaker, lines, heard.append)
+    first = greedy(loaded, [user("Why?")], 9)
+    second = greedy(loaded, [user("Why?"), {"role": "assistant", "content": first}, user("And then?")], 9)
+    assert "".join(heard) == f"{first}\n{second}\nthe conversation begins anew\n{first}\n"
+    assert next(lines) == "never read\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "a", "--file", "rows.jsonl"), "--prompt and --file: give one of the two"),
+        (("--file", "rows.jsonl"), "--file and --out belong together"),
+        (("--prompt", "a", "--top-p", "0.5"), "nothing is drawn at temperature 0"),
+        (("--prompt", "a", "--num-processes", "2"), "are for --file"),
+        (("--file", "empty.jsonl", "--out", "o.jsonl"), "empty.jsonl:2: messages[0], a turn of the user, is empty"),
+        (("--file", "taken.jsonl", "--out", "o.jsonl"), "taken.jsonl:1: it has a field generated already"),
+        (("--file", "good.jsonl", "--out", "taken.jsonl"), "--out: taken.jsonl exists"),
+        (("--prompt", "a", "--checkpoint", "best"), "is no run"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    runs: Runs, tmp_path: Path, model: str, arguments: tuple[str, ...], message: str
+) -> None:
+    good, empty = {"messages": [user("Why?")]}, {"messages": [user(" ")]}
+    (tmp_path / "good.jsonl").write_text(json.dumps(good))
+    (tmp_path / "empty.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(empty)}\n")
+    (tmp_path / "taken.jsonl").write_text(json.dumps({**good, "generated": "mine"}))
+    ended = runs.command("generate", model, *arguments, cwd=tmp_path).wait()
+    assert ended.code == 2 and message in ended.stderr, ended.stderr
+    assert not (tmp_path / "o.jsonl").exists() and "mine" in (tmp_path / "taken.jsonl").read_text()
+
+
+def test_a_name_that_is_no_model_is_told_as_the_argument(tmp_path: Path) -> None:
+    ended = trainwright("generate", "./nowhere", "--prompt", "a", cwd=tmp_path)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: MODEL: "), ended.stderr

@@ -1,0 +1,146 @@
+"""``trainwright merge`` and ``export`` of what runs leave, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import ON_ROWS, ROOT, Finished, Runs
+
+FEW = (ON_ROWS, "train.max_steps=6", "checkpoint.every=3", "parallel.num_processes=1", "optimizer.learning_rate=1e-2")
+ADAPTERS = {
+    "lora": "model.adapter={type: lora, rank: 4}",
+    "dora": "model.adapter={type: dora, rank: 4}",
+    "qlora": "model.adapter={type: qlora, rank: 4}",
+}
+
+
+@pytest.fixture(scope="module")
+def base(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of two blocks that was trained for a moment, under a path of its own."""
+    trained = runs.trained("train.max_steps=2", ON_ROWS, "parallel.num_processes=1")
+    return Path(shutil.copytree(trained / "final", tmp_path_factory.mktemp("models") / "base"))
+
+
+def adapted(runs: Runs, base: Path, kind: str) -> Path:
+    plain = (f"model.name={base}", "model.config=null", "model.tokenizer=null")
+    return runs.trained(*FEW, *plain, ADAPTERS[kind])
+
+
+def ended(runs: Runs, *arguments: object) -> Finished:
+    return runs.command(*map(str, arguments)).wait()
+
+
+def logits(directory: Path, adapter: Path | None = None) -> torch.Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([list(b"What is 7 times 8?")])).logits
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_run_is_merged_into_its_whole_base_which_stays_as_it_is(
+    runs: Runs, base: Path, tmp_path: Path, kind: str
+) -> None:
+    run, before = adapted(runs, base, kind), contents(base)
+    done = ended(runs, "merge", run, "--out", tmp_path / "merged")
+    assert done.code == 0, done.stderr
+    assert "14 matrices merged" in done.stdout and "it writes: " in done.stdout
+    merged = logits(tmp_path / "merged")
+    torch.testing.assert_close(merged, logits(base, run / "final"), rtol=1e-4, atol=1e-4)
+    assert (merged - logits(base)).abs().max() > 0.01
+    assert contents(base) == before
+    asked = ("--prompt", "What is 7 times 8?", "--max-new-tokens", "16", "--dtype", "fp32")
+    if kind != "qlora":  # whose run answers with the rounded base
+        assert ended(runs, "generate", tmp_path / "merged", *asked) == ended(runs, "generate", run, *asked)
+
+
+def test_a_run_becomes_a_gguf_file_that_answers_as_it_does(runs: Runs, base: Path, tmp_path: Path) -> None:
+    run = adapted(runs, base, "lora")
+    for dtype in ("f32", "f16"):
+        done = ended(runs, "export", run, "--to", "gguf", "--dtype", dtype, "--out", tmp_path / f"{dtype}.gguf")
+        assert done.code == 0, done.stderr
+        assert "read back by transformers with the same tokens and logits" in done.stdout
+    asked = ("--prompt", "What is 7 times 8?", "--max-new-tokens", "16", "--dtype", "fp32")
+    own = ended(runs, "generate", run, *asked)
+    assert own.code == 0 and own.stdout == ended(runs, "generate", tmp_path / "f32.gguf", *asked).stdout
+
+
+def test_an_adapter_and_a_checkpoint_are_exported(runs: Runs, base: Path, tmp_path: Path) -> None:
+    run = adapted(runs, base, "lora")
+    done = ended(runs, "export", run, "--to", "adapter", "--out", tmp_path / "adapter")
+    assert done.code == 0 and contents(tmp_path / "adapter") == contents(run / "final")
+    whole = runs.trained(ON_ROWS, "train.max_steps=4", "checkpoint.every=2", "parallel.num_processes=1")
+    done = ended(runs, "export", whole, "--checkpoint", "newest", "--out", tmp_path / "whole")
+    assert done.code == 0, done.stderr
+    assert torch.equal(logits(tmp_path / "whole"), logits(whole / "final"))
+
+
+def test_what_cannot_be_merged_is_refused_and_nothing_is_written(runs: Runs, base: Path, tmp_path: Path) -> None:
+    run, before = adapted(runs, base, "qlora"), contents(base)
+
+    def refused(*arguments: object, out: Path = tmp_path / "out") -> str:
+        done = ended(runs, "merge", *arguments, "--out", out)
+        assert done.code == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr, done.stderr
+        assert contents(base) == before and not (tmp_path / "out").exists()
+        return done.stderr
+
+    assert "is the base model itself" in refused(run, out=base)
+    assert "there is no adapter to merge" in refused(base)
+    unfinished = runs.copied(run)
+    shutil.rmtree(unfinished / "final")
+    assert f"--resume {unfinished}" in refused(unfinished)
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    change(other)
+    said = refused(other, "--adapter", run / "final")
+    assert str(base) in said and str(other) in said and "--adapter: " in said
+    stored = Path(shutil.copytree(base, tmp_path / "stored"))
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (stored / "config.json").write_text(json.dumps(config))
+    said = refused(stored, "--adapter", run / "final")
+    assert "quantised weights, which can neither be trained nor merged into" in said
+
+
+def change(directory: Path) -> None:
+    """Other weights of the same shapes."""
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    save_file({name: tensor + 0.01 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+def test_a_real_model_trained_on_4_bits_and_merged_is_better_than_its_base(runs: Runs, tmp_path: Path) -> None:
+    few = ("train.max_steps=6", "train.global_batch_size=4", "data.limit=300", "evaluate.prompts=[Hi]")
+    recipe = ROOT / "recipes" / "sft" / "qlora.yaml"
+    run = runs.trained(*few, "parallel.num_processes=1", recipe=recipe)
+    done = ended(runs, "merge", run, "--out", tmp_path / "merged")
+    assert done.code == 0 and "it writes: " in done.stdout, done.stderr
+    # On the rows that the run held back, which are those of the merged model too.
+    rows = ("--metrics", "loss", "--against", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    done = ended(runs, "eval", run, *rows, "--out", tmp_path / "run")
+    assert done.code == 0, done.stderr
+    held = [json.loads(line)["row"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    from trainwright.data.sources import built_in_rows
+
+    pydoc = built_in_rows("pydoc")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pydoc[number - 1]) + "\n" for number in held))
+    done = ended(
+        runs, "eval", tmp_path / "merged", "--data", tmp_path / "rows.jsonl", *rows, "--out", tmp_path / "merged-loss"
+    )
+    assert done.code == 0, done.stderr
+    difference = json.loads((tmp_path / "merged-loss" / "metrics.json").read_text())["against"]["difference"]["loss"]
+    assert difference["high"] < 0
