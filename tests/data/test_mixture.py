@@ -116,6 +116,8 @@ def test_each_source_gives_rows_to_validate_on(tmp_path: Path, validation: float
     assert found.validation is not None and found.validation.mixture is None
     texts = [bytes_tokenizer().decode(found.validation.document(i)[0]) for i in range(len(found.validation))]
     assert (sum("a " in text for text in texts), sum("b " in text for text in texts)) == of_each
+    named = [f"{'ab'[part]} {number}?" for part, number in found.held_back().tolist()]
+    assert [text.split("user\n")[1].split("<")[0] for text in texts] == named
     assert len(found.train) == 80 - sum(of_each)
 
 
