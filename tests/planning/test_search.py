@@ -10,11 +10,13 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
 from trainwright.planning.candidates import Wishes, choice_of, layouts, micro_batches, recomputations, worlds
+from trainwright.planning.memory import memory_of
 from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan, wishes_of
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge, search
-from trainwright.planning.workload import Adapter, Workload
+from trainwright.planning.step_time import step_time
+from trainwright.planning.workload import Adapter, Choice, Workload
 from trainwright.recipe.loading import recipe_of
 
 SMALL, LARGE, HUGE = "HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
@@ -159,6 +161,18 @@ def test_where_nothing_fits_the_ways_out_do_and_are_told() -> None:
         made.refuse_shortage()
     assert all(change in str(refused.value) for change in changes)
     assert "--force" in str(refused.value)
+
+
+def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
+    adamw, muon = (plan(LARGE, "4xA100-80GB", optimizer=name) for name in ("adamw", "muon"))
+    assert not muon.chosen.choice.strategy.startswith("zero")
+    assert {one.missing is None for one in muon.found.judged if one.choice.strategy.startswith("zero")} == {False}
+    same = Choice("fsdp", 4, 1, 16, "bf16")
+    kept = [memory_of(one.workload, same, one.cluster).parts["optimizer state"] for one in (adamw, muon)]
+    # 7.0 billion of 8.0 are in matrices of blocks, which need their momentum alone.
+    assert kept[1] / kept[0] == pytest.approx(1 - 7.0 / 8.0 / 2, rel=0.01)
+    times = [step_time(one.workload, same, one.cluster, rates_of(one.cluster)) for one in (adamw, muon)]
+    assert times[1].parts["optimizer"] > times[0].parts["optimizer"]
 
 
 def test_a_quantised_base_fits_where_nothing_else_does() -> None:

@@ -77,6 +77,7 @@ def facts_of(recipe: Recipe) -> Facts:
             document_tokens=lengths.mean,
             longest_document=lengths.longest,
             target_fraction=lengths.target_fraction,
+            windows=recipe.pretrain is not None,
             adapter=adapter_of(recipe.model),
             quantisation=recipe.model.adapter.quantisation,
             steps=_steps(recipe, lengths),
@@ -85,6 +86,7 @@ def facts_of(recipe: Recipe) -> Facts:
             batch_tokens=train.global_batch_size * lengths.mean,
             fresh=recipe.model.config is not None,
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
+            optimizer=recipe.optimizer.name,
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
             beside=unlearning.beside(recipe, architecture),
             trained=unlearning.trained(recipe, architecture, assumptions),
@@ -137,6 +139,7 @@ def full_rows(recipe: Recipe) -> Facts:
         adapter=adapter_of(recipe.model),
         quantisation=recipe.model.adapter.quantisation,
         steps=train.max_steps,
+        optimizer=recipe.optimizer.name,
     )
     return Facts(workload, ("every row is full, one document each",))
 

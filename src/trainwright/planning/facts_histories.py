@@ -36,6 +36,7 @@ def histories_of(recipe: Recipe) -> Facts:
             packed=False,
             target_fraction=1.0 if section.targets == "every" else 1 / tokens,
             steps=train.max_steps,
+            optimizer=recipe.optimizer.name,
             batch_tokens=train.global_batch_size * tokens,
         ),
         ("every window is full; the model is planned as a gpt2 of its sizes",),

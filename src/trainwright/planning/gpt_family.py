@@ -22,7 +22,7 @@ def gpt_fields(config: Values, origin: str) -> dict[str, Any]:
     dropout = values.get("dropout", 0.0)
     if values["position_embedding"] == "learned":
         theirs = {
-            "activation_function": "gelu_pytorch_tanh",
+            "activation_function": "gelu" if values["mlp"] == "gelu" else "gelu_pytorch_tanh",
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
         }
         fields = architecture_fields({**values, **theirs, "model_type": "gpt2"}, origin)

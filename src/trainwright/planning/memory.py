@@ -16,7 +16,7 @@ from trainwright.planning.memory_overhead import divided, loading, overhead
 from trainwright.planning.memory_partly import PartlyTrained
 from trainwright.planning.memory_walk import Flow, Held, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
-from trainwright.planning.workload import Choice, Workload
+from trainwright.planning.workload import Choice, OptimizerName, Workload
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 # parallel/norms.py: squared at a time on a CPU.
@@ -107,12 +107,13 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     base, host = divided(choice, cluster, _lasting(held, setting, workload, choice))
     between = sum(base.values())
     norm = min(_NORM_BYTES, 4 * held.largest_trained) if cluster.device == "cpu" else 0
-    step = max(_step(held, setting, choice), flow.held.total + norm)
+    beside = 0 if workload.optimizer == "adamw" else _orthogonalising(held, setting)
+    step = max(_step(held, setting, choice) + beside, flow.held.total + norm)
     phases = {
         "load": _load(held, workload, choice, cluster, base, host),
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
-        "optimizer": between + (0 if host else step),
+        "optimizer": between + (beside if host else step),
         "evaluation": between + walk.evaluation.total,
         "checkpoint": between,
     }
@@ -126,7 +127,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
 
 def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choice) -> Mapping[str, int]:
     """What stays from step to step, by what it is."""
-    base = dict(_base(held, setting.width, choice, workload.optimizer_slots))
+    base = dict(_base(held, setting.width, choice, workload.optimizer))
     if held.buffers:
         base["quantised base's scales"] = held.buffers
     if workload.beside is not None and workload.beside.copied:
@@ -154,12 +155,12 @@ def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:
     return memory_zero.Stage12Flow(held, int(choice.strategy[-1]), width, choice.shards, on_cpu)
 
 
-def _base(held: Inventory, width: int, choice: Choice, slots: int) -> Mapping[str, int]:
+def _base(held: Inventory, width: int, choice: Choice, optimizer: OptimizerName) -> Mapping[str, int]:
     if choice.strategy in ("single", "ddp"):
-        return memory_replicated.base(held, width, slots)
+        return memory_replicated.base(held, width, optimizer)
     if choice.strategy == "fsdp":
-        return memory_fsdp.base(held, width, choice.shards, slots)
-    return memory_zero.base(held, int(choice.strategy[-1]), width, choice.shards, slots)
+        return memory_fsdp.base(held, width, choice.shards, optimizer)
+    return memory_zero.base(held, int(choice.strategy[-1]), width, choice.shards)
 
 
 def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
@@ -169,6 +170,19 @@ def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
     if choice.strategy == "fsdp":
         return 4 * sum(unit.own_trained for unit in memory_fsdp.units(held, choice.shards).values())
     return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
+
+
+def _orthogonalising(held: Inventory, setting: Setting) -> int:
+    """Most bytes while Muon works on a matrix, one after another, whole on every rank (engine/muon.py)."""
+    width = 2 if setting.device.is_gpu else 4
+    most = 0
+    for w in held.weights:
+        if w.trainable and w.is_orthogonalised:
+            square = min(w.rows, w.columns) ** 2
+            # The momentum ahead in fp32; then at the end of an iteration, or within it.
+            at_once = max(4 * w.numel + square, 2 * w.numel + 4 * square)
+            most = max(most, 4 * w.numel + width * at_once)
+    return most
 
 
 def _drawing(workload: Workload, choice: Choice) -> int:

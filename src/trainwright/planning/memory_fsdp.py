@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainwright.planning.memory_inventory import OUTSIDE, Inventory
+from trainwright.planning.memory_inventory import OUTSIDE, Inventory, optimizer_state
 from trainwright.planning.memory_walk import Flow, Held
+from trainwright.planning.workload import OptimizerName
 
 _FP32 = 4
 
@@ -160,11 +161,11 @@ class FsdpFlow(Flow):
         return most
 
 
-def base(inventory: Inventory, width: int, shards: int, slots: int) -> dict[str, int]:
+def base(inventory: Inventory, width: int, shards: int, optimizer: OptimizerName) -> dict[str, int]:
     """What is held between steps: this rank's rows, which are masters where they are trained."""
     found = units(inventory, shards).values()
     own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
     return {
         "parameters": _FP32 * trained + width * (own - trained),
-        "optimizer state": _FP32 * slots * trained + _FP32 * inventory.trained_count,
+        "optimizer state": _FP32 * optimizer_state(inventory, optimizer, shards),
     }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations import block_kinds, block_weights, end_weights, traced
 from trainwright.planning.operations.tape import Parameter
-from trainwright.planning.workload import Adapter, Quantisation
+from trainwright.planning.workload import Adapter, OptimizerName, Quantisation
 
 OUTSIDE = -1  # the unit of what is in no block
 _FIRST = ("embedding", "positions")
@@ -27,6 +27,16 @@ class Weight(NamedTuple):
     @property
     def numel(self) -> int:
         return self.rows * self.columns
+
+    @property
+    def is_orthogonalised(self) -> bool:
+        """Whether Muon moves it (engine/muon.py); all else goes by AdamW."""
+        return self.unit != OUTSIDE and self.columns > 1
+
+    def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
+        """Numbers that the optimizer keeps of it, of the fullest of the ranks that its rows are spread over."""
+        own = -(-self.rows // shards) * self.columns
+        return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW counts its steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +98,12 @@ def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None)
         return whole
     kept = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in whole.weights)
     return Inventory(tuple(kept), whole.buffers)
+
+
+@lru_cache(maxsize=64)
+def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1) -> int:
+    """Numbers that the optimizer keeps of what is trained, of the fullest rank."""
+    return sum(w.state(optimizer, shards) for w in whole.weights if w.trainable)
 
 
 @lru_cache(maxsize=32)

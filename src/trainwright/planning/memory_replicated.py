@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from functools import lru_cache
 
-from trainwright.planning.memory_inventory import Inventory
+from trainwright.planning.memory_inventory import Inventory, optimizer_state
 from trainwright.planning.memory_walk import Flow, Held
+from trainwright.planning.workload import OptimizerName
 
 _FP32 = 4
 _BUCKET_BYTES = 25 * 2**20
@@ -81,13 +82,13 @@ def _bucket_ends(inventory: Inventory) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def base(inventory: Inventory, width: int, slots: int) -> dict[str, int]:
+def base(inventory: Inventory, width: int, optimizer: OptimizerName) -> dict[str, int]:
     """What is held between steps: the weights, fp32 masters of trained ones, what the optimizer keeps of them."""
     trained = inventory.trained
     return {
         "parameters": inventory.numel * width,
         "master weights": trained * _FP32 if width < _FP32 else 0,
-        "optimizer state": trained * _FP32 * slots + _FP32 * inventory.trained_count,
+        "optimizer state": _FP32 * optimizer_state(inventory, optimizer),
     }
 
 

@@ -11,6 +11,7 @@ from trainwright.planning.memory_inventory import OUTSIDE, Inventory, Weight
 from trainwright.planning.memory_walk import Flow, Held
 
 _FP32 = 4
+_SLOTS = 2  # AdamW's; no other optimizer is cut into flat pieces
 # parallel/deepspeed_config.py: elements that are gathered or reduced at a time.
 _BUCKET = 2**24
 # Elements whose gradients DeepSpeed's engine sums over the ranks at a time, from a copy of them (runtime/engine.py).
@@ -243,7 +244,7 @@ def _largest_vector(inventory: Inventory) -> int:
 
 
 @lru_cache(maxsize=64)
-def base(inventory: Inventory, stage: int, width: int, shards: int, slots: int) -> Mapping[str, int]:
+def base(inventory: Inventory, stage: int, width: int, shards: int) -> Mapping[str, int]:
     """What is held between steps."""
     trained = inventory.trained
     if stage < 3:
@@ -251,7 +252,7 @@ def base(inventory: Inventory, stage: int, width: int, shards: int, slots: int) 
         return {
             "parameters": inventory.numel * width,
             "master weights": own * _FP32,
-            "optimizer state": own * _FP32 * slots,
+            "optimizer state": own * _FP32 * _SLOTS,
             "gradients": trained * _FP32 if stage == 1 and width < _FP32 else 0,
         }
     own = sum(-(-w.numel // shards) for w in inventory.weights if w.trainable)
@@ -260,7 +261,7 @@ def base(inventory: Inventory, stage: int, width: int, shards: int, slots: int) 
     return {
         "parameters": (own + frozen + whole) * width,
         "master weights": own * _FP32 if width < _FP32 else 0,
-        "optimizer state": own * _FP32 * slots,
+        "optimizer state": own * _FP32 * _SLOTS,
         "gradients": own * _FP32,
         "gradient buckets": bucket(inventory) * _FP32,
     }

@@ -143,6 +143,8 @@ class Judge:
     def _unfit(self, choice: Choice) -> str | None:
         if self.workload.quantisation != "none" and choice.strategy.startswith("zero"):
             return "DeepSpeed does not take quantised weights"
+        if self.workload.optimizer == "muon" and choice.strategy.startswith("zero"):
+            return "Muon works on whole matrices, and DeepSpeed cuts them up flat"
         return None
 
     def timed(self, judged: Judged) -> Judged:

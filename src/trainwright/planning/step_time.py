@@ -6,6 +6,7 @@ beside the computing. On a CPU nothing does unless it was measured. Imports no t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +14,7 @@ from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architecture import Architecture
-from trainwright.planning.memory_inventory import OUTSIDE, inventory
+from trainwright.planning.memory_inventory import OUTSIDE, inventory, partly_trained
 from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.operations.weights import ADAPTED
@@ -211,7 +212,16 @@ class _Step:
             trainable=sum(trained for _, trained in counts),
             matrices=each * a.layers + 2,
             width=self.width,
+            orthogonalised=self._orthogonalised(),
         )
+
+    def _orthogonalised(self) -> Counter[tuple[int, int]]:
+        if self.workload.optimizer == "adamw":
+            return Counter()
+        w = self.workload
+        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation)
+        trained = (one for one in partly_trained(whole, w.trained).weights if one.trainable)
+        return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalised)
 
     def _data(self) -> float:
         """On a GPU a batch is made while the one before it computes, but for the first of a step."""

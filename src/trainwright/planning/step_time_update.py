@@ -5,6 +5,7 @@ As parallel/ does it: replicated.py and gradients.py (single, ddp), fsdp.py, zer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainwright.planning.step_time_work import Pricing
@@ -12,6 +13,7 @@ from trainwright.planning.workload import Choice
 
 _FP32 = 4
 _PART = 16 * 2**20  # parallel/replicated.py: elements that are updated at a time beside low-precision weights
+_ITERATIONS = 5  # engine/muon.py: of three products each
 _CHUNK = 2**18  # parallel/norms.py: elements that a CPU squares at a time
 
 
@@ -20,6 +22,7 @@ class Update:
     """Prices what a process does with ``trainable`` of the model's ``parameters``.
 
     ``matrices``: into how many tensors these are divided. ``width``: bytes of a number that computes.
+    ``orthogonalised``: rows and columns of those that Muon moves, and how many there are of each.
     """
 
     choice: Choice
@@ -28,6 +31,7 @@ class Update:
     trainable: int
     matrices: int
     width: int
+    orthogonalised: Mapping[tuple[int, int], int]
 
     @property
     def owned(self) -> float:
@@ -47,7 +51,17 @@ class Update:
         norm = self._norm(self.owned)
         clip = self._traffic("elementwise", 2 * _FP32 * self.owned)
         update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(self.owned)
-        return norm + clip + update + self._casts()
+        return norm + clip + update + self._casts() + self._orthogonalising()
+
+    def _orthogonalising(self) -> float:
+        """Muon's products, of whole matrices on every rank (engine/muon.py)."""
+        curve = self.pricing.curve("product", "bf16" if self.pricing.on_gpu else "fp32", "forward")
+        seconds = 0.0
+        for (rows, columns), count in self.orthogonalised.items():
+            low, high = sorted((rows, columns))
+            once = curve.seconds(low, low, high) + curve.seconds(low, low, low) + curve.seconds(low, high, low)
+            seconds += count * _ITERATIONS * once
+        return seconds
 
     def keeping(self) -> float:
         """Seconds of a step in which gradients of micro-batches are summed, copied to be exchanged, or laid out."""

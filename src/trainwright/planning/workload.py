@@ -9,6 +9,7 @@ from trainwright.planning.architecture import Architecture
 
 StrategyName = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
+OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "full", "selective"] | int
 Quantisation = Literal["none", "nf4", "int8"]
 # The linear modules of a block, by what they do; a family may have several of them in one matrix.
@@ -51,12 +52,12 @@ class Workload:
     ``batch_documents``: of padded rows, the lengths of the documents of a global batch at equal distances, the longest
     first, each the longest that stands in its place in any batch; empty where they are not known, or all alike.
     ``most_batch_tokens``: of packs, as ``batch_tokens`` but of the largest one; None where it is not known.
-    ``target_fraction``: of the tokens, how many are predicted in the loss. ``epoch_tokens``, ``steps``: where known.
+    ``target_fraction``: of the tokens, how many are predicted in the loss. ``windows``: all are, as in pretraining,
+    where what is predicted first has a token before it. ``steps``: where known.
 
     ``fresh``: the weights are drawn here, not read from files. ``quantisation``: of the frozen base that ``adapter``
-    stands on. ``optimizer_slots``: numbers that the optimizer keeps for each parameter (AdamW: 2). ``trained``: where
-    not all parameters are, those that are, by unit and name of an inventory. ``first_blocks``: where the loss is of a
-    block's output, the number of blocks that run.
+    stands on. ``trained``: where not all parameters are, those that are, by unit and name of an inventory.
+    ``first_blocks``: where the loss is of a block's output, the number of blocks that run.
     """
 
     architecture: Architecture
@@ -66,9 +67,10 @@ class Workload:
     document_tokens: float | None = None
     longest_document: int | None = None
     target_fraction: float = 1.0
+    windows: bool = False
     adapter: Adapter | None = None
     quantisation: Quantisation = "none"
-    optimizer_slots: int = 2
+    optimizer: OptimizerName = "adamw"
     steps: int | None = None
     evaluates: bool = True
     generates: bool = False
@@ -105,7 +107,9 @@ class Workload:
         return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
 
     def targets(self, tokens: int, documents: int) -> int:
-        """How many of ``tokens`` in so many documents are predicted: the first of each is not."""
+        """How many of ``tokens`` in so many documents are predicted: the first of each is not, but in windows."""
+        if self.windows:
+            return tokens
         return max(0, min(tokens - documents, round(tokens * self.target_fraction)))
 
 

@@ -79,7 +79,8 @@ def finish(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch:
     tape.operation = "final_norm"
     hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
     tape.operation = "targets"
-    hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
+    if batch.targets < batch.tokens:
+        hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
     tape.operation = "head"
     return _loss(tape, a, hidden, head_weight(weights), weights.bias("head"), batch.targets)
 
