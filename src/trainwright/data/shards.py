@@ -52,7 +52,7 @@ class Shards:
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.int32]:
         """Tokens ``begin`` to ``end`` of the corpus, over the borders of shards."""
-        shard = int(np.searchsorted(self.begins, begin, side="right")) - 1
+        shard = int(self.begins.searchsorted(begin, side="right")) - 1
         parts = []
         while begin < end:
             until = min(end, int(self.begins[shard + 1]))
@@ -65,7 +65,7 @@ class Shards:
         """Have the system read these tokens while something else is done."""
         import mmap
 
-        shard = int(np.searchsorted(self.begins, begin, side="right")) - 1
+        shard = int(self.begins.searchsorted(begin, side="right")) - 1
         mapped = self.files[shard].base
         if isinstance(mapped, mmap.mmap):
             width, offset = self.files[shard].itemsize, int(self.begins[shard])

@@ -8,7 +8,7 @@ position in the data is one integer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -224,15 +224,17 @@ class Stream(Generic[Data]):
         else:
             packs = best_fit_decreasing(lengths, self._pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
-        return GlobalBatch(tuple(self._micro_batch(i, group) for i, group in enumerate(self._groups(rows, most_rows))))
+        sizes = dict(zip(examples, lengths, strict=True))
+        groups = enumerate(self._groups(rows, most_rows))
+        return GlobalBatch(tuple(self._micro_batch(i, group, sizes) for i, group in groups))
 
     def _groups(self, rows: list[tuple[int, ...]], most_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
         size = min(self._rows or math.ceil(len(rows) / self._passes), most_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
-    def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...]) -> MicroBatch:
+    def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:
         examples = [example for row in rows for example in row]
-        tokens = sum(self.dataset.length(example) for example in examples)
+        tokens = sum(map(sizes.__getitem__, examples))
         targets = sum(self.dataset.target_count(example) for example in examples)
         weight = float(targets) if self._example_weight is None else self._example_weight * len(examples)
         return MicroBatch(index, rows, tokens, targets, weight)

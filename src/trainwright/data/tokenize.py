@@ -137,7 +137,7 @@ class _Writer:
         self._dtype = np.dtype(dtype)
         self._shard_tokens = shard_tokens
         self.position = self._earlier()
-        self._saved = time.monotonic()
+        self._note()  # first, so that the files that follow are known for the beginning of a corpus
         self._open()
 
     @property
@@ -149,7 +149,10 @@ class _Writer:
         if not file.is_file():
             return Position()
         found = json.loads(file.read_text(encoding="utf-8"))
-        if found.pop("task") != self._task:
+        task = found.pop("task")
+        if not found["pieces"]:
+            return Position()
+        if task != self._task:
             raise RequestError(
                 f"--out: {self._out} holds the beginning of another text, tokenizer or size of shards; name a new "
                 "directory, or remove it"

@@ -8,8 +8,9 @@ two documents. ``contiguous``: documents follow each other with the end-of-text 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from trainwright.errors import RequestError
 
 Indices = npt.NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int64)
+_REMEMBERED = 4096  # examples: those of a global batch and of the next, as a rule
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class WindowDataset(TokenDataset):
     """
 
     parts: tuple[Spans, ...] = ()
+    # Where the tokens of an example are; asked for several times a step.
+    _place: Callable[[int], tuple[Shards, int, int]] = field(init=False, repr=False)
     # Of the stretches of all parts together: how many windows are before each, and where it begins and ends.
     _before: Indices = field(init=False, repr=False, default_factory=lambda: _NONE)
     _first: Indices = field(init=False, repr=False, default_factory=lambda: _NONE)  # of each part: its first stretch
@@ -68,6 +72,7 @@ class WindowDataset(TokenDataset):
         counts = [part.counts() for part in self.parts]
         object.__setattr__(self, "_before", np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
         object.__setattr__(self, "_first", np.cumsum([0, *map(len, counts)]))
+        object.__setattr__(self, "_place", lru_cache(_REMEMBERED)(self._find))
 
     def __len__(self) -> int:
         return int(self._before[-1])
@@ -77,10 +82,9 @@ class WindowDataset(TokenDataset):
         """Of all examples what goes into the model."""
         return int(self.example_lengths().sum())
 
-    def _place(self, index: int) -> tuple[Shards, int, int]:
-        """Where the tokens of an example are."""
-        stretch = int(np.searchsorted(self._before, index, side="right")) - 1
-        number = int(np.searchsorted(self._first, stretch, side="right")) - 1
+    def _find(self, index: int) -> tuple[Shards, int, int]:
+        stretch = int(self._before.searchsorted(index, side="right")) - 1
+        number = int(self._first.searchsorted(stretch, side="right")) - 1
         part = self.parts[number]
         own = stretch - int(self._first[number])
         begin = int(part.begins[own]) + (index - int(self._before[stretch])) * part.length
