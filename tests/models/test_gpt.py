@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"variant": "gpt2"},
     "gpt2 without biases": {"variant": "gpt2", "bias": False},
     "gpt2 untied": {"variant": "gpt2", "tie_word_embeddings": False},
+    "gpt2 with the exact gelu": {"variant": "gpt2", "mlp": "gelu"},
     "llama": {"variant": "modern", "qk_norm": False, "num_key_value_heads": 2},
     "qwen3": {"variant": "modern", "num_key_value_heads": 2, "rope_theta": 500.0},
     "qwen3 untied, a head each": {"variant": "modern", "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -142,7 +143,7 @@ def test_gpt2_has_124_million_parameters() -> None:
     ("config", "said"),
     [
         ({"variant": "gpt5"}, "gpt2-medium"),
-        ({"norm": "rms"}, "no architecture of transformers has learned, rms, gelu"),
+        ({"norm": "rms"}, "no architecture of transformers has learned, rms, gelu_tanh"),
         ({"qk_norm": True}, "position_embedding rotary"),
         ({"variant": "modern", "num_key_value_heads": 5}, "12 cannot share num_key_value_heads 5"),
         ({"hidden_size": 100}, "no multiple"),

@@ -121,7 +121,8 @@ def _equal_documents(
 ) -> torch.Tensor:
     """Documents of one length, as contiguous windows are: a batch to any kernel."""
     kind = query.dtype
-    parts = [x[0].unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
+    # Not x[0]: the gradient of an index is a tensor of zeros with the rest copied into it.
+    parts = [x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
     q, k, v = parts if query.is_cuda else _working(length, *parts)
     output = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

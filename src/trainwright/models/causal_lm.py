@@ -89,7 +89,9 @@ class CausalLM(nn.Module):
         """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
         hidden = self._hidden(batch)
         head = self.model.get_output_embeddings()
-        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.target_index)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if len(batch.target_index) < len(hidden):  # else all of them are, in order
+            hidden = hidden.index_select(0, batch.target_index)
         return hidden, head.weight, getattr(head, "bias", None), batch.targets
 
     def _hidden(self, batch: Batch) -> torch.Tensor:

@@ -100,6 +100,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
+        self.approximation = "tanh" if config.mlp == "gelu_tanh" else "none"
         self.dropout = config.dropout
         self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), bias=bool(config.bias))
         self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias)))
@@ -110,7 +111,7 @@ class MLP(nn.Module):
             gate, hidden = hidden.chunk(2, dim=-1)
             hidden = F.silu(gate) * hidden
         else:
-            hidden = F.gelu(hidden, approximate="tanh")
+            hidden = F.gelu(hidden, approximate=self.approximation)
         out: torch.Tensor = self.down(hidden)
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 

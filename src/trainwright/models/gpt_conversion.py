@@ -93,9 +93,10 @@ def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
     kind = theirs.model_type
     common = {name: getattr(theirs, name) for name in _IDS}
     if kind == "gpt2":
-        _refuse_other(theirs, {"activation_function": ("gelu_new", "gelu_pytorch_tanh")})
+        _refuse_other(theirs, {"activation_function": ("gelu", "gelu_pytorch_tanh", "gelu_new")})
         _refuse_other(theirs, {"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)})
-        kinds = {"position_embedding": "learned", "norm": "layer", "mlp": "gelu", "bias": True, "qk_norm": False}
+        mlp = "gelu" if theirs.activation_function == "gelu" else "gelu_tanh"
+        kinds = {"position_embedding": "learned", "norm": "layer", "mlp": mlp, "bias": True, "qk_norm": False}
         eps, more = theirs.layer_norm_epsilon, {"dropout": theirs.resid_pdrop, "intermediate_size": theirs.n_inner}
     elif kind in ("llama", "qwen3"):
         _refuse_other(theirs, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False, None)})
@@ -138,6 +139,7 @@ def _published_config(config: GPTConfig) -> PretrainedConfig:
             n_layer=config.num_hidden_layers,
             n_head=config.num_attention_heads,
             n_inner=config.intermediate_size,
+            activation_function="gelu" if config.mlp == "gelu" else "gelu_new",
             layer_norm_epsilon=config.norm_eps,
             **common,
             **dropouts,

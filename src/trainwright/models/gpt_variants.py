@@ -15,7 +15,7 @@ _GPT2: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "position_embedding": "learned",
     "norm": "layer",
-    "mlp": "gelu",
+    "mlp": "gelu_tanh",
     "bias": True,
     "qk_norm": False,
     "tie_word_embeddings": True,
@@ -66,6 +66,6 @@ def expanded(config: Mapping[str, Any]) -> dict[str, Any]:
     if not values.get("intermediate_size"):
         hidden = values["hidden_size"]
         # Three matrices where there were two, of as many weights together (arXiv 2002.05202), in steps of 64.
-        wide = 4 * hidden if values["mlp"] == "gelu" else -(-8 * hidden // 3 // 64) * 64
+        wide = -(-8 * hidden // 3 // 64) * 64 if values["mlp"] == "swiglu" else 4 * hidden
         values["intermediate_size"] = wide
     return values
