@@ -290,7 +290,7 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     from transformers import AutoModelForCausalLM
 
     from trainwright.models.gguf import write_converted
-    from trainwright.models.load import tokenizer_from
+    from trainwright.models.load import no_progress_bar, tokenizer_from
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as place:
         write_converted(file, Path(place) / "model", "--out")
@@ -305,9 +305,9 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
         with torch.no_grad():
             pair = []
             for place_of in (directory, Path(place) / "model"):
-                model = AutoModelForCausalLM.from_pretrained(
-                    place_of, dtype=torch.float32, local_files_only=True
-                ).eval()
+                with no_progress_bar():
+                    model = AutoModelForCausalLM.from_pretrained(place_of, dtype=torch.float32, local_files_only=True)
+                model.eval()
                 pair.append(model(input_ids=ids, use_cache=False).logits)
                 del model
         difference = float((pair[0] - pair[1]).abs().max() / pair[0].abs().max())

@@ -146,7 +146,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     # As the file has them, weights stay in the mapped file until each is quantised.
     as_read = dtype if adapter.quantisation == "none" else "auto"
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=as_read, output_loading_info=True, **options
             )
@@ -293,7 +293,8 @@ def _text_of(file: Path, key: str) -> str:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """transformers reads and writes weights without bars of its own."""
     from transformers.utils import logging as progress
 
     shown: Any = progress.is_progress_bar_enabled()

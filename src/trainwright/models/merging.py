@@ -12,7 +12,7 @@ import torch
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters import attach_adapter, lora_layers
-from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.load import load_config, load_model, load_tokenizer, no_progress_bar
 from trainwright.models.resolve import resolve
 from trainwright.models.save import replacing, save_model
 
@@ -107,9 +107,9 @@ def _with_adapter(
     source = resolve(section).directory
     model: Any
     if dtype is None and source is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=load_config(section, tokenizer), dtype="auto", use_safetensors=True, local_files_only=True
-        )
+        config, kept = load_config(section, tokenizer), {"use_safetensors": True, "local_files_only": True}
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto", **kept)
     else:
         model = load_model(section, dtype, seed, tokenizer)
     attach_adapter(model, section, seed)
@@ -188,7 +188,8 @@ def _verify(
         parameter.data = parameter.data.to(dtype).to(compute)
     rounded = _logits(apart, ids)
     del apart
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
     found = _logits(model, ids)
     _check_same("written", found, rounded, compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
