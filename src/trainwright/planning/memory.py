@@ -105,6 +105,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     if workload.evaluates:
         walk.evaluate(flow)
     base, host = divided(choice, cluster, _lasting(held, setting, workload, choice))
+    if host and choice.strategy == "fsdp":
+        host["gradients"] = _step(held, setting, choice)
     between = sum(base.values())
     norm = min(_NORM_BYTES, 4 * held.largest_trained) if cluster.device == "cpu" else 0
     beside = 0 if workload.optimizer == "adamw" else _orthogonalising(held, setting)
@@ -149,7 +151,8 @@ def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:
     if choice.strategy in ("single", "ddp"):
         return memory_replicated.ReplicatedFlow(held, width, choice.num_processes > 1)
     if choice.strategy == "fsdp":
-        return memory_fsdp.FsdpFlow(held, width, choice.shards, choice.reshard_after_forward, on_cpu)
+        offload = choice.offload_parameters and not on_cpu
+        return memory_fsdp.FsdpFlow(held, width, choice.shards, choice.reshard_after_forward, on_cpu, offload)
     if choice.strategy == "zero3":
         return memory_zero.Stage3Flow(held, width, on_cpu)
     return memory_zero.Stage12Flow(held, int(choice.strategy[-1]), width, choice.shards, on_cpu)

@@ -43,15 +43,19 @@ def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
 
 
 class FsdpFlow(Flow):
-    """``width``: bytes of a number of gathered weights. ``reshard``: they are freed after the forward pass."""
+    """``width``: bytes of a number of gathered weights. ``reshard``: they are freed after the forward pass.
+    ``offload``: reduced gradients go to the host's memory, where those of later micro-batches are added to them."""
 
-    def __init__(self, inventory: Inventory, width: int, shards: int, reshard: bool, on_cpu: bool) -> None:
+    def __init__(
+        self, inventory: Inventory, width: int, shards: int, reshard: bool, on_cpu: bool, offload: bool = False
+    ) -> None:
         self._units = units(inventory, shards)
         self._on_cpu = on_cpu  # where gloo gathers and reduces by way of a copy
         self._last_block = max(self._units)
         self._width = width
         self._shards = shards
         self._reshard = reshard
+        self._offload = offload
         self._whole = 0  # bytes of gathered parameters
         self._buffer = 0  # what a gathering has left, or has filled for the next unit
         self._gradients = 0  # of whole parameters
@@ -146,7 +150,7 @@ class FsdpFlow(Flow):
         mine = _FP32 * sizes.own_trained
         clone = self._reducing if self._on_cpu and self._shards > 1 else 0
         reduced = Held(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
-        if self._first or not self._reshard:
+        if (self._first or not self._reshard) and not self._offload:
             self._summed += mine
         return max(most, reduced, key=lambda held: held.total)
 
