@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trainwright.planning.plan import Plan
     from trainwright.recipe.schema import Recipe
 
+_TOKENS = 2048  # of a row of a model by itself
+
 
 def plan(
     arguments: Annotated[
@@ -28,7 +30,10 @@ def plan(
         str | None,
         typer.Option(metavar="NAME", help="Plan without a recipe: a known model, a directory or a config.json."),
     ] = None,
-    sequence_length: Annotated[int, typer.Option(min=2, help="With --model: tokens of a row.")] = 2048,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="With --model: tokens of a row; 2048, or what the model is made for if that is less."),
+    ] = None,
     global_batch_size: Annotated[int, typer.Option(min=1, help="With --model: rows of an optimizer step.")] = 64,
     steps: Annotated[int | None, typer.Option(min=1, help="With --model: optimizer steps of the run.")] = None,
     on: Annotated[
@@ -89,7 +94,7 @@ def plan(
 
 
 def _asked(
-    arguments: list[str], model: str | None, sequence_length: int, global_batch_size: int, steps: int | None
+    arguments: list[str], model: str | None, sequence_length: int | None, global_batch_size: int, steps: int | None
 ) -> Recipe:
     """What is planned; of a model by itself, a recipe that says no more than what was given."""
     from trainwright.recipe.loading import load_recipe, recipe_of
@@ -100,12 +105,15 @@ def _asked(
         raise RequestError("plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
     if model is None:
         return load_recipe(Path(files[0]), overrides)
+    from trainwright.planning.facts import architecture_named
+
+    length = sequence_length or min(_TOKENS, architecture_named(model).positions)
     asked = [
         "task=sft",
         f"model.name={model}",
         "data={train: pydoc, validation: null}",
-        f"data.max_length={sequence_length}",
-        f"data.pack_length={sequence_length}",
+        f"data.max_length={length}",
+        f"data.pack_length={length}",
         f"train.global_batch_size={global_batch_size}",
         *([f"train.max_steps={steps}"] if steps is not None else []),
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.packing import best_fit_decreasing
+from trainwright.errors import RequestError
 from trainwright.machine.cache import keep
 
 if TYPE_CHECKING:
@@ -119,6 +120,15 @@ def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows:
         return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_length(data: DataSection, model_max_length: int | None) -> None:
+    """Raise RequestError for examples longer than the positions that a model has, if they are limited."""
+    if model_max_length is not None and data.max_length > model_max_length:
+        raise RequestError(
+            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
+            f"set it to {model_max_length} or less"
+        )
 
 
 def estimate(rows: Sequence[object], max_length: int, bytewise: bool) -> Lengths | None:

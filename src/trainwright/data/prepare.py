@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import EXAMPLES, Kind
+from trainwright.data.lengths import check_length
 from trainwright.data.source_key import content_of, settings_of, source_key
 from trainwright.errors import MachineError, RequestError
 
@@ -95,15 +96,6 @@ def prepare(
     if format_ != "text":
         install_template(tokenizer)
     return prepared
-
-
-def check_length(data: DataSection, model_max_length: int | None) -> None:
-    """Raise RequestError for examples longer than the positions that a model has, if they are limited."""
-    if model_max_length is not None and data.max_length > model_max_length:
-        raise RequestError(
-            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
-            f"set it to {model_max_length} or less"
-        )
 
 
 def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:

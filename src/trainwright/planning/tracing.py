@@ -212,9 +212,16 @@ def _call(lm: CausalLM, block: nn.Module, batch: Batch) -> tuple[torch.Tensor, t
 
 @contextmanager
 def _fake() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # what a model says of itself it says when it is trained
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
 
 
 @contextmanager

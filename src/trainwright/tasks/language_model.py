@@ -15,9 +15,9 @@ from torch import nn
 from trainwright.data.batch import Batch, collate
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import kind_of_rows
-from trainwright.data.lengths import remember
+from trainwright.data.lengths import check_length, remember
 from trainwright.data.preflight import refuse_unused_template
-from trainwright.data.prepare import Prepared, check_length, prepare
+from trainwright.data.prepare import Prepared, prepare
 from trainwright.data.pretraining import prepare_windows
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.errors import RequestError
