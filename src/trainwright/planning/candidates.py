@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.planning.workload import Choice, MixedPrecision, Recompute, StrategyName, Workload
 
 # Into how many micro-batches a device's share is divided; the finest are single rows.
-_DIVISIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+_DIVISIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**n for n in range(7, 40)))
+# No device holds more at once, and none is faster for it.
+_MOST_TOKENS = 2**24
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", 2, "full")
 
 
@@ -43,11 +46,13 @@ class Layout:
 class Wishes:
     """What the user fixed, by names of Choice; whatever is not in it is free.
 
-    ``allows_world``: whether the rest of what the user wrote goes with a number of processes.
+    ``allows_world``: whether the rest of what the user wrote goes with a number of processes. ``bound``: what other
+    keys ask for too, so that it stays as it is when it is set to ``auto``.
     """
 
     fixed: Mapping[str, Any]
     allows_world: Callable[[int], bool] = lambda processes: True
+    bound: frozenset[str] = frozenset()
 
     def allows(self, name: str, value: object) -> bool:
         return name not in self.fixed or self.fixed[name] == value
@@ -157,7 +162,8 @@ def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tu
         rows = max(1, math.ceil(share / steps))
         # A pack more or less makes no batch wrong: what has that many passes then is the batch that is there.
         return [(rows, steps)] if workload.packed or _passes(total, rows, processes) == steps else []
-    sizes = sorted({math.ceil(share / n) for n in _DIVISIONS if n <= share} | {1}, reverse=True)
+    most = max(1, _MOST_TOKENS // workload.row_tokens)
+    sizes = sorted({rows for n in _DIVISIONS if (rows := math.ceil(share / n)) <= most} | {1}, reverse=True)
     return [(rows, math.ceil(share / rows)) for rows in sizes]
 
 
@@ -167,7 +173,17 @@ def _passes(rows: int, micro_batch: int, processes: int) -> int:
 
 
 def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
+    """What may be computed again in the backward pass, the least first.
+
+    Raises RequestError for every n-th of fewer than n blocks.
+    """
     options = wishes.options("activation_checkpointing", _RECOMPUTE)
+    asked, layers = wishes.fixed.get("activation_checkpointing"), workload.architecture.layers
+    if isinstance(asked, int) and asked > layers:
+        raise RequestError(
+            f"train.activation_checkpointing: the model has {layers} blocks, so there is no {asked}th one; "
+            "lower it, or set it to none"
+        )
     return tuple(o for o in options if not isinstance(o, int) or o <= workload.architecture.layers)
 
 

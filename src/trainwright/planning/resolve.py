@@ -121,7 +121,9 @@ def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> No
     asked, card = recipe.train.mixed_precision, cluster.card
     if asked == "bf16" and "bf16" not in card.rates:
         if cluster.device == "cuda" and card.capability < (8, 0):
-            raise MachineError(f"train.mixed_precision: {card.name} does not compute in bf16; set it to no")
+            raise MachineError(
+                f"train.mixed_precision: {card.name} does not compute in bf16; set it to auto, fp16 or no"
+            )
         if cluster.device == "cpu":
             remarks.append("train.mixed_precision: bf16 is emulated by this CPU, correct but slower than no (fp32)")
     if asked == "fp16" and cluster.device == "cpu":
