@@ -166,7 +166,10 @@ def _calibration(machine: Machine) -> str:
             f"of {found.measured}, out of date ({', '.join(changed)}): `trainwright machine calibrate` makes a new one"
         )
     errors = summary(found.errors("product/"))
-    return f"of {found.measured}; matrix products that were held out are predicted within {errors}"
+    text = f"of {found.measured}; matrix products that were held out are predicted within {errors}"
+    if found.is_disturbed:
+        text += f"; other programs used {found.disturbance:.0%} of the cores meanwhile, so measure again without them"
+    return text
 
 
 def _values(cluster: Cluster, machine: Machine | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from trainwright.text import size
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _KINDS = ("copy", "elementwise", "reduction")
 _SHOWN_PRODUCT = {"cpu": (1024, 1024, 1024), "cuda": (8192, 4096, 4096)}
-_QUIET = 0.05
 _SHOWN_BYTES = (2**20, 2**24, 2**28)
 
 
@@ -34,7 +33,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield from _in_step(setting)
     yield ""
     yield "off by: median (worst) of what the curve says for sizes that were measured and left out of it"
-    if calibration.disturbance > _QUIET:
+    if calibration.is_disturbed:
         yield f"other programs used {calibration.disturbance:.0%} of the cores meanwhile: measure again without them"
 
 

@@ -23,6 +23,8 @@ from trainwright.machine.detect import Machine
 
 # Of the file; another number is another layout of it.
 _FORM = 2
+# What other programs may use of the cores while a machine is measured.
+_QUIET = 0.05
 
 # What seconds are a sum of, each times a coefficient. "product": of [m, k] @ [k, n]; beside its operations every
 # matrix costs by its size, as it is read, written or laid out anew, and the last tiles by their depth k, as there are
@@ -158,6 +160,11 @@ class Calibration:
     settings: tuple[Setting, ...]
     parts: Mapping[str, float]
     disturbance: float = 0.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs took so much that it does not tell what the machine can do."""
+        return self.disturbance > _QUIET
 
     def nearest(self, processes: int) -> Setting:
         """The setting whose number of processes is next to ``processes``, in proportion."""

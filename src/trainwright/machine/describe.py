@@ -110,8 +110,6 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     card = _card_of(min(gpus, key=lambda gpu: gpu.memory_bytes), assumptions) if gpus else cpu_card(machine)
     if len({gpu.name for gpu in gpus}) > 1:
         assumptions.append(f"the GPUs differ, and all are taken for the smallest, {card.name}")
-    if not gpus:
-        assumptions.append("nominal rates of this CPU; `trainwright machine calibrate` measures them")
     devices = max(1, len(gpus))
     if nodes > 1 and network_bits is None:
         count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN

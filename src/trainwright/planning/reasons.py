@@ -22,10 +22,11 @@ def reasons_of(
 ) -> Iterator[str]:
     """A line for every choice that the user left open: ``key value: why``."""
     choice = chosen.choice
+    searched = found.best or chosen  # not compiled, as all that it is compared with
     if "num_processes" not in wishes.fixed:
-        yield f"parallel.num_processes {choice.num_processes}: {_why_processes(chosen, found, workload, cluster)}"
+        yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, found, workload, cluster)}"
     if "strategy" not in wishes.fixed:
-        yield f"parallel.strategy {chosen.layout.describe(choice.num_processes)}: {_why_strategy(chosen, found)}"
+        yield f"parallel.strategy {chosen.layout.describe(choice.num_processes)}: {_why_strategy(searched, found)}"
     if precision is not None:
         yield f"train.mixed_precision {precision[0]}: {precision[1]}"
     if "activation_checkpointing" not in wishes.fixed:
@@ -119,7 +120,9 @@ def _why_processes(chosen: Judged, found: Found, workload: Workload, cluster: Cl
             return "there is one GPU"
         if count >= workload.global_batch_rows:
             return "a global batch has no more rows"
-        return "one for every GPU" if cluster.device == "cuda" else "as many as fit"
+        if cluster.device == "cuda":
+            return "one for every GPU" if count == cluster.devices else "the most that goes with what is written out"
+        return "as many as fit"
     nearest = min(others, key=lambda one: one.time.seconds if one.time else float("inf"))
     assert nearest.time is not None
     ratio = nearest.time.seconds / chosen.time.seconds

@@ -52,10 +52,11 @@ def table(plan: Plan, everything: bool = False) -> Iterator[str]:
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
         f"{'strategy':<18}{'on':>5}  {'batch':>9}  {'recompute':<9}  {'memory':<{_BAR}} {'needed':>9}"
-        f"{'step':>9}{'tokens/s':>10}{'MFU':>5}  verdict"
+        f"{'step':>9}{'tokens/s':>12}{'MFU':>5}  verdict"
     )
     for one in rows:
-        yield _row(one, scale, verdict(one, best), chosen=best is not None and same_place(one.choice, best.choice))
+        chosen = best is not None and same_place(one.choice, best.choice)
+        yield _row(one, scale, _chosen_words(one) if chosen else verdict(one, plan.found.best), chosen=chosen)
     legend = "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items())
     free = size(plan.chosen.available_bytes)
     whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
@@ -80,8 +81,7 @@ def words(plan: Plan) -> Iterator[str]:
     yield from _labelled("speed", [speed])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
-    measured = "measured on this machine" if plan.calibrated else "from nominal rates"
-    yield from _labelled("assumed", [f"times {measured}", *plan.assumptions])
+    yield from _labelled("assumed", [_rates_line(plan), *plan.assumptions])
 
 
 def summary(plan: Plan) -> str:
@@ -119,8 +119,12 @@ def _row(one: Judged, scale: int, why: str, *, chosen: bool) -> str:
     name = f"{mark}{one.layout.describe(choice.num_processes)}"
     return (
         f"{name:<18}{choice.num_processes:>5}  {batch:>9}  {recompute:<9}  {_bar(one, scale):<{_BAR}} "
-        f"{size(one.needed_bytes):>9}{shown[0]:>9}{shown[1]:>10}{mfu:>5}  {why}"
+        f"{size(one.needed_bytes):>9}{shown[0]:>9}{shown[1]:>12}{mfu:>5}  {why}"
     )
+
+
+def _chosen_words(one: Judged) -> str:
+    return "chosen, and compiled, as the others are not" if one.choice.compile else "chosen"
 
 
 def _bar(one: Judged, scale: int) -> str:
@@ -153,6 +157,14 @@ def _phases(chosen: Judged) -> list[str]:
 def _time_line(parts: Mapping[str, float], seconds: float) -> str:
     shown = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
     return f"{span(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
+
+
+def _rates_line(plan: Plan) -> str:
+    if plan.calibrated:
+        return "times measured on this machine"
+    # Whatever else there is may be described, and is not at hand then.
+    here = plan.cluster.device == "cpu"
+    return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
 
 
 def _run_line(plan: Plan) -> str:
