@@ -80,7 +80,9 @@ def test_memory_is_drawn(tmp_path: Path) -> None:
             RequestError,
             "does not make train.global_batch_size 8",
         ),
-        ((*LLAMA[:-1], "1xT4", "train.mixed_precision=bf16"), MachineError, "T4 does not compute in bf16"),
+        ((*LLAMA[:-1], "1xT4", "train.mixed_precision=bf16"), MachineError, "T4 .* set it to auto, fp16 or no"),
+        ((*LLAMA, "--sequence-length", "200000"), RequestError, "200000 is over the 131072 positions of the model"),
+        ((*LLAMA, "train.activation_checkpointing=33"), RequestError, "the model has 32 blocks, so there is no 33th"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -88,6 +90,16 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         shown(*arguments)
+
+
+def test_rows_are_no_longer_than_the_model_is_made_for_unless_asked() -> None:
+    assert "packs of up to 1024 tokens" in shown("--model", "gpt2", "--on", "1xT4")
+    assert "packs of up to 2048 tokens" in shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "1xT4")
+
+
+def test_the_rates_of_this_machine_are_told_in_one_line() -> None:
+    lines = shown(str(TINY)).splitlines()
+    assert sum("trainwright machine calibrate" in line for line in lines) <= 1
 
 
 def test_a_configuration_with_missing_numbers_says_which(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.planning.facts import architecture_named, facts_of, full_rows
+from trainwright.planning.facts_histories import Facts
 from trainwright.planning.workload import ALL_LINEAR, Adapter
 from trainwright.recipe.schema import Recipe
 
@@ -122,3 +123,36 @@ def test_a_configuration_that_says_too_little_is_refused(tmp_path: Path, content
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match=r"meta-llama/Llama-3\.1-8B"):
         architecture_named("meta-llama/Lama-3.1-8B")
+
+
+def full(tmp_path: Path, **more: Any) -> Facts:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 100, **more.pop("config", {})}))
+    data = {"train": "pydoc", "validation": None, "max_length": 256, "pack_length": 1024, **more.pop("data", {})}
+    asked = {"task": "sft", "model": {"name": str(tmp_path)}, "data": data, "train": {"max_steps": 5}, **more}
+    return full_rows(Recipe.model_validate(asked))
+
+
+def test_full_rows_hold_documents_as_long_as_asked(tmp_path: Path) -> None:
+    facts = full(tmp_path, train={"max_tokens": 64 * 1024 * 10, "global_batch_size": 64})
+    assert (facts.workload.row_tokens, facts.workload.longest, facts.workload.document) == (1024, 256, 256)
+    assert facts.workload.steps == 10
+    assert facts.assumptions == ("every row is full, documents of 256 tokens each",)
+
+
+def test_examples_that_a_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.max_length: 256 is over the 128 positions of the model"):
+        full(tmp_path, config={"max_position_embeddings": 128})
+    short = {**CONFIG, "max_position_embeddings": 64}
+    with pytest.raises(RequestError, match="128 is over the 64 positions"):
+        facts_of(recipe(tmp_path, model={"config": short}))
+
+
+def test_a_family_that_is_not_known_is_told_for_a_model_by_itself(tmp_path: Path) -> None:
+    sizes = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 512}
+    facts = full(tmp_path, config={"model_type": "opt", **sizes})
+    assert facts.assumptions[1].startswith("opt is not known here")
+
+
+def test_adapters_go_on_models_that_have_learnt_something(tmp_path: Path) -> None:
+    assert not facts_of(recipe(tmp_path)).workload.takes_adapters
+    assert full(tmp_path).workload.takes_adapters

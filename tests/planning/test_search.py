@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
 from trainwright.planning.candidates import Wishes, choice_of, layouts, micro_batches, recomputations, worlds
@@ -16,6 +17,7 @@ from trainwright.planning.plan import Plan, make_plan, wishes_of
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge, search
 from trainwright.planning.step_time import step_time
+from trainwright.planning.table import table
 from trainwright.planning.workload import Adapter, Choice, Workload
 from trainwright.recipe.loading import recipe_of
 
@@ -150,6 +152,15 @@ def test_numbers_go_to_the_host_only_where_nothing_fits_without() -> None:
     assert 0 < made.chosen.host_needed_bytes <= made.chosen.host_available_bytes
 
 
+def test_gradients_of_offloaded_parameters_are_in_the_hosts_memory() -> None:
+    fixed = {"strategy": "fsdp", "offload_parameters": True, "micro_batch_size": 1}
+    memory = plan(LARGE, "8xH100", fixed=fixed).chosen.memory
+    rows = 8_030_261_248 / 8
+    assert sum(memory.host.values()) == pytest.approx(16 * rows, rel=0.01)  # masters, gradients, AdamW's two
+    # On the device: what a block has before it is reduced, and as the others of its unit are gathered.
+    assert memory.parts["gradients"] < 4 * rows / 2
+
+
 def test_where_nothing_fits_the_ways_out_do_and_are_told() -> None:
     made = plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"})
     assert not made.fits
@@ -237,3 +248,64 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     assert content["predicted"]["memory_bytes"] == made.chosen.memory.total
     assert {"memory_bytes", "tensors_bytes", "step_time", "tokens_per_second"} <= set(content["predicted"])
     assert len(content["candidates"]) == len(made.found.judged)
+
+
+def test_ways_out_are_two_changes_where_neither_is_enough() -> None:
+    fixed = {"strategy": "ddp", "activation_checkpointing": "none"}
+    changes = [way.change for way in plan(LARGE, "1xRTX4090", tokens=8192, fixed=fixed).ways_out]
+    assert changes == [
+        "train.activation_checkpointing=auto model.adapter=lora (rank 16)",
+        "train.activation_checkpointing=auto model.adapter=qlora (4-bit base, rank 16)",
+        "model.adapter=lora (rank 16) and data.pack_length=512 data.max_length=512",
+    ]
+
+
+def test_more_devices_say_what_is_given_up_for_them() -> None:
+    fixed = {"strategy": "single", "num_processes": 1}
+    text = " ".join(way.change for way in plan("Qwen/Qwen2.5-7B", "1xA100-40GB", fixed=fixed).ways_out)
+    assert "of these devices" in text and text.count("parallel.num_processes=auto") >= 1
+    assert "parallel.strategy=auto" in text
+
+
+def test_a_model_that_takes_no_adapter_is_offered_none_and_a_fixed_length_no_shorter_rows() -> None:
+    found = plan(LARGE, "1xRTX4090", tokens=8192, takes_adapters=False, texts=False).ways_out
+    assert found and all("devices" in way.change for way in found)
+
+
+def test_a_machine_without_gpus_is_told_of_one_that_would_do() -> None:
+    made = make_plan(Wishes({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), two_cores())
+    assert [way.change for way in made.ways_out] == ["a machine such as 1xL4"]
+
+
+def test_a_strategy_that_other_keys_ask_for_is_not_given_up() -> None:
+    asked = ["task=sft", f"model.name={LARGE}", "data.train=pydoc", "parallel.strategy=fsdp"]
+    assert wishes_of(recipe_of(asked, "test")).bound == frozenset()
+    wrapped = wishes_of(recipe_of([*asked, "parallel.wrap=[LlamaDecoderLayer]"], "test"))
+    assert wrapped.bound == {"strategy"}
+    changes = [way.change for way in make_plan(wrapped, work(LARGE), parse_machine("1xRTX4090")).ways_out]
+    assert changes and not any("parallel.strategy=auto" in change for change in changes)
+
+
+def test_a_very_large_batch_is_planned_at_once() -> None:
+    workload = work(SMALL, 10**9)
+    sizes = micro_batches(workload, 1, Wishes({}))
+    assert sizes[-1] == (1, 10**9) and sizes[0][0] * 2048 <= 2**24 and len(sizes) < 30
+    assert all(rows * passes >= 10**9 for rows, passes in sizes)
+
+
+def test_every_nth_of_fewer_blocks_is_refused() -> None:
+    with pytest.raises(RequestError, match="the model has 30 blocks, so there is no 31th one"):
+        plan(SMALL, "1xH100", fixed={"activation_checkpointing": 31})
+
+
+def test_what_is_compiled_is_compared_as_the_others_are() -> None:
+    made = plan(SMALL, "8xH100", steps=100_000)
+    assert made.chosen.choice.compile and made.found.best is not None and not made.found.best.choice.compile
+    fsdp = next(line for line in table(made) if line.startswith(" fsdp"))
+    assert "as fast" in fsdp or "1.0" in fsdp
+    assert any("chosen, and compiled" in line for line in table(made))
+
+
+def test_a_disturbed_calibration_is_told() -> None:
+    found = Calibration("here", {}, "now", (), {}, disturbance=0.5)
+    assert found.is_disturbed and not replace(found, disturbance=0.0).is_disturbed

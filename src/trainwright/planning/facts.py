@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.lengths import Lengths, estimate, recall
+from trainwright.data.lengths import Lengths, check_length, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainwright.data.row_files import Row
     from trainwright.recipe.data_schema import SourceSection
     from trainwright.recipe.model_schema import ModelSection
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.schema import DataSection, Recipe
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
@@ -55,7 +55,8 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 def facts_of(recipe: Recipe) -> Facts:
     """What ``recipe`` asks for, as plans see it.
 
-    Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known.
+    Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known, and for examples
+    longer than the model's positions.
     """
     if not recipe.has_texts:
         return histories_of(recipe)
@@ -63,11 +64,8 @@ def facts_of(recipe: Recipe) -> Facts:
     lengths = _lengths(recipe, assumptions)
     data, train = recipe.data, recipe.train
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
-    architecture = architecture_of(recipe.model)
+    architecture = _as_planned(architecture_of(recipe.model), data, assumptions)
     last = unlearning.last_block(recipe.unlearn)
-    if architecture.family not in (*FAMILIES, MODEL_TYPE):
-        architecture, how = _unknown(architecture, data.pack_length is not None)
-        assumptions.append(how)
     return Facts(
         Workload(
             architecture=architecture,
@@ -91,6 +89,11 @@ def facts_of(recipe: Recipe) -> Facts:
             beside=unlearning.beside(recipe, architecture),
             trained=unlearning.trained(recipe, architecture, assumptions),
             first_blocks=None if last is None else last + 1,
+            max_length=data.max_length,
+            # What is drawn at random has nothing yet that an adapter could stand on.
+            takes_adapters=recipe.model.config is None
+            and architecture.family != MODEL_TYPE
+            and (recipe.unlearn is None or recipe.unlearn.trainable is None),
         ),
         tuple(assumptions),
     )
@@ -128,20 +131,28 @@ def architecture_named(name: str) -> Architecture:
 
 
 def full_rows(recipe: Recipe) -> Facts:
-    """As ``facts_of`` for a recipe whose data does not matter: every row is one document of the greatest length."""
+    """As ``facts_of`` for a recipe whose data does not matter: every row is full, of documents as long as may be."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
+    row, document = data.pack_length or data.max_length, data.max_length
+    documents = "one document" if document == row else f"documents of {document} tokens"
+    assumptions = [f"every row is full, {documents} each"]
     workload = Workload(
-        architecture=architecture_named(recipe.model.name),
-        row_tokens=data.pack_length or data.max_length,
+        architecture=_as_planned(architecture_named(recipe.model.name), data, assumptions),
+        row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
+        document_tokens=document,
+        longest_document=document,
+        max_length=document,
         adapter=adapter_of(recipe.model),
         quantisation=recipe.model.adapter.quantisation,
-        steps=train.max_steps,
         optimizer=recipe.optimizer.name,
     )
-    return Facts(workload, ("every row is full, one document each",))
+    steps = train.max_steps
+    if train.max_tokens is not None:
+        steps = max(1, round(train.max_tokens / workload.tokens))
+    return Facts(replace(workload, steps=steps), tuple(assumptions))
 
 
 def architecture_of_file(file: Path) -> Architecture:
@@ -195,6 +206,16 @@ def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architec
         learned_positions=layout["learned_positions"],
         rotary_layers=0 if layout["learned_positions"] else layout["layers"],
     )
+
+
+def _as_planned(architecture: Architecture, data: DataSection, assumptions: list[str]) -> Architecture:
+    """With what is assumed of a family that is not known. Raises RequestError for examples it has no positions for."""
+    if architecture.family in (*FAMILIES, MODEL_TYPE):
+        check_length(data, architecture.positions)  # of others it is not known whether they are limited
+        return architecture
+    architecture, how = _unknown(architecture, data.pack_length is not None)
+    assumptions.append(how)
+    return architecture
 
 
 def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, str]:

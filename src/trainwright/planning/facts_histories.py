@@ -38,6 +38,8 @@ def histories_of(recipe: Recipe) -> Facts:
             steps=train.max_steps,
             optimizer=recipe.optimizer.name,
             batch_tokens=train.global_batch_size * tokens,
+            texts=False,
+            takes_adapters=False,
         ),
         ("every window is full; the model is planned as a gpt2 of its sizes",),
     )

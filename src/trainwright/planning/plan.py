@@ -20,7 +20,7 @@ from trainwright.planning.reasons import reasons_of, shortage
 from trainwright.planning.search import Found, Judge, Judged, search
 from trainwright.planning.ways_out import WayOut, ways_out
 from trainwright.planning.workload import Workload
-from trainwright.recipe.checks import contradictions
+from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.schema import ParallelSection, Recipe
 
 # Compiling a block takes about this long on the machines it was measured on, and pays where it saves a few times that.
@@ -130,8 +130,17 @@ def make_plan(
         found=found,
         ways_out=out,
         reasons=tuple(reasons_of(chosen, found, wishes, workload, cluster, precision)),
-        assumptions=(*cluster.assumptions, *assumptions),
+        assumptions=(*_rates(calibration), *cluster.assumptions, *assumptions),
         calibrated=calibration is not None,
+    )
+
+
+def _rates(calibration: Calibration | None) -> tuple[str, ...]:
+    if calibration is None or not calibration.is_disturbed:
+        return ()
+    return (
+        f"they were measured while other programs used {calibration.disturbance:.0%} of the cores: "
+        "`trainwright machine calibrate` without them tells more",
     )
 
 
@@ -150,9 +159,11 @@ def wishes_of(recipe: Recipe) -> Wishes:
     fixed: dict[str, Any] = {key: value for key, value in named.items() if value != "auto"}
     if train.activation_offload:
         fixed["activation_offload"] = True
+    implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
     return Wishes(
         {**fixed, **_layout_wishes(parallel)},
         lambda processes: not contradictions(with_processes(recipe, processes)),
+        frozenset() if implied is None else frozenset(["strategy"]),
     )
 
 

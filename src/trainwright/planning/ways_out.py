@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from trainwright.machine.describe import parse_machine
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge, Judged, search
@@ -13,9 +14,14 @@ from trainwright.planning.workload import Adapter, Workload
 
 # What to write or to get, and the judge and the wishes that are left with it.
 _Change = tuple[str, Judge, Wishes]
+# What kinds of change they are, and changes of these kinds.
+_Series = tuple[frozenset[str], Iterator[_Change]]
 
+_LENGTH, _DEVICES = "length", "devices"
 _RANK = 16
 _SHORTEST = 128
+_OFFLOADING = ("fsdp", "zero1", "zero2", "zero3")
+_USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8xB200", "4x8xH100", "16x8xH100")
 
 
 @dataclass(frozen=True)
@@ -29,76 +35,125 @@ class WayOut:
 def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> list[WayOut]:
     """At most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: what comes nearest to it.
 
-    What the user fixed is given up first, then what all parameters are trained for, then the length of the rows, and
-    at last more devices are got, or these and an adapter.
+    What the user fixed is given up first, then what all parameters are trained for, then the length of the rows, then
+    more devices are got; at last two of these are done at once, where neither is enough.
     """
     found: list[WayOut] = []
+    enough: list[frozenset[str]] = []
     # What fits already and is not installed needs no less memory.
-    for series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
+    for kinds, series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
+        if any(one <= kinds for one in enough):
+            continue
         tried = ((change, search(other, kept).best) for change, other, kept in series)
-        found += islice((WayOut(change, best) for change, best in tried if best is not None), 1)
+        helps = list(islice((WayOut(change, best) for change, best in tried if best is not None), 1))
+        enough += [kinds] if helps else []
+        found += helps
         if len(found) == most:
             break
     return found
 
 
-def _series(judge: Judge, wishes: Wishes) -> Iterator[Iterator[_Change]]:
+def _series(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
     """Of changes of one kind, the smallest first: of each, the first that helps is told."""
     yield from _without_wishes(judge, wishes)
+    yield from _offloaded(judge, wishes)
+    adapted = list(_adapted(judge))
+    for kind, change, other in adapted:
+        yield frozenset([kind]), iter([(change, other, wishes)])
+    yield frozenset([_LENGTH]), _shorter(judge, wishes)
+    yield frozenset([_DEVICES]), _more_devices(judge, wishes)
+    for kind, change, other in adapted:
+        if (dropped := _fewest(other, wishes)) is not None:
+            changes = " ".join([*(_RELAXED[name] for name in dropped), change])
+            yield frozenset([kind, *dropped]), iter([(changes, other, _drop(wishes, *dropped))])
+    for kind, change, other in adapted:
+        for another, more in ((_LENGTH, _shorter(other, wishes)), (_DEVICES, _more_devices(other, wishes))):
+            yield frozenset([kind, another]), _both(change, more)
+
+
+def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
+    return ((f"{change} and {another}", other, kept) for another, other, kept in more)
+
+
+def _adapted(judge: Judge) -> Iterator[tuple[str, str, Judge]]:
+    """Kind, change and judge of every adapter that could be put on the model."""
     workload = judge.workload
-    lora = judge if workload.adapter else _with(judge, replace(workload, adapter=Adapter("lora", _RANK)))
-    if lora is not judge:
-        yield iter([(f"model.adapter=lora (rank {_RANK})", lora, wishes)])
+    if not workload.takes_adapters:
+        return
+    if workload.adapter is None:
+        lora = replace(workload, adapter=Adapter("lora", _RANK))
+        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(judge, lora)
     if workload.quantisation == "none":
         adapter = workload.adapter or Adapter("lora", _RANK)
         quantised = replace(workload, adapter=adapter, quantisation="nf4")
-        yield iter([(f"model.adapter=qlora (4-bit base, rank {adapter.rank})", _with(judge, quantised), wishes)])
-    yield _shorter(judge, wishes)
-    yield _more_devices(judge, wishes)
-    if lora is not judge:
-        yield ((f"model.adapter=lora and {more}", other, kept) for more, other, kept in _more_devices(lora, wishes))
+        change = f"model.adapter=qlora (4-bit base, rank {adapter.rank})"
+        if workload.adapter is not None:  # which stays what it is
+            change = "model.adapter.quantisation=nf4 (4-bit base)"
+        yield "qlora", change, _with(judge, quantised)
 
 
-_RELAXED: tuple[tuple[str, str], ...] = (
-    ("activation_checkpointing", "train.activation_checkpointing=auto"),
-    ("micro_batch_size", "train.micro_batch_size=auto"),
-    ("gradient_accumulation_steps", "train.gradient_accumulation_steps=auto"),
-    ("strategy", "parallel.strategy=auto"),
-    ("mixed_precision", "train.mixed_precision=auto"),
-    ("num_processes", "parallel.num_processes=auto"),
-)
+_RELAXED: Mapping[str, str] = {
+    "activation_checkpointing": "train.activation_checkpointing=auto",
+    "micro_batch_size": "train.micro_batch_size=auto",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps=auto",
+    "strategy": "parallel.strategy=auto",
+    "mixed_precision": "train.mixed_precision=auto",
+    "num_processes": "parallel.num_processes=auto",
+}
 
 
-def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[Iterator[_Change]]:
-    """One key each, and where none is enough, all of them."""
-    fixed = {name: change for name, change in _RELAXED if name in wishes.fixed}
-    enough = False
-    for name, change in fixed.items():
-        tried = [(change, judge, _drop(wishes, name))]
-        enough = enough or search(judge, tried[0][2]).best is not None
-        yield iter(tried)
-    if len(fixed) > 1 and not enough:
-        yield iter([(" ".join(fixed.values()), judge, _drop(wishes, *fixed))])
+def _written(wishes: Wishes) -> tuple[str, ...]:
+    return tuple(name for name in _RELAXED if name in wishes.fixed and name not in wishes.bound)
+
+
+def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+    """One key each, and where none is enough, as many of them as it takes."""
+    names = _written(wishes)
+    for name in names:
+        yield frozenset([name]), iter([(_RELAXED[name], judge, _drop(wishes, name))])
+    if len(names) > 1 and (dropped := _fewest(judge, wishes)):
+        changes = " ".join(_RELAXED[name] for name in dropped)
+        yield frozenset(dropped), iter([(changes, judge, _drop(wishes, *dropped))])
+
+
+def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+    """Numbers in the host's memory, where the user said that they are not to be there."""
+    key = {"fsdp": "offload_parameters"}.get(wishes.fixed.get("strategy", ""), "offload_optimizer")
+    if wishes.fixed.get("strategy") in _OFFLOADING and wishes.fixed.get(key) is False and judge.cluster.device != "cpu":
+        moved = replace(wishes, fixed={**wishes.fixed, key: True})
+        yield frozenset([key]), iter([(f"parallel.{key}=true", judge, moved)])
+
+
+def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
+    """Keys without any of which it would not fit, once all of them are ``auto``; None where that is not enough."""
+    dropped = _written(wishes)
+    if not dropped or search(judge, _drop(wishes, *dropped)).best is None:
+        return None
+    for name in reversed(dropped):
+        fewer = tuple(one for one in dropped if one != name)
+        if search(judge, _drop(wishes, *fewer)).best is not None:
+            dropped = fewer
+    return dropped
 
 
 def _drop(wishes: Wishes, *names: str) -> Wishes:
     # Keys of a strategy go with it.
     gone = {*names, *(("replicate_size", "reshard_after_forward") if "strategy" in names else ())}
-    return Wishes({key: value for key, value in wishes.fixed.items() if key not in gone}, wishes.allows_world)
+    return replace(wishes, fixed={key: value for key, value in wishes.fixed.items() if key not in gone})
 
 
 def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
     """Half as long and so on."""
     workload = judge.workload
-    key = "data.pack_length" if workload.packed else "data.max_length"
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
-    lengths = [tokens for tokens in lengths if tokens >= _SHORTEST]
+    lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
     if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), wishes).best is None:
         return
     for tokens in lengths:
-        if workload.longest > tokens:
-            key = "data.max_length"
-        yield f"{key}={tokens}", _with(judge, _of_length(workload, tokens)), wishes
+        keys = ["data.pack_length"] if workload.packed else []
+        if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # no pack holds such a one
+            keys.append("data.max_length")
+        yield " ".join(f"{key}={tokens}" for key in keys), _with(judge, _of_length(workload, tokens)), wishes
 
 
 def _of_length(workload: Workload, tokens: int) -> Workload:
@@ -113,11 +168,15 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
 
 
 def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
-    """Twice as many and so on, as long as each has a row of the global batch."""
+    """Twice as many and so on, as long as each has a row of the global batch; of a machine without any, usual ones."""
     cluster = judge.cluster
+    names = [name for name in _written(wishes) if name in ("num_processes", "strategy")]
+    written = "".join(f" {_RELAXED[name]}" for name in names)
+    free = _drop(wishes, *names)
     if cluster.device == "cpu":
+        for larger in map(parse_machine, _USUAL):
+            yield f"a machine such as {larger.name}{written}", Judge(judge.workload, larger, rates_of(larger)), free
         return
-    free = _drop(wishes, "num_processes", "strategy")
     nodes, each = cluster.nodes, cluster.devices_per_node
     while nodes * each < judge.workload.global_batch_rows:
         nodes, each = (nodes, min(8, 2 * each)) if each < 8 and nodes == 1 else (2 * nodes, each)
@@ -129,7 +188,7 @@ def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
             name=f"{f'{nodes}x' if nodes > 1 else ''}{each}x{cluster.card.name}",
         )
         other = Judge(judge.workload, larger, rates_of(larger), judge.available)
-        yield f"{nodes * each} of these devices ({larger.name})", other, free
+        yield f"{nodes * each} of these devices ({larger.name}){written}", other, free
 
 
 def _with(judge: Judge, workload: Workload) -> Judge:

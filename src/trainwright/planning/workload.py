@@ -57,7 +57,9 @@ class Workload:
 
     ``fresh``: the weights are drawn here, not read from files. ``quantisation``: of the frozen base that ``adapter``
     stands on. ``trained``: where not all parameters are, those that are, by unit and name of an inventory.
-    ``first_blocks``: where the loss is of a block's output, the number of blocks that run.
+    ``first_blocks``: where the loss is of a block's output, the number of blocks that run. ``texts``: rows are as long
+    as the recipe's data section says, ``max_length`` for an example (None: a whole row). ``takes_adapters``: the model
+    can be frozen and an adapter be trained beside it.
     """
 
     architecture: Architecture
@@ -81,6 +83,9 @@ class Workload:
     beside: Beside | None = None
     trained: frozenset[tuple[int, str]] | None = None
     first_blocks: int | None = None
+    texts: bool = True
+    max_length: int | None = None
+    takes_adapters: bool = True
 
     @property
     def tokens(self) -> float:
