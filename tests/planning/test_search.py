@@ -214,7 +214,7 @@ def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
     assert worlds(work(SMALL, 1000), cluster, Wishes({})) == (32, 16, 8, 1)
     assert worlds(work(SMALL, 20), cluster, Wishes({})) == (16, 8, 1)
     assert worlds(work(SMALL, 3), cluster, Wishes({})) == (3, 1)
-    assert worlds(work(SMALL, 1000), cluster, Wishes({}, lambda n: n % 5 == 0)) == (30,)
+    assert worlds(work(SMALL, 1000), cluster, Wishes({}, lambda n, given_up: n % 5 == 0)) == (30,)
 
 
 def test_replicas_are_whole_nodes() -> None:
@@ -275,6 +275,13 @@ def test_a_model_that_takes_no_adapter_is_offered_none_and_a_fixed_length_no_sho
 def test_a_machine_without_gpus_is_told_of_one_that_would_do() -> None:
     made = make_plan(Wishes({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), two_cores())
     assert [way.change for way in made.ways_out] == ["a machine such as 1xL4"]
+
+
+def test_what_contradicts_more_devices_is_given_up_with_them() -> None:
+    asked = ["task=sft", "model.name=Qwen/Qwen2.5-7B", "data.train=pydoc", "parallel.strategy=single"]
+    wishes = wishes_of(recipe_of([*asked, "parallel.num_processes=1"], "test"))
+    made = make_plan(wishes, work("Qwen/Qwen2.5-7B"), parse_machine("1xA100-40GB"))
+    assert any("parallel.strategy=auto parallel.num_processes=auto" in way.change for way in made.ways_out)
 
 
 def test_a_strategy_that_other_keys_ask_for_is_not_given_up() -> None:

@@ -46,13 +46,14 @@ class Layout:
 class Wishes:
     """What the user fixed, by names of Choice; whatever is not in it is free.
 
-    ``allows_world``: whether the rest of what the user wrote goes with a number of processes. ``bound``: what other
-    keys ask for too, so that it stays as it is when it is set to ``auto``.
+    ``allows_world``: whether the rest of what the user wrote, but for what is ``given_up``, goes with a number of
+    processes. ``bound``: what other keys ask for too, so that it stays as it is when it is set to ``auto``.
     """
 
     fixed: Mapping[str, Any]
-    allows_world: Callable[[int], bool] = lambda processes: True
+    allows_world: Callable[[int, frozenset[str]], bool] = lambda processes, given_up: True
     bound: frozenset[str] = frozenset()
+    given_up: frozenset[str] = frozenset()
 
     def allows(self, name: str, value: object) -> bool:
         return name not in self.fixed or self.fixed[name] == value
@@ -78,10 +79,10 @@ def worlds(workload: Workload, cluster: Cluster, wishes: Wishes) -> tuple[int, .
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _usual_worlds(rows, cluster)
     most = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
-    largest = next((n for n in range(min(most, usual[0]), 0, -1) if wishes.allows_world(n)), None)
+    largest = next((n for n in range(min(most, usual[0]), 0, -1) if wishes.allows_world(n, wishes.given_up)), None)
     if largest is None:
         return ()
-    return tuple(sorted({largest, *(n for n in usual if wishes.allows_world(n))}, reverse=True))
+    return tuple(sorted({largest, *(n for n in usual if wishes.allows_world(n, wishes.given_up))}, reverse=True))
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:

@@ -162,9 +162,18 @@ def wishes_of(recipe: Recipe) -> Wishes:
     implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
     return Wishes(
         {**fixed, **_layout_wishes(parallel)},
-        lambda processes: not contradictions(with_processes(recipe, processes)),
+        lambda processes, given_up: not contradictions(with_processes(_without(recipe, given_up), processes)),
         frozenset() if implied is None else frozenset(["strategy"]),
     )
+
+
+def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
+    """The recipe with these keys left open."""
+    sections = {
+        name: section.model_copy(update={key: "auto" for key in given_up if key in type(section).model_fields})
+        for name, section in (("train", recipe.train), ("parallel", recipe.parallel))
+    }
+    return recipe.model_copy(update=sections)
 
 
 def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:

@@ -69,6 +69,16 @@ def _series(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
     for kind, change, other in adapted:
         for another, more in ((_LENGTH, _shorter(other, wishes)), (_DEVICES, _more_devices(other, wishes))):
             yield frozenset([kind, another]), _both(change, more)
+    if written := _written(wishes):
+        yield frozenset([*written, _LENGTH]), _shorter_and_free(judge, wishes)
+
+
+def _shorter_and_free(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+    """Shorter rows with as few keys given up as they then need."""
+    for change, other, _ in _shorter(judge, _drop(wishes, *_written(wishes))):
+        if (dropped := _fewest(other, wishes)) is not None:
+            changes = " ".join([*(_RELAXED[name] for name in dropped), change])
+            yield changes, other, _drop(wishes, *dropped)
 
 
 def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
@@ -139,7 +149,8 @@ def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
 def _drop(wishes: Wishes, *names: str) -> Wishes:
     # Keys of a strategy go with it.
     gone = {*names, *(("replicate_size", "reshard_after_forward") if "strategy" in names else ())}
-    return replace(wishes, fixed={key: value for key, value in wishes.fixed.items() if key not in gone})
+    fixed = {key: value for key, value in wishes.fixed.items() if key not in gone}
+    return replace(wishes, fixed=fixed, given_up=wishes.given_up | frozenset(names))
 
 
 def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
