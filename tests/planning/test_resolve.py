@@ -110,5 +110,7 @@ def test_nodes_share_out_a_number_that_fits() -> None:
 
 def test_a_precision_that_the_gpu_does_not_have_is_refused() -> None:
     old = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),) * 2)
-    with pytest.raises(MachineError, match=r"train\.mixed_precision: T4 does not compute in bf16; set it to auto, fp16 or no"):
+    with pytest.raises(
+        MachineError, match=r"train\.mixed_precision: T4 does not compute in bf16; set it to auto, fp16 or no"
+    ):
         resolve(recipe({"mixed_precision": "bf16"}), old)
