@@ -4,7 +4,8 @@
 
 Histories are collected once, with the recipe's own source, unless they are in the directory already; then the recipe
 is trained and tried with each seed (`train.seed`; the tasks held back stay the same). A line is one seed: mean return
-of the first episode and the last ones, with 95 % intervals, beside the source, random actions and the optimum.
+of the first episode and the last ones, with 95 % intervals, beside the source, random actions and the optimum. All of
+it goes into a file of results by the name of the recipe.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.machine import describe, use_cores
+from support.runs import write_results
+
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation" / "darkroom.yaml"
+RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -25,14 +30,20 @@ def main() -> None:
     parser.add_argument("given", nargs="*", metavar="RECIPE or SECTION.KEY=VALUE")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--work", type=Path, help="where everything goes; a new temporary directory by default")
+    parser.add_argument("--cores", type=int, default=2, help="cores that all of it is kept to (2)")
+    parser.add_argument("--output", type=Path, help="file of results (results/in_context_learning_<recipe>.json)")
     asked = parser.parse_args()
     recipes = [word for word in asked.given if "=" not in word] or [str(RECIPE)]
     overrides = [word for word in asked.given if "=" in word]
+    output = asked.output or RESULTS / f"in_context_learning_{Path(recipes[0]).stem}.json"
+    machine = describe(use_cores(asked.cores))
     work = asked.work or Path(tempfile.mkdtemp(prefix="in-context-"))
     work.mkdir(parents=True, exist_ok=True)
     common = [recipes[0], f"algorithm_distillation.histories={work / 'histories.h5'}", *overrides]
-    collected = seconds("collect", *common)
-    print(json.dumps({"collected_in": round(collected, 1)}), flush=True)
+    were_there = (work / "histories.h5").exists()
+    collected = round(seconds("collect", *common), 1)
+    print(json.dumps({"collected_in": collected, "were_there": were_there}), flush=True)
+    rows = []
     for seed in asked.seeds.split(","):
         run, tried = work / f"seed-{seed}", work / f"tried-{seed}"
         trained = seconds("train", *common, f"train.seed={seed}", f"logging.run_directory={run}")
@@ -42,7 +53,11 @@ def main() -> None:
             name: metrics[name] for name in ("sampled", "greedy", "random", "source", "optimum") if name in metrics
         }
         times = {"trained_in": round(trained, 1), "tried_in": round(evaluated, 1)}
-        print(json.dumps({"seed": int(seed), **times, **found}), flush=True)
+        rows.append({"seed": int(seed), **times, **found})
+        print(json.dumps(rows[-1]), flush=True)
+    asked_for = {"recipe": Path(recipes[0]).name, "overrides": overrides}
+    collection = {"collected_in": collected, "histories_were_there": were_there}
+    write_results(output, {"machine": machine, **asked_for, **collection, "seeds": rows})
 
 
 def seconds(*arguments: str) -> float:
