@@ -38,7 +38,7 @@ def on(file: Path, *overrides: str) -> tuple[str, ...]:
 
 
 def windows_of(file: Path, goals: Sequence[int] = (0, 3), **changes: Any) -> HistoryWindows:
-    cut = {"subsample": 2, "steps": 16, "regions": 1, "last_only": False, "region_before": False}
+    cut = {"subsample": 2, "steps": 16, "regions": 1, "last_only": False, "region_before": False, "shortest": 16}
     with Histories(file) as histories:
         return HistoryWindows(histories, list(goals), Cut(**{**cut, **changes}), SHAPE)
 
@@ -82,11 +82,35 @@ def test_a_region_before_is_there_but_at_the_beginning(file: Path) -> None:
     assert batch.steps.before_actions[0, 8] == 5 and batch.steps.before_actions[1, 8] != 5
 
 
-def test_the_last_step_alone_is_a_target(file: Path) -> None:
-    windows = windows_of(file, last_only=True)
-    batch = windows.batch(range(3))
-    assert batch.targets.sum(1).tolist() == [1, 1, 1] and bool(batch.targets[:, -1].all())
-    assert windows.target_count(0) == 1
+def test_what_a_context_goes_on_from_is_trained_wherever_it_begins(file: Path) -> None:
+    windows = windows_of(file, goals=[0], steps=24, shortest=16)
+    assert windows._lengths[:5].tolist() == [24, 24, 24, 24, 16]
+    assert windows._begins[:6].tolist() == [0, 8, 16, 24, 32, 48]
+
+
+LAST = {"full": (1, False), "a region before": (2, True), "regions before": (3, False)}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_every_step_is_the_last_of_one_window_where_only_that_is_a_target(file: Path, name: str) -> None:
+    regions, before = LAST[name]
+    windows = windows_of(file, goals=[0], last_only=True, regions=regions, region_before=before, steps=10)
+    with Histories(file) as histories:
+        history = histories.goal(0)
+    count = 6 * 8  # every second of twelve episodes of eight steps
+    batch = windows.batch(range(count))
+    assert len(windows) == windows.steps and windows.target_count(0) == 1
+    assert batch.targets.sum(1).tolist() == [1] * count
+    kept = [time for time in range(96) if time // 8 % 2 == 0]
+    assert batch.actions[batch.targets].tolist() == history.actions[kept, 0].tolist()
+    seen = batch.real.sum(1).tolist()
+    if regions == 1:
+        assert seen == [min(step + 1, 10) for step in range(count)]
+    else:
+        assert seen == [min(step // 10, regions - 1) * 10 + step % 10 + 1 for step in range(count)]
+    places = batch.targets.int().argmax(1)
+    if before:  # a region that is not there takes its room
+        assert places.tolist() == [10 + step % 10 for step in range(count)]
 
 
 def test_a_fingerprint_is_of_steps_and_cut(file: Path, tmp_path: Path) -> None:

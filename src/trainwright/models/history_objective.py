@@ -22,7 +22,7 @@ SUMS = ("total", "action_loss", "correct", "actions", "reward_loss", "state_loss
 
 @dataclass(frozen=True)
 class HistoryBatch:
-    """Windows of histories: n of them, t steps long; of compressed contexts, t is a number of whole regions."""
+    """Windows of histories: n of them, t steps long; of compressed contexts the last region may be cut short."""
 
     steps: Steps
     actions: torch.Tensor  # int64 [n, t]
@@ -140,12 +140,12 @@ class HistoryObjective(nn.Module):
         return torch.stack(losses).sum()
 
     def _mark_sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of every step, whether its region closes behind it; as many in the sum as there are steps to say it of."""
+        """Of every target, whether its region closes behind it; as many in the sum as there are targets."""
         assert self.model.mark_head is not None
         steps = self.model.shape.steps
         closes = (torch.arange(batch.steps.length, device=hidden.device) % steps == steps - 1).long()
-        expected = closes.expand(len(hidden), -1)[batch.real]
-        logits = self.model.mark_head(hidden[batch.real]).float()
+        expected = closes.expand(len(hidden), -1)[batch.targets]
+        logits = self.model.mark_head(hidden[batch.targets]).float()
         loss = F.cross_entropy(logits, expected, reduction="sum")
         return loss, (logits.argmax(-1) == expected).sum(), expected.new_tensor(len(expected))
 

@@ -21,7 +21,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import Goals, find_goals
-from trainwright.tasks.algorithm_distillation.in_context import Trial, mean_over_last, try_out
+from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, mean_over_last, try_out
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.steps import planned_examples, stream_of
 
@@ -261,5 +261,6 @@ def _windows(
         subsample=section.subsample,
         trained_regions=section.trained_regions,
         last_only=section.targets == "last",
+        forgotten_at_once=hop(shape, environment.horizon),
     )
     return HistoryWindows(histories, goals, cut, shape)

@@ -3,7 +3,8 @@
 A history of a learner (one goal, one stream) is its episodes one after another. Of every n-th episode, n histories are
 made that each learn n times as fast: one begins with episode 0, one with episode 1, and so on. The steps are put in
 that order once, so that a window of any of them is a stretch of memory. Windows begin where episodes begin, as contexts
-do when the model acts, unless they are shorter than an episode.
+do when the model acts, unless they are shorter than an episode; where only their last step is a target, they end with
+every step there is.
 """
 
 from __future__ import annotations
@@ -35,18 +36,31 @@ class Cut:
         steps: of a context, or of a region of a compressed one.
         regions: that a window has of a compressed context; 1 where it is not compressed.
         last_only: whether only the last step of a window is a target.
+        region_before: whether a window is a region and the one before it, which is not there at the beginning.
+        shortest: of the windows that the end of a history cuts short, those of so many steps are all kept; of shorter
+            ones only the longest, so that every step is in some.
     """
 
     subsample: int
     steps: int
     regions: int
     last_only: bool
-    region_before: bool  # a window is a region and the one before it, which is not there at the beginning
+    region_before: bool
+    shortest: int
 
     @classmethod
-    def of(cls, shape: HistoryShape, *, subsample: int, trained_regions: int, last_only: bool) -> Cut:
+    def of(
+        cls, shape: HistoryShape, *, subsample: int, trained_regions: int, last_only: bool, forgotten_at_once: int
+    ) -> Cut:
+        """How windows of a model's contexts are cut.
+
+        Args:
+            forgotten_at_once: steps by which a full context moves on when the model acts. It then goes on from a
+                context of the others, so those are trained too, wherever in a history they begin.
+        """
         regions = 2 if shape.regions == 2 else trained_regions if shape.latents else 1
-        return cls(subsample, shape.steps, regions, last_only, shape.regions == 2)
+        shortest = shape.steps - forgotten_at_once if regions == 1 else shape.steps * regions
+        return cls(subsample, shape.steps, regions, last_only, shape.regions == 2, shortest)
 
     @property
     def window(self) -> int:
@@ -109,7 +123,7 @@ class HistoryWindows:
         return f"{self.length(index)} steps from step {int(self._begins[index])} of all histories"
 
     def batch(self, examples: Sequence[int]) -> HistoryBatch:
-        """Tensors of some windows, filled up to the longest; of compressed contexts to whole windows."""
+        """Tensors of some windows, filled up to the longest."""
         chosen = np.asarray(examples)
         lengths, absent = self._lengths[chosen], self._absent[chosen]
         width = int((lengths + absent).max())
@@ -175,6 +189,8 @@ def _ordered(history: History, subsample: int) -> dict[str, Array]:
 def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
     """First step, length and absent steps in front of every window, from where histories and episodes begin."""
     edges = np.append(np.flatnonzero(segment), len(segment))
+    if cut.last_only:
+        return _windows_to_every_step(edges, cut)
     starts = np.flatnonzero(episode_start | segment)
     if np.diff(starts, append=len(segment)).max() > cut.steps:
         # A context that does not hold an episode begins anywhere in it.
@@ -189,9 +205,22 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
         begins = (starts - cut.steps)[usable] + absent
         return begins, np.minimum(end_of[usable] - begins, cut.window - absent), absent
     left = end_of - starts
-    # Of the windows that the end of the history cuts short, the longest is kept, so that every step is in some.
     previous = np.roll(starts, 1)
+    # The window that begins before this one reaches the end of the history as well.
     whole_before = (np.roll(of, 1) == of) & (end_of - previous <= cut.window)
-    usable = ~whole_before
+    usable = ~whole_before | (left >= cut.shortest)
     usable[0] = True
     return starts[usable], np.minimum(left, cut.window)[usable], np.zeros(int(usable.sum()), np.int64)
+
+
+def _windows_to_every_step(edges: Array, cut: Cut) -> tuple[Array, Array, Array]:
+    """As ``_windows``: for every step the context in which its action is predicted, which ends with it."""
+    begin_of = np.repeat(edges[:-1], np.diff(edges))
+    steps = np.arange(edges[-1])
+    if cut.regions == 1:
+        begins = np.maximum(begin_of, steps + 1 - cut.steps)
+        return begins, steps + 1 - begins, np.zeros_like(begins)
+    region = (steps - begin_of) // cut.steps
+    begins = begin_of + np.maximum(region + 1 - cut.regions, 0) * cut.steps
+    absent = np.where(region == 0, cut.steps, 0) if cut.region_before else np.zeros_like(begins)
+    return begins, steps + 1 - begins, absent
