@@ -101,7 +101,7 @@ def _seconds(world: World, case: Case, run: Run, slot: float) -> float:
     once = _on_gpu(run, 1) if on_gpu else _in_turn(run, 1)
     if case.joint:
         once, slot = world.broadcast(once), slot * _JOINT
-    fewest = _FEWEST_TYPICAL if case.typical else 1
+    fewest = _FEWEST_TYPICAL if case.typical and slot else 1
     count = max(fewest, min(_MOST_CALLS, int(slot / max(once, 1e-7))))
     if on_gpu:
         return _on_gpu(run, count)
