@@ -77,11 +77,15 @@ class _Road:
             self._train(name, recipe)
         for name in (RETAIN, FULL, *names):
             self._evaluate(name, benchmark)
-        results = Results.read(self._study.study.benchmark, self._directory / _EVALUATIONS, names)
+        results = Results.read(self._title(benchmark), self._directory / _EVALUATIONS, names)
         results.write(self._directory)
         draw(results, self._directory / NAME)
         self._tell(f"results.json, results.md and {NAME} are in {self._directory}/")
         return results
+
+    def _title(self, benchmark: Benchmark) -> str:
+        rows = ", ".join(f"{count} of {name}" for name, count in self._study.study.subset.items())
+        return benchmark.name.partition("@")[0] + (f", the first rows: {rows}" if rows else "")
 
     def _rows(self) -> Benchmark:
         """What is trained on and asked, in the study's directory."""

@@ -84,6 +84,20 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
     raise RequestError(f"{key}: {name!r} is no benchmark; there are {_NAMES}")
 
 
+def is_elsewhere(name: str) -> bool:
+    """Whether a benchmark is named by a directory that is not on this machine."""
+    place = name.partition("@")[2]
+    return (
+        bool(place)
+        and not name.startswith("files@")
+        and not (Path(place).expanduser().exists() or _may_be_on_the_hub(place))
+    )
+
+
+def _may_be_on_the_hub(place: str) -> bool:
+    return not place.startswith((".", "/", "~")) and place.count("/") == 1
+
+
 class _Place:
     """A directory, or an id of the Hub, in which sets are found by configuration and split."""
 
@@ -91,8 +105,11 @@ class _Place:
         self._place, self._key = place, key
         path = Path(place).expanduser()
         self._directory = path if path.is_dir() else None
-        if self._directory is None and (place.startswith((".", "/", "~")) or place.count("/") != 1):
-            raise RequestError(f"{key}: there is no directory {path}")
+        if self._directory is None and not _may_be_on_the_hub(place):
+            raise RequestError(
+                f"{key}: there is no directory {path}; name one that has the benchmark's files after the @, or "
+                "leave the @ and what follows it out to take them from the Hub"
+            )
 
     def find(self, config: str, split: str = "") -> str | None:
         """A source; None where the directory has no file for it. The Hub is not asked."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError, field_validator
 
 from trainwright.errors import RequestError
-from trainwright.recipe.benchmarks import Benchmark, find_benchmark
+from trainwright.recipe.benchmarks import Benchmark, find_benchmark, is_elsewhere
 from trainwright.recipe.fields import Count, Section, Text
 from trainwright.recipe.loading import checked, dump_recipe
 from trainwright.recipe.merging import read_merged
@@ -31,6 +31,10 @@ def _not_reserved(name: str) -> str:
     return name
 
 
+def _several(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
 ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_not_reserved)]
 
 
@@ -44,7 +48,9 @@ class StudyEvaluation(Section):
 class Study(Section):
     """What a study's file says."""
 
-    benchmark: Text = Field(description="A benchmark, as eval --benchmark has it.")
+    benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_several)] = Field(
+        description="A benchmark, as eval --benchmark has it; of several the first whose directory is on this machine."
+    )
     subset: dict[Text, Count] = Field({}, description="Of these sets the first so many rows; the others are whole.")
     known: list[Text] = Field(
         [],
@@ -82,7 +88,10 @@ class StudyFile:
 
     @property
     def benchmark(self) -> Benchmark:
-        return find_benchmark(self.study.benchmark, f"{self._place('benchmark')}: benchmark")
+        """The first that is on this machine or on the Hub. Raises RequestError where the last is not to be had."""
+        *others, last = self.study.benchmark
+        name = next((each for each in others if not is_elsewhere(each)), last)
+        return find_benchmark(name, f"{self._place('benchmark')}: benchmark")
 
     def finetuning(self, source: str, everything: str) -> str:
         """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from."""

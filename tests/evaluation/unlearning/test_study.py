@@ -61,6 +61,18 @@ def test_recipes_are_put_together(study: Path) -> None:
     assert "objective: grad_ascent" in steep and "learning_rate: 0.001" in steep
 
 
+def test_of_several_places_the_first_that_is_there_is_taken(study: Path, tmp_path: Path) -> None:
+    here = f"tofu:forget01@{tmp_path / 'rows'}"
+    assert (
+        load_study(study, [f"benchmark=[tofu:forget01@{tmp_path / 'no'}, '{here}', tofu:forget10]"]).benchmark.name
+        == here
+    )
+    nowhere = load_study(study, [f"benchmark=[tofu:forget01@{tmp_path / 'no'}, tofu:forget01]"])
+    assert nowhere.benchmark.sets["forget"].source == "locuslab/TOFU:forget01_perturbed:train"
+    with pytest.raises(RequestError, match=r"benchmark: there is no directory .*no; name one that has"):
+        load_study(study, [f"benchmark=tofu:forget01@{tmp_path / 'no'}"]).benchmark  # noqa: B018
+
+
 def test_rows_of_a_study(study: Path, tmp_path: Path) -> None:
     read = load_study(study)
     found = write_rows(read.study, read.benchmark, tmp_path / "written")

@@ -31,8 +31,9 @@ def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark
         RequestError: a set is named that the benchmark does not have, or its rows cannot be read.
     """
     kind, _, part = benchmark.name.partition("@")[0].partition(":")
-    if unknown := [name for name in (*study.subset, *study.known) if name not in benchmark.sets]:
-        raise RequestError(f"{benchmark.name} has no set {unknown[0]}; there are {', '.join(benchmark.sets)}")
+    for key, names in (("subset", study.subset), ("known", study.known)):
+        if unknown := [name for name in names if name not in benchmark.sets]:
+            raise RequestError(f"{key}: {benchmark.name} has no set {unknown[0]}; it has {', '.join(benchmark.sets)}")
     if kind != "tofu" and (study.subset or study.known):
         raise RequestError("subset and known are for tofu; name smaller files for another benchmark")
     if not {"forget", "retain"} <= set(benchmark.training):
@@ -77,7 +78,12 @@ def _plain(row: Row) -> Row:
 
 
 def _rows(source: str, limit: int | None) -> list[Row]:
-    rows = read_rows(source, limit, "benchmark")
+    try:
+        rows = read_rows(source, limit, "benchmark")
+    except RequestError as error:
+        if Path(source).exists():
+            raise
+        raise RequestError(f"{error}; benchmark=NAME@DIRECTORY names a directory with the benchmark's files") from None
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
