@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 from scipy.stats import hmean, ks_2samp
+from sklearn.metrics import roc_auc_score
 
 from trainwright.evaluation.unlearning import membership, memorisation, text_quality, tofu
 
@@ -74,6 +75,8 @@ def test_auc_counts_pairs() -> None:
     members, others = drawn.integers(0, 9, 31).astype(float), drawn.integers(3, 12, 17).astype(float)
     pairs = [(one < other) + 0.5 * (one == other) for one in members for other in others]
     assert membership.auc(members, others) == pytest.approx(np.mean(pairs))
+    labels = np.concatenate([np.ones(31), np.zeros(17)])
+    assert membership.auc(members, others) == pytest.approx(roc_auc_score(labels, -np.concatenate([members, others])))
     assert membership.auc(np.zeros(3), np.ones(4)) == 1.0
     assert membership.auc(np.ones(5), np.ones(4)) == 0.5
 
