@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs, column, difference, events
 from tests.support.unlearning import OBJECTIVES, write_rows
 
@@ -72,6 +73,22 @@ def test_every_objective_is_the_same_run_anywhere(
 ) -> None:
     there = run_of(runs, recipe, objective, *knowing, *elsewhere)
     assert_same(there, run_of(runs, recipe, objective, *knowing, ONE))
+
+
+@pytest.fixture(scope="module")
+def watched(recipe: Path) -> str:
+    """What has a run measure truth ratios on its way."""
+    return f"data.benchmark={write_tofu(recipe.with_name('tofu'))}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", ELSEWHERE[2:])
+def test_truth_ratios_on_the_way_are_the_same_anywhere(
+    runs: Runs, recipe: Path, watched: str, elsewhere: tuple[str, ...]
+) -> None:
+    found = run_of(runs, recipe, "npo", watched, *elsewhere)
+    assert_same(found, run_of(runs, recipe, "npo", watched, ONE))
+    assert all({"forget_truth_ratio", "retain_truth_ratio"} <= set(metrics) for metrics in measured(found))
 
 
 # The losses of all are compared with their formulas in seconds; these differ in how they run.

@@ -73,6 +73,7 @@ class _Road:
         names = list(self._study.study.objectives)
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
         benchmark = self._rows()
+        self._check_metrics(benchmark)
         for name, recipe in self._recipes(benchmark).items():
             self._train(name, recipe)
         for name in (RETAIN, FULL, *names):
@@ -96,6 +97,20 @@ class _Road:
         self._ask("benchmark", str(chosen), done=directory.exists())
         benchmark = self._study.benchmark
         return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
+
+    def _check_metrics(self, benchmark: Benchmark) -> None:
+        """Refuse now what would be refused when everything is trained."""
+        from trainwright.evaluation.unlearning.items import read_sets
+        from trainwright.evaluation.unlearning.registry import METRICS, missing
+
+        key = f"{self._study.place('evaluate', 'metrics')}: evaluate.metrics"
+        sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
+        given = {"--reference-log": True, "--reference-model": True}
+        for name in self._study.study.evaluate.metrics:
+            if name not in METRICS:
+                raise RequestError(f"{key}: {name} is no metric of a benchmark; there are {', '.join(METRICS)}")
+            if (why := missing(name, sets, given)) is not None:
+                raise RequestError(f"{key}: {name}: {why}")
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, str]:
         """The recipes of all runs, each checked before the first is begun."""

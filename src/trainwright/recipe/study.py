@@ -91,7 +91,7 @@ class StudyFile:
         """The first that is on this machine or on the Hub. Raises RequestError where the last is not to be had."""
         *others, last = self.study.benchmark
         name = next((each for each in others if not is_elsewhere(each)), last)
-        return find_benchmark(name, f"{self._place('benchmark')}: benchmark")
+        return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
 
     def finetuning(self, source: str, everything: str) -> str:
         """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from."""
@@ -132,8 +132,9 @@ class StudyFile:
             if path[: len(place)] == place and (key := (*to, *path[len(place) :])):
                 tree.origins[key] = origin
 
-    def _place(self, key: str) -> Origin:
-        return origin_of((key,), self.tree, self.file)
+    def place(self, *path: str) -> Origin:
+        """Where a key was written."""
+        return origin_of(path, self.tree, self.file)
 
 
 def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:

@@ -100,6 +100,21 @@ def test_mistakes_are_named_with_their_place(study: Path, written: str, instead:
     assert said in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("truthiness", "evaluate.metrics: truthiness is no metric of a benchmark; there are answer_probability,"),
+        ("choice_accuracy", "evaluate.metrics: choice_accuracy: the benchmark has no set choices"),
+    ],
+)
+def test_a_metric_that_cannot_be_measured_is_refused_before_anything_is_trained(
+    runs: Runs, study: Path, tmp_path: Path, metric: str, said: str
+) -> None:
+    ended = runs.command("unlearn-study", str(study), f"evaluate.metrics=[{metric}]", cwd=tmp_path).wait(60)
+    assert ended.code == 2 and said in ended.stderr, ended.stderr
+    assert not (tmp_path / "study" / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_study_from_beginning_to_end(runs: Runs, study: Path, tmp_path: Path) -> None:
     ended = runs.command("unlearn-study", str(study), cwd=tmp_path).wait(280)
