@@ -78,15 +78,12 @@ class _Road:
             self._train(name, recipe)
         for name in (RETAIN, FULL, *names):
             self._evaluate(name, benchmark)
-        results = Results.read(self._title(benchmark), self._directory / _EVALUATIONS, names)
+        name, subset = benchmark.name.partition("@")[0], self._study.study.subset
+        results = Results.read(name, subset, self._directory / _EVALUATIONS, names)
         results.write(self._directory)
         draw(results, self._directory / NAME)
         self._tell(f"results.json, results.md and {NAME} are in {self._directory}/")
         return results
-
-    def _title(self, benchmark: Benchmark) -> str:
-        rows = ", ".join(f"{count} of {name}" for name, count in self._study.study.subset.items())
-        return benchmark.name.partition("@")[0] + (f", the first rows: {rows}" if rows else "")
 
     def _rows(self) -> Benchmark:
         """What is trained on and asked, in the study's directory."""
@@ -223,7 +220,7 @@ def _show(results: Results) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=results.benchmark)
+    table = Table(title=results.benchmark, caption=f"rows: {results.about}" if results.subset else None)
     table.add_column("model")
     for _, _, title in results.columns:
         table.add_column(title, justify="right")

@@ -36,7 +36,7 @@ def draw(results: Results, file: Path) -> bool:
     axes.set_xlim(-0.02, max(1.0, *(utility for utility, _ in points.values())) + 0.05)
     axes.set_xlabel("model utility")
     axes.set_ylabel("forget quality, log10 of p")
-    axes.set_title(results.benchmark)
+    axes.set_title(results.benchmark + (f"\nrows: {results.about}" if results.subset else ""), fontsize="medium")
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
     return True

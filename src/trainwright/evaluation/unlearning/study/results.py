@@ -38,10 +38,11 @@ class Results:
     """The metrics of every model of a study, by model, metric and set; the full and the retain-only model first."""
 
     benchmark: str
+    subset: Mapping[str, int]  # of these sets the first so many rows
     models: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     @classmethod
-    def read(cls, benchmark: str, evaluations: Path, names: Sequence[str]) -> Results:
+    def read(cls, benchmark: str, subset: Mapping[str, int], evaluations: Path, names: Sequence[str]) -> Results:
         """What the evaluations in ``evaluations``/<name> found."""
         found: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
@@ -51,7 +52,7 @@ class Results:
         if best:
             for metrics in found.values():
                 metrics[KEPT] = {"all": metrics["model_utility"]["all"] / best}
-        return cls(benchmark, found)
+        return cls(benchmark, subset, found)
 
     def value(self, model: str, metric: str, of: str) -> float | None:
         """A metric of a model; None where it was not measured."""
@@ -67,14 +68,20 @@ class Results:
         """The table without its head."""
         return [[name, *(_cell(self.value(name, *column[:2])) for column in self.columns)] for name in self.models]
 
+    @property
+    def about(self) -> str:
+        """Of which rows everything is."""
+        return ", ".join(f"{name} {count}" for name, count in self.subset.items())
+
     def markdown(self) -> str:
         """The table."""
         head = ["model", *(title for _, _, title in self.columns)]
         lines = [head, ["---"] * len(head), *self.rows]
-        return f"{self.benchmark}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        about = f"{self.benchmark}{f' (rows: {self.about})' if self.subset else ''}\n\n"
+        return about + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def as_json(self) -> dict[str, Any]:
-        return {"benchmark": self.benchmark, "models": self.models}
+        return {"benchmark": self.benchmark, "subset": self.subset, "models": self.models}
 
     def write(self, directory: Path) -> None:
         """Write the table and all metrics to ``directory``."""
