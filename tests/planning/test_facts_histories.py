@@ -18,16 +18,16 @@ RECIPES = Path(__file__).parents[2] / "recipes" / "algorithm_distillation"
 def test_a_plan_has_the_sizes_of_the_model() -> None:
     recipe = load_recipe(RECIPES / "darkroom.yaml")
     workload = facts_of(recipe).workload
-    model = HistoryModel(HistoryShape((9, 9), 5, 64, 4, 4, "transition", "rotary", steps=240), seed=0)
+    model = HistoryModel(HistoryShape((9, 9), 5, 64, 4, 4, "transition", "rotary", steps=120), seed=0)
     blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
     assert workload.architecture.parameters().blocks == blocks
-    assert workload.tokens == 32 * 240 and workload.steps == recipe.train.max_steps
+    assert workload.tokens == 64 * 120 and workload.steps == recipe.train.max_steps
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "tokens"),
     [
-        ("darkroom", ("algorithm_distillation.model.layout=parts",), 3 * 240),
+        ("darkroom", ("algorithm_distillation.model.layout=parts",), 3 * 120),
         ("darkroom-compressed", (), 2 * 80 + 2),
         (
             "darkroom-compressed",
