@@ -56,5 +56,7 @@ def test_recipes_for_gpus_fit_the_machines_that_they_are_for(name: str, machine:
 
 def test_two_small_gpus_hold_phi3_with_its_parameters_in_the_hosts_memory_alone() -> None:
     two = ("parallel.num_processes=2",)
-    assert not planned("phi3-fsdp", "2xRTX4090", None, *two).fits
+    without = planned("phi3-fsdp", "2xRTX4090", None, *two)
+    assert not without.fits
+    assert "parallel.offload_parameters=true" in [way.change for way in without.ways_out]
     assert planned("phi3-fsdp", "2xRTX4090", None, *two, "parallel.offload_parameters=true").fits
