@@ -5,8 +5,9 @@
 
 nanoGPT's CPU setting: characters, 4 layers, 4 heads, 128 wide, context 64, batch 12, 2,000 steps, no dropout. Both
 train in one process, step by step in turn, each on its own batches of the same text, and are measured on the same end
-of it. The engine trains as `trainwright train recipes/pretrain/shakespeare.yaml` has it train, at
-nanoGPT's learning rate.
+of it. The engine trains as `trainwright train recipes/pretrain/shakespeare.yaml` has it train, at nanoGPT's learning
+rate: nothing compiled, and in the precision that the plan chooses, which is bf16 where the processor multiplies in it.
+nanoGPT's on a CPU is fp32 (`--set train.mixed_precision=no` compares that).
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, object]:
     return {
         "steps": arguments.steps,
         "set": arguments.set,
+        "mixed_precision": recipe.train.mixed_precision,
         "times": trainer.times,
         "validation_loss": {"engine": metrics["loss"], "plain": plain.validation_loss()},
     }
@@ -151,7 +153,8 @@ def report(results: dict) -> None:
     faster = Spread.of([b / a for a, b in zip(engine, plain, strict=True)])
     speeds = [TOKENS / sorted(values)[len(values) // 2] for values in (engine, plain)]
     losses = results["validation_loss"]
-    print(f"tokens/s, median: {speeds[0]:,.0f} in the engine, {speeds[1]:,.0f} in the plain loop")
+    precision = "fp32" if results["mixed_precision"] == "no" else results["mixed_precision"]
+    print(f"tokens/s, median: {speeds[0]:,.0f} in the engine ({precision}), {speeds[1]:,.0f} in the plain loop (fp32)")
     print(f"{'kept' if faster.median >= FASTER else 'MISSED'}: {faster.median:.2f} times as fast; {FASTER} wanted")
     apart = abs(losses["engine"] - losses["plain"])
     kept = losses["engine"] <= losses["plain"] + EQUAL
