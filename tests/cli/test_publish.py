@@ -50,7 +50,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "qlora" else pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS]
+)
 def test_a_run_is_merged_into_its_whole_base_which_stays_as_it_is(
     runs: Runs, base: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -67,6 +69,7 @@ def test_a_run_is_merged_into_its_whole_base_which_stays_as_it_is(
         assert ended(runs, "generate", tmp_path / "merged", *asked) == ended(runs, "generate", run, *asked)
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_gguf_file_that_answers_as_it_does(runs: Runs, base: Path, tmp_path: Path) -> None:
     run = adapted(runs, base, "lora")
     for dtype in ("f32", "f16"):

@@ -177,7 +177,7 @@ def test_long_texts_are_split_and_lose_nothing(evaluate: Evaluate, model: str, p
     assert len(samples) == metrics["metrics"]["loss"]["n"] == len(texts)
 
 
-@pytest.mark.parametrize("kind", ["one source", "a mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("one source", marks=pytest.mark.slow), "a mixture"])
 def test_a_run_is_measured_on_the_rows_that_it_held_back(
     runs: Runs, evaluate: Evaluate, place: Path, kind: str
 ) -> None:
