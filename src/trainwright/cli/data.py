@@ -234,7 +234,7 @@ def _report(found: list[Checked], max_length: int | None) -> None:
     problems = [problem for checked in found for problem in checked.problems]
     if wrong:
         more = f"\nand {wrong - len(problems):,} more" if wrong > len(problems) else ""
-        raise RequestError(f"{wrong:,} rows are wrong:\n" + "\n".join(problems) + more)
+        raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} wrong:\n" + "\n".join(problems) + more)
     if not any(checked.examples for checked in found):
         raise RequestError("no row has anything to train on")
     typer.echo("ok")
