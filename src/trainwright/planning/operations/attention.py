@@ -123,12 +123,14 @@ def _document_flash(
     tokens, longest, before = batch.tokens, batch.longest, batch.second_longest
     work = _FP32 if longest < _BF16_FROM_LENGTH else q.width
     copied = q.numel + k.numel + v.numel if work != q.width else 0
-    # What a document gives is still there while the next one runs.
+    # What a document gives is still there while the next one runs; equal ones that are converted run at once.
+    equal = copied and len({length for length, _ in batch.documents}) == 1
+    together = tokens if equal else longest + before
     of_token = heads.queries * (heads.size * work + _FP32)
-    room = copied * work + (longest + before) * of_token + _flash_room(longest, heads.size, work, device)
+    room = copied * work + together * of_token + _flash_room(longest, heads.size, work, device)
     copied += 2 * q.numel if copied else 0
     of_token = (heads.queries + 2 * heads.keys) * heads.size * work
-    backward_room = copied * work + (longest + before) * of_token + _flash_backward_room(longest, work, device)
+    backward_room = copied * work + together * of_token + _flash_backward_room(longest, work, device)
     sums = heads.queries * tokens
     pairs = heads.queries * batch.pairs
     return _flash(tape, q, k, v, pairs, heads.size, room, backward_room + _FP32 * sums, sums)
