@@ -7,13 +7,16 @@ by autograd. Names and sizes are those of ``machine.calibration.Setting``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from trainwright.data.batch import Batch
 
 Run = Callable[[], object]
 
@@ -239,14 +242,21 @@ def _loss(precision: str, logits: int, device: torch.device) -> Run:
 
 
 def _data(documents: int, tokens: int, device: torch.device) -> Run:
+    make = pack([[0] * (tokens // documents)] * documents)
+    return lambda: make().to(device)
+
+
+def pack(documents: Sequence[list[int]]) -> Callable[[], Batch]:
+    """What makes a flat micro-batch of these documents, every token of which is a target."""
     from trainwright.data.batch import collate
     from trainwright.data.dataset import TokenDataset
     from trainwright.data.stream import MicroBatch
 
-    length = tokens // documents
-    dataset = TokenDataset.from_examples([([0] * length, [True] * length)] * documents, "calibration")
-    micro = MicroBatch(0, (tuple(range(documents)),), tokens, tokens, float(tokens))
-    return lambda: collate(dataset, micro, packed=True, pad_token_id=0).to(device)
+    tokens = sum(map(len, documents))
+    rows = [(document, [True] * len(document)) for document in documents]
+    dataset = TokenDataset.from_examples(rows, "calibration")
+    micro = MicroBatch(0, (tuple(range(len(rows))),), tokens, tokens, float(tokens))
+    return lambda: collate(dataset, micro, packed=True, pad_token_id=0)
 
 
 def _host_copy(direction: str, count: int, device: torch.device) -> Run:

@@ -122,7 +122,7 @@ def pass_cases(world: World) -> Iterator[Case]:
         return
     for precision in _MIXED:
         for place, model in enumerate(_MODELS):
-            build = partial(_pass, model, precision, world)
+            build = partial(_pass, model, precision)
             yield Case(f"passes/{precision}", (place,), model.held_out, build, typical=True)
         for place, model in enumerate(_SHARDED if world.size > 1 else ()):
             build = partial(_sharded_pass, model, precision, world)
@@ -209,7 +209,7 @@ def _sharded_seconds(model: Small, precision: str, setting: Setting, machine: Ma
     return sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "data"))
 
 
-def _pass(model: Small, precision: str, world: World) -> Run:
+def _pass(model: Small, precision: str) -> Run:
     from trainwright.doctor.calibrate_cases import DTYPES
 
     module, batch = _made(model, DTYPES[precision])
@@ -243,15 +243,9 @@ def _sharded_pass(model: Small, precision: str, world: World) -> Run:
 def _made(model: Small, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from transformers import AutoConfig
 
-    from trainwright.data.batch import collate
-    from trainwright.data.dataset import TokenDataset
-    from trainwright.data.stream import MicroBatch as Examples
+    from trainwright.doctor.calibrate_cases import pack
     from trainwright.models.causal_lm import CausalLM
     from trainwright.models.load import fresh_model
 
     module = CausalLM(fresh_model(AutoConfig.for_model(**model.config), seed=0, dtype=dtype), packed=True).train()
-    rows = [([place % _VOCABULARY for place in range(length)], [True] * length) for length in model.lengths]
-    dataset = TokenDataset.from_examples(rows, "calibration")
-    tokens = model.batch.tokens
-    examples = Examples(0, (tuple(range(model.documents)),), tokens, tokens, float(tokens))
-    return module, collate(dataset, examples, packed=True, pad_token_id=0)
+    return module, pack([[place % _VOCABULARY for place in range(length)] for length in model.lengths])()
