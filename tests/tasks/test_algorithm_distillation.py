@@ -233,7 +233,7 @@ def test_random_actions_find_less_than_the_optimum() -> None:
 
 def test_a_full_context_forgets_whole_episodes() -> None:
     shape = HistoryShape((9, 9), 5, 16, 1, 2, "transition", "rotary", steps=240)
-    assert hop(shape, 20) == 60 and hop(shape, 100) == 100
+    assert hop(shape, 20) == 120 and hop(shape, 100) == 100
     assert 1 <= hop(shape, 300) <= 240
 
 

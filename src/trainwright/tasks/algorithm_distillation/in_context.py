@@ -19,7 +19,9 @@ from trainwright.reinforcement.random_numbers import mixed, uniform
 Returns = npt.NDArray[np.float32]
 # From what the copies see and did before to the actions [n] they take.
 Policy = Callable[[Steps], torch.Tensor]
-_MOVES_BY = 4  # a whole context forgets about this part of it at once
+# A whole context forgets about one part in so many at once. With more parts the same few last episodes would always be in
+# it: agents that have found nothing in these then repeat them, and what stays is computed anew more often.
+_MOVES_BY = 2
 
 
 @dataclass(frozen=True)
