@@ -68,8 +68,8 @@ def sequence_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Summed negative log-likelihood of the targets of each row [B]."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
-    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), labels, reduction="none")
-    return each.sum(1)
+    each = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return each.view_as(labels).sum(1)
 
 
 def encoded(tokenizer: Any, file: str, max_length: int) -> list[tuple[list[int], list[int]]]:
