@@ -67,6 +67,12 @@ def test_text_is_its_paragraphs(tmp_path: Path) -> None:
     assert read_rows(source)["text"][:] == ["One\nline two", "Three"]
 
 
+def test_a_list_of_texts_is_rows_of_text(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.json", '["One",\n"two {x}"]')
+    assert read_rows(source).to_list() == [{"text": "One"}, {"text": "two {x}"}]
+    assert check_source(source) == [{"text": "One"}, {"text": "two {x}"}]
+
+
 def test_a_directory_is_its_files_in_order(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(ROWS[3:]))
     write(tmp_path / "a.jsonl", lines(ROWS[:3]))
@@ -114,6 +120,8 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
         ("a.jsonl", b'{"a": "x"}\n{"a": "\xff"}\n', r"a\.jsonl:2: not UTF-8"),
         ("a.json", '[\n{"a": 1},\n{"a": }\n]', r"a\.json:3: not JSON"),
         ("a.json", '[\n{"a": 1},\n\n3]', r"a\.json:4: a row is an object .* this is a number"),
+        ("a.json", '["some text",\n{"a": 1},\n3]', r"a\.json:3: a row is an object .* this is a number"),
+        ("a.json", '[{"a": 1},\n"some text"]', r"a\.json:2: a row is an object .* this is text"),
         ("a.json", '[\n{"a": 1}\n{"a": 2}]', r"a\.json:3: not JSON rows: ',' or ']' should follow"),
         ("a.json", '[\n{"a": 1},\n{"a": 2}\n', r"a\.json:4: not JSON rows: .*cut off"),
         ("a.json", '{"a": [1], "b": [2]}', r"a\.json: one list of rows .* 2 lists \(a, b\)"),

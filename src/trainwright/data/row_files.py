@@ -32,7 +32,7 @@ def iterate_rows(path: Path) -> Iterator[LocatedRow]:
 
 
 def _json(path: Path) -> Iterator[LocatedRow]:
-    """An array of objects, or an object that holds one such list; also JSONL under the wrong name."""
+    """An array of objects or of texts, or an object that holds one such list; also JSONL under the wrong name."""
     text = read_text(path)
     start = _skip_space(text, 0)
     if text[start : start + 1] == "{":
@@ -48,12 +48,14 @@ def _json(path: Path) -> Iterator[LocatedRow]:
 
 def _array(path: Path, text: str, start: int) -> Iterator[LocatedRow]:
     position, line, counted = _skip_space(text, start + 1), 1, 0
-    if text[position : position + 1] == "]":
+    mark = text[position : position + 1]
+    if mark == "]":
         return
+    texts = mark == '"'  # a plain list of texts, as MUSE's authors keep theirs
     while True:
         line, counted = line + text.count("\n", counted, position), position
         value, position = _value(path, text, position)
-        yield line, _row(path, line, value)
+        yield line, {"text": value} if texts and isinstance(value, str) else _row(path, line, value)
         position = _skip_space(text, position)
         mark = text[position : position + 1]
         if mark == "]":

@@ -1,6 +1,6 @@
 """Where rows come from: files, directories of files, the Hugging Face Hub, and what is built in.
 
-rows.json   an array of objects, or an object holding one such list
+rows.json   an array of objects or of texts, or an object holding one such list
 rows.jsonl  an object a line (also .ndjson)
 rows.csv    a header and text fields (.tsv: separated by tabs)
 rows.parquet

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from trainwright.data.formats import SINGLE, layout_of, text_field, to_example
@@ -80,15 +78,6 @@ def read_set(wanted: EvaluationSet, limit: int | None, key: str) -> ItemSet:
 
 
 def _rows(source: str, limit: int | None, key: str) -> list[Row]:
-    path = Path(source).expanduser()
-    if path.suffix.lower() == ".json" and path.is_file():
-        # MUSE's authors keep texts as a plain list of them.
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found = None  # told below, with the line
-        if isinstance(found, list) and found and all(isinstance(each, str) for each in found):
-            return [{"text": each} for each in found[:limit]]
     return [{name: value for name, value in row.items() if value is not None} for row in read_rows(source, limit, key)]
 
 
