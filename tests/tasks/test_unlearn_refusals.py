@@ -55,6 +55,8 @@ def recipe(tmp_path: Path) -> Path:
         (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
         (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
         (("data.idk=nowhere.txt", "unlearn.objective=dpo"), "data.idk: nowhere.txt cannot be read"),
+        (("data.benchmark=tofu:forget02",), "'data.benchmark=tofu:forget02': data.benchmark: 'tofu:forget02' is no"),
+        (("data.benchmark=muse:news@no",), "'data.benchmark=muse:news@no': data.benchmark: there is no directory no"),
     ],
 )
 def test_recipes_that_cannot_be_meant(recipe: Path, overrides: tuple[str, ...], says: str) -> None:
@@ -99,6 +101,14 @@ def test_a_reference_with_another_tokenizer(recipe: Path, tmp_path: Path) -> Non
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
     text = refused(recipe, f"unlearn.reference={other}", prepared=True)
     assert f"unlearn.reference: {other} has another tokenizer than the model" in text
+
+
+def test_a_reference_that_is_not_there(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "final").mkdir(parents=True)
+    (run / "recipe.yaml").touch()
+    text = refused(recipe, f"unlearn.reference={run}", prepared=True)
+    assert text == f"unlearn.reference: {run} has no config.json: it is a run, whose model is in final/ in there"
 
 
 def test_texts_cannot_be_refused(recipe: Path) -> None:

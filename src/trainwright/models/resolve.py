@@ -105,7 +105,9 @@ def check_directory(directory: Path, key: str) -> None:
     files = sorted(p.name for p in directory.iterdir())
     if "config.json" not in files:
         hint = "it holds an adapter, not a model; name its base here, and it in model.adapter.start_from"
-        hint = hint if "adapter_config.json" in files else _holds(files)
+        if "adapter_config.json" not in files:
+            of_run = {"recipe.yaml", "final"} <= set(files)
+            hint = "it is a run, whose model is in final/ in there" if of_run else _holds(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
     for shard in _weight_files(directory, files, key):
         _check_safetensors(shard, key)

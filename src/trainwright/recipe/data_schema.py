@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from trainwright.errors import RequestError
+from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.fields import Count, Positive, Section, Text, ValidationRows, whole
 
 DataFormat = Literal[
@@ -128,7 +130,11 @@ class DataSection(Section):
             return values
         from trainwright.recipe.benchmarks import find_benchmark
 
-        found = find_benchmark(name, "data.benchmark").training
+        key = "data.benchmark"
+        try:
+            found = find_benchmark(name, key).training
+        except RequestError as error:
+            raise Contradictions([Contradiction((key,), str(error).removeprefix(f"{key}: "))]) from None
         return {**values, **{key: found[key] for key in PARTS if key in found and values.get(key) is None}}
 
     @model_serializer(mode="wrap")

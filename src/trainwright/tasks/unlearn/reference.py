@@ -46,7 +46,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         resolve(other, notify=print)
         its = load_tokenizer(other)
     except RequestError as error:
-        raise RequestError(f"{_KEY}: {error}") from None
+        raise RequestError(f"{_KEY}: {str(error).removeprefix('model.name: ')}") from None
     if its.get_vocab() != tokenizer.get_vocab():
         different = len(set(its.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
         raise RequestError(
