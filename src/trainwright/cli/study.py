@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from trainwright.recipe.study import StudyFile
 
 _RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
-# What compares with the retain-only model, and what is measured of that model for it.
-_FOR_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k"}
+# What compares with the retain-only model, and what is measured of that model instead.
+_OF_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k", "mia_reference": "mia_loss"}
 
 
 def unlearn_study(
@@ -66,23 +66,25 @@ class _Road:
 
     def walk(self) -> Results:
         """Do what is not done yet, and give what all parts have found."""
-        from trainwright.evaluation.unlearning.study.chart import NAME, draw
+        from trainwright.evaluation.unlearning.study.chart import draw
         from trainwright.evaluation.unlearning.study.results import Results
         from trainwright.recipe.study import FULL, RETAIN
 
         names = list(self._study.study.objectives)
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
         benchmark = self._rows()
-        self._check_metrics(benchmark)
+        metrics = self._metrics(benchmark)
         for name, recipe in self._recipes(benchmark).items():
             self._train(name, recipe)
         for name in (RETAIN, FULL, *names):
-            self._evaluate(name, benchmark)
+            self._evaluate(name, benchmark, metrics)
         name, subset = benchmark.name.partition("@")[0], self._study.study.subset
         results = Results.read(name, subset, self._directory / _EVALUATIONS, names)
-        results.write(self._directory)
-        draw(results, self._directory / NAME)
-        self._tell(f"results.json, results.md and {NAME} are in {self._directory}/")
+        plot = draw(results, self._directory)
+        if plot is None:
+            self._tell("no plot: nothing was measured of both what is forgotten and what is kept")
+        made = [*results.write(self._directory), *([] if plot is None else [plot])]
+        self._tell(f"{', '.join(made)} are in {self._directory}/")
         return results
 
     def _rows(self) -> Benchmark:
@@ -95,19 +97,21 @@ class _Road:
         benchmark = self._study.benchmark
         return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
-    def _check_metrics(self, benchmark: Benchmark) -> None:
-        """Refuse now what would be refused when everything is trained."""
+    def _metrics(self, benchmark: Benchmark) -> list[str]:
+        """What is measured: what is asked for, or all that lacks nothing. Refuses what would be refused later."""
         from trainwright.evaluation.unlearning.items import read_sets
-        from trainwright.evaluation.unlearning.registry import METRICS, missing
+        from trainwright.evaluation.unlearning.registry import METRICS, missing, usual
 
         key = f"{self._study.place('evaluate', 'metrics')}: evaluate.metrics"
         sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
         given = {"--reference-log": True, "--reference-model": True}
-        for name in self._study.study.evaluate.metrics:
+        names = self._study.study.evaluate.metrics or usual(sets, given)
+        for name in names:
             if name not in METRICS:
                 raise RequestError(f"{key}: {name} is no metric of a benchmark; there are {', '.join(METRICS)}")
             if (why := missing(name, sets, given)) is not None:
                 raise RequestError(f"{key}: {name}: {why}")
+        return names
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, str]:
         """The recipes of all runs, each checked before the first is begun."""
@@ -132,21 +136,17 @@ class _Road:
         what = ["--resume", str(run)] if resume else [str(file), f"logging.run_directory={run}"]
         self._do(f"{'goes on with' if resume else 'trains'} {name}", ["train", *what])
 
-    def _evaluate(self, name: str, benchmark: Benchmark) -> None:
+    def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
         from trainwright.recipe.study import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
-        asked = self._study.study.evaluate
         words = [str(self._directory / _RUNS / name), "--benchmark", benchmark.name, "--out", str(out)]
-        words += ["--max-new-tokens", str(asked.max_new_tokens)]
-        metrics = asked.metrics
+        words += ["--max-new-tokens", str(self._study.study.evaluate.max_new_tokens)]
         if name == RETAIN:
-            metrics = list(dict.fromkeys(_FOR_REFERENCE.get(metric, metric) for metric in metrics))
-            metrics = [metric for metric in metrics if metric != "mia_reference"]
+            metrics = list(dict.fromkeys(_OF_REFERENCE.get(metric, metric) for metric in metrics))
         else:
             words += _references(metrics, reference, self._directory / _RUNS / RETAIN)
-        words += ["--metrics", ",".join(metrics)] if metrics else []
-        words += self._processes()
+        words += ["--metrics", ",".join(metrics), *self._processes()]
         self._ask(f"evaluate-{name}", " ".join(words) + "\n", done=out.exists())
         if not out.exists():
             out.parent.mkdir(exist_ok=True)
@@ -189,12 +189,11 @@ class _Road:
 
 def _references(metrics: Sequence[str], log: Path, model: Path) -> list[str]:
     """What compares a model with the retain-only one, where something is asked that does."""
-    words = []
-    if not metrics or {*_FOR_REFERENCE} & {*metrics}:
-        words += ["--reference-log", str(log)]
-    if "mia_reference" in metrics:
-        words += ["--reference-model", str(model)]
-    return words
+    from trainwright.evaluation.unlearning.registry import METRICS
+
+    taken = {METRICS[name].option for name in metrics}
+    options = {"--reference-log": log, "--reference-model": model}
+    return [word for option, where in options.items() if option in taken for word in (option, str(where))]
 
 
 def _run(command: Sequence[str]) -> int:
@@ -221,9 +220,11 @@ def _show(results: Results) -> None:
     from rich.table import Table
 
     table = Table(title=results.benchmark, caption=f"rows: {results.about}" if results.subset else None)
-    table.add_column("model")
-    for _, _, title in results.columns:
-        table.add_column(title, justify="right")
-    for row in results.rows:
-        table.add_row(*row)
+    # Metrics down and models across: there are more of the former, and a terminal is narrow.
+    names, *columns = zip(*results.rows, strict=True)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for (_, _, title), values in zip(results.columns, columns, strict=True):
+        table.add_row(title, *values)
     Console(width=None if sys.stdout.isatty() else 200).print(table)

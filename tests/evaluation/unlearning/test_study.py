@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs
+from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.errors import RequestError
+from trainwright.evaluation.unlearning.study.chart import draw
+from trainwright.evaluation.unlearning.study.results import Results
 from trainwright.evaluation.unlearning.study.rows import write_rows
 from trainwright.recipe.study import load_study
 
@@ -113,6 +117,51 @@ def test_a_metric_that_cannot_be_measured_is_refused_before_anything_is_trained(
     ended = runs.command("unlearn-study", str(study), f"evaluate.metrics=[{metric}]", cwd=tmp_path).wait(60)
     assert ended.code == 2 and said in ended.stderr, ended.stderr
     assert not (tmp_path / "study" / "runs").exists()
+
+
+def found(directory: Path, **metrics: dict[str, float]) -> Results:
+    """Of a study in which every model has these metrics."""
+    for name in ("full", "retain", "npo"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "metrics.json").write_text(json.dumps({"metrics": metrics}))
+    return Results.read("muse:news", {}, directory, ["npo"])
+
+
+def test_the_table_has_every_metric_that_was_measured(tmp_path: Path) -> None:
+    on_both = {"forget": 0.25, "retain": 0.5, "holdout": 0.125}
+    results = found(tmp_path, answer_probability=on_both, mia_loss={"forget": 0.75}, choice_accuracy={"choices": 0.5})
+    first, *_ = results.markdown().splitlines()[2:]
+    assert first == "| model | forget probability | retain probability | mia loss | choice accuracy, choices |"
+    assert results.rows[2] == ["npo", "0.2500", "0.5000", "0.7500", "0.5000"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "plot"),
+    [
+        ({"forget_quality": {"forget": 0.0}, "model_utility": {"all": 0.5}}, "forget-quality.png"),
+        ({"forget_quality": {"forget": math.nan}, "model_utility": {"all": 0.5}}, None),
+        ({"knowledge_memorisation": {"forget": 0.1, "retain": 0.5}}, "forget-against-retain.png"),
+        ({"answer_probability": {"forget": 0.1, "retain": 0.5}}, "forget-against-retain.png"),
+        ({"answer_probability": {"forget": 0.1}}, None),
+    ],
+)
+def test_the_plot_is_of_what_was_measured(
+    tmp_path: Path, metrics: dict[str, dict[str, float]], plot: str | None
+) -> None:
+    assert draw(found(tmp_path, **metrics), tmp_path) == plot
+    assert [file.name for file in tmp_path.glob("*.png")] == ([] if plot is None else [plot])
+
+
+@pytest.mark.slow
+def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_path: Path) -> None:
+    rows = write_rows_of_ones_own(tmp_path).parent
+    files = f"files@forget={rows / 'forget.jsonl'},retain={rows / 'retain.jsonl'}"
+    overrides = (f"benchmark='{files}'", "known=[]", "subset={}", "evaluate.metrics=[]", "objectives={npo: {}}")
+    ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait(280)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    made = tmp_path / "study"
+    assert "forget-against-retain.png" in ended.stdout and (made / "forget-against-retain.png").is_file()
+    assert "| forget knowledge |" in (made / "results.md").read_text()
 
 
 @pytest.mark.slow

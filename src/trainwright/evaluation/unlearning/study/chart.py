@@ -3,40 +3,88 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.drawing import new_figure
 from trainwright.evaluation.unlearning.study.results import Results
 from trainwright.recipe.study import FULL, RETAIN
 
-NAME = "forget-quality.png"
 _SMALLEST = 1e-300  # a p-value that is 0 to a computer is drawn here
+_SIGNIFICANT = math.log10(0.05)
 _GREY = "#555555"
 
 
-def draw(results: Results, file: Path) -> bool:
-    """Write the plot; whether there was anything to plot. Raises MachineError where matplotlib is not installed."""
-    points = {}
-    for name in results.models:
-        quality, utility = results.value(name, "forget_quality", "forget"), results.value(name, "model_utility", "all")
-        if name == RETAIN:
-            quality = 1.0  # it is its own reference
-        if quality is not None and utility is not None:
-            points[name] = (utility, math.log10(max(quality, _SMALLEST)))
-    if not points:
-        return False
-    figure = new_figure(7, 4.5, "the plot of a study")
+@dataclass(frozen=True)
+class _Plot:
+    """``kept`` and ``forgotten``: metric, set and label of what is across and of what is up."""
+
+    file: str
+    kept: tuple[str, str, str]
+    forgotten: tuple[str, str, str]
+
+    @property
+    def of_quality(self) -> bool:
+        """Whether what is up is a p-value."""
+        return self.forgotten[0] == "forget_quality"
+
+
+# The first whose metrics were measured is drawn.
+_PLOTS = (
+    _Plot(
+        "forget-quality.png",
+        ("model_utility", "all", "model utility"),
+        ("forget_quality", "forget", "forget quality, log10 of p"),
+    ),
+    *(
+        _Plot(
+            "forget-against-retain.png", (metric, "retain", f"{words}, retain"), (metric, "forget", f"{words}, forget")
+        )
+        for metric, words in (
+            ("knowledge_memorisation", "knowledge memorisation"),
+            ("answer_probability", "probability of the answers"),
+        )
+    ),
+)
+
+
+def draw(results: Results, directory: Path) -> str | None:
+    """Draw the plot in ``directory``; its name, or None where there is nothing to plot.
+
+    Raises:
+        MachineError: matplotlib is not installed.
+    """
+    for plot in _PLOTS:
+        if points := _points(plot, results):
+            break
+    else:
+        return None
+    figure = new_figure(8, 4.5, "the plot of a study")
     axes = figure.subplots()
-    for number, (name, (utility, quality)) in enumerate(points.items()):
+    for number, (name, point) in enumerate(points.items()):
         known = name in (FULL, RETAIN)
-        axes.scatter(utility, quality, s=60, marker="*" if known else "o", color=_GREY if known else f"C{number}")
-        axes.annotate(name, (utility, quality), xytext=(6, 4), textcoords="offset points", fontsize="small")
-    axes.axhline(math.log10(0.05), color="#a33", linestyle="--", linewidth=1)
-    axes.annotate("p = 0.05", (0, math.log10(0.05)), color="#a33", fontsize="small", va="bottom")
-    axes.set_xlim(-0.02, max(1.0, *(utility for utility, _ in points.values())) + 0.05)
-    axes.set_xlabel("model utility")
-    axes.set_ylabel("forget quality, log10 of p")
+        marker, color = ("*" if name == FULL else "P", _GREY) if known else ("o", f"C{number}")
+        axes.scatter(*point, s=60, marker=marker, color=color, label=name)
+    if plot.of_quality:
+        axes.axhline(_SIGNIFICANT, color="#a33", linestyle="--", linewidth=1, label="p = 0.05")
+    axes.set_xlim(-0.02, max(1.0, *(kept for kept, _ in points.values())) + 0.05)
+    axes.set_xlabel(plot.kept[2])
+    axes.set_ylabel(plot.forgotten[2])
     axes.set_title(results.benchmark + (f"\nrows: {results.about}" if results.subset else ""), fontsize="medium")
     axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    return True
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(directory / plot.file, dpi=120)
+    return plot.file
+
+
+def _points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]]:
+    """Of every model that has both numbers, what is kept and what is forgotten; nothing where no unlearned one has."""
+    points = {}
+    for name in results.models:
+        kept, forgotten = (results.value(name, *what[:2]) for what in (plot.kept, plot.forgotten))
+        if plot.of_quality and name == RETAIN:
+            forgotten = 1.0  # it is its own reference
+        if kept is None or forgotten is None or not math.isfinite(kept + forgotten):
+            continue
+        points[name] = kept, math.log10(max(forgotten, _SMALLEST)) if plot.of_quality else forgotten
+    return points if set(points) - {FULL, RETAIN} else {}

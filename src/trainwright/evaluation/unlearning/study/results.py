@@ -17,16 +17,19 @@ from trainwright.evaluation.unlearning.report import METRICS_FILE
 from trainwright.recipe.study import FULL, RETAIN
 
 KEPT = "utility_kept"
-# Metric and set of every column, as far as they were measured.
+# Metric and set of the columns, as far as they were measured. Metrics that are not among these have one for each set.
 _COLUMNS = (
     ("answer_probability", "forget", "forget probability"),
     ("rouge_l_recall", "forget", "forget ROUGE-L"),
+    ("verbatim_memorisation", "verbatim", "verbatim memorisation"),
+    ("knowledge_memorisation", "forget", "forget knowledge"),
     ("truth_ratio", "forget", "forget truth ratio"),
     ("extraction_strength", "forget", "extraction strength"),
     ("forget_quality", "forget", "forget quality"),
     ("privleak", "forget", "PrivLeak, %"),
     ("answer_probability", "retain", "retain probability"),
     ("rouge_l_recall", "retain", "retain ROUGE-L"),
+    ("knowledge_memorisation", "retain", "retain knowledge"),
     ("gibberish", "retain", "gibberish"),
     ("model_utility", "all", "model utility"),
     (KEPT, "all", "utility kept"),
@@ -61,7 +64,12 @@ class Results:
     @property
     def columns(self) -> list[tuple[str, str, str]]:
         """Those that some model has."""
-        return [column for column in _COLUMNS if any(self.value(name, *column[:2]) is not None for name in self.models)]
+        measured = dict.fromkeys(
+            (metric, of) for metrics in self.models.values() for metric, values in metrics.items() for of in values
+        )
+        known = {metric for metric, _, _ in _COLUMNS}
+        others = ((metric, of, _title(metric, of)) for metric, of in measured if metric not in known)
+        return [*(column for column in _COLUMNS if column[:2] in measured), *others]
 
     @property
     def rows(self) -> list[list[str]]:
@@ -83,10 +91,17 @@ class Results:
     def as_json(self) -> dict[str, Any]:
         return {"benchmark": self.benchmark, "subset": self.subset, "models": self.models}
 
-    def write(self, directory: Path) -> None:
-        """Write the table and all metrics to ``directory``."""
-        write_text(directory / "results.json", json.dumps(self.as_json(), indent=2) + "\n")
-        write_text(directory / "results.md", self.markdown())
+    def write(self, directory: Path) -> list[str]:
+        """Write the table and all metrics to ``directory``; gives the names of the files."""
+        files = {"results.json": json.dumps(self.as_json(), indent=2) + "\n", "results.md": self.markdown()}
+        for name, text in files.items():
+            write_text(directory / name, text)
+        return list(files)
+
+
+def _title(metric: str, of: str) -> str:
+    words = metric.replace("_", " ")
+    return words if of == "forget" else f"{words}, {of.replace('_', ' ')}"
 
 
 def _cell(value: float | None) -> str:
