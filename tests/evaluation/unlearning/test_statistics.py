@@ -26,6 +26,17 @@ def test_option_probabilities_by_hand() -> None:
     assert tofu.option_probabilities(right, wrong) == pytest.approx([0.5, 0.25])
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_has_collapsed_has_numbers_too() -> None:
+    # Probabilities of e^-2000 and e^-4000 are 0 to a computer.
+    right, wrong = np.array([2000.0, 4000.0]), [np.array([4000.0, 4000.0]), np.array([2000.0])]
+    ratios = tofu.truth_ratios(right, wrong)
+    assert ratios.tolist() == [0.0, math.inf]
+    assert tofu.forget_truth_ratio(ratios) == 0.0 and tofu.utility_truth_ratio(ratios) == 0.5
+    assert tofu.option_probabilities(right, wrong).tolist() == [1.0, 0.0]
+    assert 0 < tofu.forget_quality(ratios, np.array([0.5, 1.0])) <= 1
+
+
 def test_forget_quality_is_the_kolmogorov_smirnov_test() -> None:
     drawn = np.random.default_rng(0)
     one, other = np.exp(drawn.normal(size=60)), np.exp(drawn.normal(0.7, size=45))

@@ -21,12 +21,14 @@ def truth_ratios(right: Floats, wrong: Sequence[Floats]) -> Floats:
         right: mean negative log-likelihood of the right answer, in other words where there are such [items].
         wrong: those of the wrong answers of every item.
     """
-    return np.exp(right - np.array([each.mean() for each in wrong]))
+    with np.errstate(over="ignore"):  # of a model that has collapsed it may be infinite
+        return np.exp(right - np.array([each.mean() for each in wrong]))
 
 
 def forget_truth_ratio(ratios: Floats) -> float:
     """Mean of min(R, 1/R): 1 where right and wrong are equally likely, which is best for what is forgotten."""
-    return float(np.minimum(ratios, 1 / ratios).mean())
+    with np.errstate(divide="ignore"):
+        return float(np.minimum(ratios, 1 / ratios).mean())
 
 
 def utility_truth_ratio(ratios: Floats) -> float:
@@ -36,8 +38,10 @@ def utility_truth_ratio(ratios: Floats) -> float:
 
 def option_probabilities(right: Floats, wrong: Sequence[Floats]) -> Floats:
     """P(right) / (P(right) + sum of P(wrong)) of every item; arguments as for ``truth_ratios``."""
-    chances = np.exp(-right)
-    return chances / (chances + np.array([np.exp(-each).sum() for each in wrong]))
+    with np.errstate(over="ignore"):
+        # Both divided by P(right), which like the others may be too small for a number.
+        odds = [np.exp(own - each).sum() for own, each in zip(right, wrong, strict=True)]
+    return 1 / (1 + np.array(odds))
 
 
 def forget_quality(ratios: Floats, reference: Floats) -> float:
