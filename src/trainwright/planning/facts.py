@@ -65,7 +65,7 @@ def facts_of(recipe: Recipe) -> Facts:
     data, train = recipe.data, recipe.train
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
     architecture = _as_planned(architecture_of(recipe.model), data, assumptions)
-    last = unlearning.last_block(recipe.unlearn)
+    last = None if recipe.unlearn is None else recipe.unlearn.last_block
     return Facts(
         Workload(
             architecture=architecture,

@@ -12,7 +12,6 @@ from trainwright.planning.workload import Beside
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
-    from trainwright.recipe.unlearn_schema import UnlearnSection
 
 # What the parameters of most families are called, by what they do.
 _IN_BLOCKS = {
@@ -45,7 +44,7 @@ def beside(recipe: Recipe, architecture: Architecture) -> Beside | None:
     if not section.needs_reference_model:
         # It is asked once, before the first step; another model stays in memory all the same.
         return Beside(architecture.layers, 0.0, True) if other else None
-    last = last_block(section)
+    last = section.last_block
     whole = section.facts.reference == "logits" and section.retains and section.value("retain_loss") != "nll"
     blocks = architecture.layers if last is None else min(last + 1, architecture.layers)
     return Beside(blocks, 1.0 if whole else 0.5, other or not adapted)
@@ -57,21 +56,12 @@ def documents(recipe: Recipe) -> int:
     return 1 if section is None else 1 + section.retains + (section.objective == "dpo")
 
 
-def last_block(section: UnlearnSection | None) -> int | None:
-    """The block whose output all of the loss is of; None where it is of the whole model."""
-    if section is None or section.objective != "rmu":
-        return None
-    if section.retains and section.value("retain_loss") != "activations":
-        return None
-    return int(section.value("layer"))
-
-
 def trained(recipe: Recipe, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
     """The parameters that are trained, ``(unit, name)`` as in an inventory; None: all, or an adapter's."""
     section = recipe.unlearn
     if section is None or recipe.model.adapter.type != "none":
         return None
-    last = last_block(section)
+    last = section.last_block
     if last is None and section.trainable is None:
         return None
     weights = inventory(architecture, 4, True).weights

@@ -178,6 +178,13 @@ class UnlearnSection(Section):
         return bool(self.value("alpha") > 0) or self.objective == "pdu"
 
     @property
+    def last_block(self) -> int | None:
+        """The block whose output all of the loss is of; None where it is of the whole model."""
+        if self.objective != "rmu" or (self.retains and self.value("retain_loss") != "activations"):
+            return None
+        return int(self.value("layer"))
+
+    @property
     def compares(self) -> bool:
         """Whether anything is compared with a reference."""
         kept = self.retains and self.value("retain_loss") != "nll"

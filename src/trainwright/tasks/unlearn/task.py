@@ -60,7 +60,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
     if section.objective == "rmu":
         check_layer(section.value("layer"), layer_count(config))
     if section.trainable is not None:
-        freeze_others(empty_model(config), section.trainable, _last_block(recipe))
+        freeze_others(empty_model(config), section.trainable, section.last_block)
     return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
 
 
@@ -68,15 +68,6 @@ def build(recipe: Recipe, cache: Path) -> Unlearning:
     """The task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Unlearning(recipe, tokenizer, prepare_rows(recipe, tokenizer, cache), cache)
-
-
-def _last_block(recipe: Recipe) -> int | None:
-    """The block whose output all of the loss is of; None where it is of the whole model."""
-    section = recipe.unlearn
-    assert section is not None
-    if section.objective != "rmu" or (section.retains and section.value("retain_loss") != "activations"):
-        return None
-    return int(section.value("layer"))
 
 
 class Unlearning(LanguageModelTask):
@@ -125,7 +116,7 @@ class Unlearning(LanguageModelTask):
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.objective == "rmu" else None
-        last_block = _last_block(self._recipe)
+        last_block = self._unlearn.last_block
         if self._adapter is None and (self._unlearn.trainable is not None or last_block is not None):
             freeze_others(model, self._unlearn.trainable, last_block)
         copied = frozen_copy(
