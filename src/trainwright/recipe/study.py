@@ -19,6 +19,7 @@ from trainwright.recipe.fields import Count, Section, Text
 from trainwright.recipe.loading import checked, dump_recipe
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.problems import origin_of
+from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import Origin, Tree, dotted
 
 FULL, RETAIN = "full", "retain"
@@ -94,11 +95,21 @@ class StudyFile:
         return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
 
     def finetuning(self, source: str, everything: str) -> str:
-        """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from."""
+        """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from.
+
+        Raises:
+            RequestError: it is wrong, or trains an adapter.
+        """
         size = self.study.tokenizer_vocabulary
         model = {**self.study.model, **({} if size is None else {"tokenizer": f"bpe:{size}:{everything}"})}
         own = {"task": "sft", "model": model, "data": {"train": source, "validation": None}}
-        return self._recipe(own, ("finetune",))
+        recipe = self._recipe(own, ("finetune",))
+        if recipe.model.adapter.type != "none":
+            raise RequestError(
+                f"{self.place('model', 'adapter')}: model.adapter: unlearning starts from the full model, which has to "
+                "be a whole one; leave it out here, and set unlearn.model.adapter to have unlearning train an adapter"
+            )
+        return dump_recipe(recipe)
 
     def unlearning(self, name: str, start: Path, rows: Mapping[str, str]) -> str:
         """The recipe of the objective called ``name``, in YAML.
@@ -109,9 +120,9 @@ class StudyFile:
         """
         data = {**rows, "validation": None}
         own = {"task": "unlearn", "model": {"name": str(start)}, "data": data, "unlearn": {"objective": name}}
-        return self._recipe(own, ("unlearn",), ("objectives", name))
+        return dump_recipe(self._recipe(own, ("unlearn",), ("objectives", name)))
 
-    def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> str:
+    def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> Recipe:
         """``own`` sections, with those at ``places`` of the study over them."""
         tree = Tree({**own, "parallel": dict(self.study.parallel)})
         self._note(tree, ("model",), ("model",))
@@ -124,7 +135,7 @@ class StudyFile:
                 before = tree.values.get(section)
                 tree.values[section] = before | keys if isinstance(before, dict) and isinstance(keys, dict) else keys
             self._note(tree, place, ())
-        return dump_recipe(checked(tree, self.file).recipe)
+        return checked(tree, self.file).recipe
 
     def _note(self, tree: Tree, place: tuple[str, ...], to: tuple[str, ...]) -> None:
         """Have messages about what stands at ``place`` of the study name its line there."""

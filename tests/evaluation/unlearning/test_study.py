@@ -61,8 +61,17 @@ def test_recipes_are_put_together(study: Path) -> None:
     npo = read.unlearning("npo", Path("runs/full/final"), {"forget": "f.jsonl", "retain": "r.jsonl"})
     for part in ("name: runs/full/final", "forget: f.jsonl", "beta: 0.2", "max_steps: 5", "num_processes: 2"):
         assert part in npo
+    with_adapter = load_study(study, ["unlearn.model={adapter: lora}"])
+    assert "type: lora" in with_adapter.unlearning("npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+    assert "type: lora" not in with_adapter.finetuning("retain.jsonl", "full.jsonl")
     steep = read.unlearning("steep", Path("runs/full/final"), {"forget": "f.jsonl"})
     assert "objective: grad_ascent" in steep and "learning_rate: 0.001" in steep
+
+
+def test_the_full_model_is_no_adapter(study: Path) -> None:
+    read = load_study(study, ["model.adapter=lora"])
+    with pytest.raises(RequestError, match=r"'model\.adapter=lora': model\.adapter: unlearning starts from the full"):
+        read.finetuning("retain.jsonl", "full.jsonl")
 
 
 def test_of_several_places_the_first_that_is_there_is_taken(study: Path, tmp_path: Path) -> None:
@@ -86,6 +95,13 @@ def test_rows_of_a_study(study: Path, tmp_path: Path) -> None:
     assert retain[-2:] == [{"question": row["question"], "answer": row["answer"]} for row in facts]
     assert len(rows(Path(found.sets["forget"].source))) == 2
     assert rows(Path(found.sets["retain"].source)) == rows(tmp_path / "rows" / "retain_perturbed.jsonl")
+
+
+def test_a_subset_of_more_rows_than_there_are(study: Path, tmp_path: Path) -> None:
+    read = load_study(study, ["subset={retain: 3, holdout: 5}"])
+    with pytest.raises(RequestError, match=r"subset\.holdout: 5 rows are asked for, and the set has 3; lower it"):
+        write_rows(read.study, read.benchmark, tmp_path / "written")
+    assert not (tmp_path / "written").exists()
 
 
 @pytest.mark.parametrize(

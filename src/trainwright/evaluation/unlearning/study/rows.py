@@ -28,7 +28,8 @@ def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark
     """Write the rows of a study to ``directory``, which is new, and give the benchmark that they are.
 
     Raises:
-        RequestError: a set is named that the benchmark does not have, or its rows cannot be read.
+        RequestError: a set is named that the benchmark does not have, or has fewer rows of than are asked for, or its
+            rows cannot be read.
     """
     kind, _, part = benchmark.name.partition("@")[0].partition(":")
     for key, names in (("subset", study.subset), ("known", study.known)):
@@ -64,8 +65,12 @@ def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) 
         stem = part if name == "forget" else part.replace("forget", "holdout") if name == "holdout" else name
         _write(directory / f"{stem}{'_perturbed' if name in _PERTURBED else ''}.jsonl", rows)
     forget = _rows(benchmark.training["forget"], study.subset.get("forget"))
-    known = [_plain(row) for name in study.known for row in asked[name]]
-    retain = [*_rows(benchmark.training["retain"], study.subset.get("retain")), *known]
+    kept = _rows(benchmark.training["retain"], study.subset.get("retain"))
+    trained = {"forget": forget, "retain": kept}
+    for name, wanted in study.subset.items():
+        if wanted > (most := max(len(asked[name]), len(trained.get(name, ())))):
+            raise RequestError(f"subset.{name}: {wanted:,} rows are asked for, and the set has {most:,}; lower it")
+    retain = [*kept, *(_plain(row) for name in study.known for row in asked[name])]
     _write(directory / f"{part}.jsonl", forget)
     _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
     _write(directory / "full.jsonl", [*retain, *forget])
