@@ -80,7 +80,7 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
     if kind == "muse" and part in _MUSE:
         return _muse(name, _Place(place or _MUSE[part], key))
     if kind == "wmdp" and part in ("bio", "chem", "cyber"):
-        return _wmdp(name, part, place)
+        return _wmdp(name, part, place, key)
     raise RequestError(f"{key}: {name!r} is no benchmark; there are {_NAMES}")
 
 
@@ -179,8 +179,14 @@ def _muse(name: str, place: _Place) -> Benchmark:
     return Benchmark(name, training, sets)
 
 
-def _wmdp(name: str, part: str, place: str) -> Benchmark:
-    source = place if place and Path(place).expanduser().is_file() else f"{place or _WMDP}:wmdp-{part}:test"
+def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
+    local = bool(place) and Path(place).expanduser().is_file()
+    if place and not local and not _may_be_on_the_hub(place):
+        raise RequestError(
+            f"{key}: there is no file {place}; after the @ of wmdp stands one with question, choices and answer in its "
+            "rows; leave it out to take the Hub's"
+        )
+    source = place if local else f"{place or _WMDP}:wmdp-{part}:test"
     training = {}
     if part == "cyber":  # the forget corpus on biology is given out on request alone, and there is none on chemistry
         training["forget"] = f"{_WMDP_CORPORA}:cyber-forget-corpus:train"

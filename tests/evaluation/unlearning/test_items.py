@@ -11,7 +11,7 @@ import pytest
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.encoding import ANSWER, ItemEncoder
+from trainwright.evaluation.unlearning.encoding import ANSWER, WRONG, ItemEncoder
 from trainwright.evaluation.unlearning.items import Item, read_sets
 from trainwright.evaluation.unlearning.log import read_reference
 from trainwright.evaluation.unlearning.registry import METRICS, missing, sets_of, usual
@@ -106,11 +106,23 @@ def test_rows_of_ones_own(tmp_path: Path) -> None:
     assert sets["holdout"].style == "continue" and sets["holdout"].items == [Item("", "Nobody knows.")]
 
 
+def test_wrong_answers_are_weighed_where_all_rows_of_a_set_have_some(tmp_path: Path) -> None:
+    rows = [{"question": f"Who is {n}?", "answer": "Ada.", "perturbed_answer": ["Bo.", "Cy."]} for n in range(3)]
+    write(tmp_path / "forget.jsonl", rows)
+    write(tmp_path / "retain.jsonl", [*rows[:2], {"question": "Who?", "answer": "Di."}])
+    found = find_benchmark(f"files@forget={tmp_path}/forget.jsonl,retain={tmp_path}/retain.jsonl")
+    sets = read_sets(found, found.sets, None, "--benchmark")
+    documents = ItemEncoder(TOKENIZER, None, "--benchmark").documents(sets, (WRONG,))
+    kinds = {name: [what for each, _, what, _ in documents.places if each == name] for name in sets}
+    assert kinds["retain"] == [ANSWER] * 3 and kinds["forget"] == [ANSWER, WRONG, WRONG] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("tofu:forget07", "'tofu:forget07' is no benchmark; there are tofu:forget01"),
         ("tofu:forget01@nowhere", "there is no directory nowhere"),
+        ("wmdp:bio@/nowhere/bio.jsonl", "there is no file /nowhere/bio.jsonl; after the @ of wmdp stands one with"),
         ("files@retain=a.jsonl", "names no rows to forget"),
         ("files@forget", "'forget' in 'files@forget': say forget=FILE"),
     ],

@@ -99,7 +99,7 @@ class ItemEncoder:
         return [] if self._chat is None else self._chat.notes
 
     def documents(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> Documents:
-        """Every item's answer, and of ``kinds`` its paraphrase and wrong answers."""
+        """Every item's answer, and of ``kinds`` its paraphrase and wrong answers, where all of its set have some."""
         pairs: list[Encoded] = []
         places: dict[tuple[str, int, str, int], int] = {}
         for name, each in sets.items():
@@ -107,7 +107,7 @@ class ItemEncoder:
                 (number, what, which, said)
                 for number, item in enumerate(each.items)
                 for what, which, said in _said(item)
-                if what == ANSWER or what in kinds
+                if what == ANSWER or (what in kinds and each.has_wrong)
             ]
             for (number, what, which, _), pair in zip(wanted, self._encoded(each, wanted), strict=True):
                 places[name, number, what, which] = len(pairs)

@@ -24,7 +24,7 @@ Values = dict[str, float]
 
 QUESTIONS = ("forget", "retain", "real_authors", "world_facts")
 # Sets whose probability is weighed against the other options, as TOFU does.
-_OPTIONS = ("real_authors", "world_facts")
+OPTIONS = ("real_authors", "world_facts")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Metric:
 
 def _probability(found: Findings) -> Values:
     def of(name: str, scores: SetScores) -> float:
-        if name in _OPTIONS and scores.wrong:
+        if name in OPTIONS and scores.wrong:
             return float(tofu.option_probabilities(scores.losses, scores.wrong_losses).mean())
         return float(np.exp(-scores.losses).mean())
 

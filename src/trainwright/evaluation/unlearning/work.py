@@ -24,7 +24,7 @@ from trainwright.evaluation.unlearning.findings import Findings, by_set
 from trainwright.evaluation.unlearning.items import ItemSet, read_sets
 from trainwright.evaluation.unlearning.log import read_reference
 from trainwright.evaluation.unlearning.measure import Stage, Work, answer_sets, attack_items, score_documents
-from trainwright.evaluation.unlearning.registry import METRICS, missing, sets_of, usual
+from trainwright.evaluation.unlearning.registry import METRICS, OPTIONS, missing, sets_of, usual
 from trainwright.evaluation.unlearning.report import BenchmarkReport
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
@@ -99,8 +99,8 @@ def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
 def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None) -> Work:
     wanted = {name: sets_of(name, list(sets)) for name in names}
     scored = [each for each in sets if any(each in wanted[name] for name in names)]
-    # Few documents beside the answers; what weighs wrong ones needs them of all its sets.
-    kinds = (PARAPHRASE, WRONG) if any(METRICS[name].wrong for name in names) or set(scored) & {"real_authors"} else ()
+    weighed = any(METRICS[name].wrong for name in names) or not set(scored).isdisjoint(OPTIONS)
+    kinds = (PARAPHRASE, WRONG) if weighed else ()
     documents = encoder.documents({name: sets[name] for name in scored}, kinds)
     written = [each for each in sets if any(METRICS[name].answers and each in wanted[name] for name in names)]
     written = [each for each in written if all(item.prompt for item in sets[each].items)]
@@ -161,6 +161,13 @@ def _settings(asked: Asked) -> dict[str, Any]:
 
 def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked) -> list[str]:
     notes = list(about["notes"])
+    weighed = any(METRICS[name].wrong for name in about["metrics"])
+    for name in found.scores if weighed else ():
+        bare = sum(not item.wrong for item in found.sets[name].items)
+        if 0 < bare < len(found.sets[name].items):
+            notes.append(
+                f"of {name} not all rows have wrong answers (perturbed_answer), {bare:,} lack them, so none are used"
+            )
     if about["cut"]:
         notes.append(f"{about['cut']:,} texts are longer than they may be and were cut")
     if unfinished:
