@@ -28,6 +28,7 @@ _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _TOFU, _WMDP = "locuslab/TOFU", "cais/wmdp"
 _MUSE = {"news": "muse-bench/MUSE-News", "books": "muse-bench/MUSE-Books"}
 _WMDP_CORPORA = "cais/wmdp-corpora"
+_WMDP_SUBJECTS = {"bio": "biology", "chem": "chemistry", "cyber": "cybersecurity"}
 _NAMES = (
     "tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books, wmdp:bio, wmdp:chem, wmdp:cyber, each with "
     "@DIRECTORY where it is on this machine, or files@forget=FILE,retain=FILE,holdout=FILE"
@@ -37,11 +38,15 @@ KEY = "--benchmark"
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Rows that a model is asked about. ``examples``: the source of what a few-shot prompt shows first."""
+    """Rows that a model is asked about.
+
+    ``examples``: the source of what a few-shot prompt shows first. ``before``: what opens every prompt.
+    """
 
     source: str
     style: Style
     examples: str | None = None
+    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
         return _tofu(name, part, _Place(place or _TOFU, key))
     if kind == "muse" and part in _MUSE:
         return _muse(name, _Place(place or _MUSE[part], key))
-    if kind == "wmdp" and part in ("bio", "chem", "cyber"):
+    if kind == "wmdp" and part in _WMDP_SUBJECTS:
         return _wmdp(name, part, place, key)
     raise RequestError(f"{key}: {name!r} is no benchmark; there are {_NAMES}")
 
@@ -192,7 +197,9 @@ def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
         training["forget"] = f"{_WMDP_CORPORA}:cyber-forget-corpus:train"
     if part != "chem":
         training["retain"] = f"{_WMDP_CORPORA}:{part}-retain-corpus:train"
-    return Benchmark(name, training, {"choices": EvaluationSet(source, "choices")})
+    # As lm-evaluation-harness has it, by which the authors measure.
+    before = f"The following are multiple choice questions (with answers) about {_WMDP_SUBJECTS[part]}.\n\n"
+    return Benchmark(name, training, {"choices": EvaluationSet(source, "choices", before=before)})
 
 
 def _files(name: str, places: str, key: str) -> Benchmark:

@@ -92,8 +92,14 @@ def test_choices(tmp_path: Path) -> None:
     file = tmp_path / "bio.jsonl"
     write(file, [{"question": "Which?", "choices": ["a cell", "a virus", "a rock"], "answer": 1}])
     found = find_benchmark(f"wmdp:bio@{file}")
-    (item,) = read_sets(found, found.sets, None, "--benchmark")["choices"].items
+    choices = read_sets(found, found.sets, None, "--benchmark")["choices"]
+    (item,) = choices.items
     assert item == Item("Which?\nA. a cell\nB. a virus\nC. a rock\nAnswer:", " B", None, (" A", " C"))
+    documents = ItemEncoder(TOKENIZER, None, "--benchmark").documents({"choices": choices}, ())
+    ids, flags = documents.dataset.document(0)
+    opening = "The following are multiple choice questions (with answers) about biology.\n\n"
+    assert TOKENIZER.decode(ids[~flags]) == f"{opening}Which?\nA. a cell\nB. a virus\nC. a rock\nAnswer:"
+    assert TOKENIZER.decode(ids[flags]) == " B"
     assert find_benchmark("wmdp:cyber").training["forget"] == "cais/wmdp-corpora:cyber-forget-corpus:train"
 
 

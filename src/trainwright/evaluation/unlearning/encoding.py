@@ -193,7 +193,8 @@ def _said(item: Item) -> Iterator[tuple[str, int, str]]:
 
 def _opening(each: ItemSet, item: Item) -> str:
     """What stands before the answer, in plain text."""
-    return f"{each.before}Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
+    asked = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
+    return each.before + asked
 
 
 def _without_stop(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:

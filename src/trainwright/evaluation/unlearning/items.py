@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ItemSet:
-    """The items of a set. ``before``: opens every prompt of a few-shot set."""
+    """The items of a set. ``before``: opens every prompt that is plain text."""
 
     source: str
     style: Style
@@ -70,10 +70,10 @@ def read_set(wanted: EvaluationSet, limit: int | None, key: str) -> ItemSet:
         items = [_located(wanted.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)]
     else:
         items = [_located(wanted.source, n, key, lambda row=row: build(row)) for n, row in enumerate(rows)]
-    before = ""
+    before = wanted.before
     if wanted.examples is not None:
         shown = read_set(replace(wanted, source=wanted.examples, examples=None), None, key)
-        before = "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
+        before += "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
     return ItemSet(wanted.source, style, items, before)
 
 
