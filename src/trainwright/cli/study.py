@@ -74,8 +74,8 @@ class _Road:
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
         benchmark = self._rows()
         metrics = self._metrics(benchmark)
-        for name, recipe in self._recipes(benchmark).items():
-            self._train(name, recipe)
+        for name, file in self._recipes(benchmark).items():
+            self._train(name, file)
         for name in (RETAIN, FULL, *names):
             self._evaluate(name, benchmark, metrics)
         name, subset = benchmark.name.partition("@")[0], self._study.study.subset
@@ -113,19 +113,26 @@ class _Road:
                 raise RequestError(f"{key}: {name}: {why}")
         return names
 
-    def _recipes(self, benchmark: Benchmark) -> dict[str, str]:
-        """The recipes of all runs, each checked before the first is begun."""
+    def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
+        """The recipes of all runs, each checked before the first is begun, and the rows that are to be forgotten."""
+        from trainwright.data.unlearning import refuse_overlap
+        from trainwright.recipe.loading import load_recipe
         from trainwright.recipe.study import FULL, RETAIN
 
         study, training = self._study, benchmark.training
         found = {name: study.finetuning(training[name], training["full"]) for name in (FULL, RETAIN)}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         start = self._directory / _RUNS / FULL / "final"
-        return found | {name: study.unlearning(name, start, rows) for name in study.study.objectives}
+        found |= {name: study.unlearning(name, start, rows) for name in study.study.objectives}
+        runs = self._directory / _RUNS
+        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in found.items()}
+        for name in study.study.objectives:
+            if not (runs / name).exists():
+                refuse_overlap(load_recipe(files[name]).data)
+        return files
 
-    def _train(self, name: str, recipe: str) -> None:
+    def _train(self, name: str, file: Path) -> None:
         run = self._directory / _RUNS / name
-        file = self._ask(f"{name}.yaml", recipe, done=run.exists())
         if (run / "final").is_dir():
             return
         resume = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())

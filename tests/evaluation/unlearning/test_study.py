@@ -168,6 +168,16 @@ def test_the_plot_is_of_what_was_measured(
     assert [file.name for file in tmp_path.glob("*.png")] == ([] if plot is None else [plot])
 
 
+def test_rows_to_be_forgotten_and_kept_are_refused_before_anything_is_trained(
+    runs: Runs, study: Path, tmp_path: Path
+) -> None:
+    file = write_rows_of_ones_own(tmp_path).with_name("forget.jsonl")
+    overrides = (f"benchmark='files@forget={file},retain={file}'", "known=[]", "subset={}", "evaluate.metrics=[]")
+    ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait(60)
+    assert ended.code == 2 and "data.retain: 16 of its rows are to be forgotten too" in ended.stderr, ended.stderr
+    assert not (tmp_path / "study" / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_path: Path) -> None:
     rows = write_rows_of_ones_own(tmp_path).parent
