@@ -122,9 +122,21 @@ def of(name: str, **options: int) -> Any:
         *((without(name), f"goal 10 has no array {name}") for name in ARRAYS),
         (replaced("10/rewards", np.zeros((44, 3))), r"rewards of goal 10 is \[44, 3\], where \[45, 3\] is expected"),
         (replaced("3/states", np.zeros((45, 3, 5))), r"states of goal 3 is \[45, 3, 5\], where \[45, 3, 2\]"),
-        (replaced("3/actions", np.full((45, 3), 5)), "has action 5, but darkroom has 5 actions"),
+        (replaced("3/actions", np.full((45, 3), 5)), r"actions of goal 3 go from \[5\] to \[5\], .* below \[5\]"),
+        (replaced("3/actions", np.full((45, 3), 0.5)), r"actions of goal 3 go .* whole numbers"),
         (replaced("3/actions", np.zeros((0, 3))), r"goal 3 has no array actions \[time, streams\]"),
-        (of("darkroom", size=3), r"those of darkroom end before \[3, 3\]: these are histories of another environment"),
+        (replaced("3/rewards", np.full((45, 3), np.nan)), "rewards of goal 3 are not all finite"),
+        (replaced("10/rewards", np.full((45, 3), b"1")), "rewards of goal 10 is of type .S1; numbers are expected"),
+        (replaced("3/dones", np.zeros((45, 3), bool)), "an episode of 45 steps, but darkroom ends one after 20"),
+        (lambda opened: [opened.pop("3/dones"), opened.create_group("3/dones")], "goal 3 has no array dones"),
+        (lambda opened: opened.attrs.__setitem__("environment", "darkroom"), "environment is no JSON object with name"),
+        (lambda opened: opened.attrs.__setitem__("source", "[1]"), "the attribute source is no JSON object"),
+        (lambda opened: opened["10"].attrs.__delitem__("task"), "goal 10 has no attribute task with the 2 numbers"),
+        (lambda opened: opened.move("10", "81"), "has a goal 81, but darkroom has 81"),
+        (
+            of("darkroom", size=3),
+            r"below \[3, 3\] are expected in darkroom: these are histories of another environment",
+        ),
         (of("bandit"), r"where \[45, 3, 1\] is expected"),
         (of("darkrom"), "environment darkrom: is not known; did you mean darkroom"),
         (lambda opened: [opened.pop(goal) for goal in list(opened)], "has no histories: groups named 0, 1"),
@@ -134,6 +146,23 @@ def test_a_file_that_does_not_fit_is_refused(file: Path, change: Any, said: str)
     with pytest.raises(RequestError, match=said) as refused:
         Histories(changed(file, change))
     assert str(file) in str(refused.value) or "darkrom:" in str(refused.value)
+
+
+def test_a_goal_that_does_not_fit_is_refused_as_it_is_read(file: Path) -> None:
+    with Histories(changed(file, replaced("10/next_states", np.full((45, 3, 2), 9)))) as histories:
+        assert histories.goal(0).actions.shape == (45, 3)
+        with pytest.raises(RequestError, match=r"next_states of goal 10 go from \[9, 9\] .* another environment"):
+            histories.goal(1)
+
+
+def test_a_damaged_file_is_refused(file: Path) -> None:
+    with h5py.File(file) as opened:
+        place = opened["80/actions"].id.get_chunk_info(0)
+    content = bytearray(file.read_bytes())
+    content[place.byte_offset : place.byte_offset + place.size] = b"x" * place.size
+    file.write_bytes(content)
+    with Histories(file) as histories, pytest.raises(RequestError, match="goal 80 cannot be read, the file is damaged"):
+        histories.goal(2)
 
 
 def test_what_is_no_file_of_histories_is_refused(tmp_path: Path, some: dict[int, History]) -> None:

@@ -94,9 +94,19 @@ class Histories:
         return make(self.environment["name"], **self.environment["options"])
 
     def goal(self, index: int, time: slice = slice(None), streams: slice = slice(None)) -> History:
-        """The history of the ``index``-th goal of ``goals``, or a part of it."""
-        group = self._file[str(self.goals[index])]
-        return _typed(group[name][time, streams] for name in ARRAYS)
+        """The history of the ``index``-th goal of ``goals``, or a part of it.
+
+        Raises:
+            RequestError: the file is damaged there, or what is read is none of the environment's.
+        """
+        goal = self.goals[index]
+        group = self._file[str(goal)]
+        try:
+            found = _typed(group[name][time, streams] for name in ARRAYS)
+        except OSError as error:
+            raise RequestError(f"{self.path}: goal {goal} cannot be read, the file is damaged: {error}") from error
+        self._check_values(goal, found)
+        return found
 
     def read(
         self, goals: Sequence[int] | None = None, time: slice = slice(None), streams: slice = slice(None)
@@ -122,46 +132,63 @@ class Histories:
 
     def _read_outline(self, otherwise: Environment) -> None:
         file = self._file
-        written = file.attrs.get("environment")
-        self.environment: dict[str, Any] = (
-            json.loads(written) if written else {"name": otherwise.name, "options": otherwise.options}
-        )
-        self.source: dict[str, Any] = json.loads(file.attrs.get("source", "{}"))
+        unsaid = {"name": otherwise.name, "options": otherwise.options}
+        self.environment: dict[str, Any] = _described(self.path, file, "environment", unsaid)
+        self.source: dict[str, Any] = _described(self.path, file, "source", {})
         self.goals = sorted(int(name) for name in file if name.isdigit())
         if not self.goals:
             raise RequestError(f"{self.path}: has no histories: groups named 0, 1, ... are expected, one for each goal")
-        environment = self.make_environment()
+        self._environment = environment = self.make_environment()
         self.observation_size = environment.observation_size
         self.time, self.streams = _shape_of(self.path, file, self.goals[0])
         for goal in self.goals:
             _check(self.path, file, goal, (self.time, self.streams), environment)
+        # The first goal is enough to tell another environment's histories; the others are looked at as they are read.
+        self._check_lengths(self.goal(0).dones)
         self.tasks = self._read_tasks(environment)
-        self._check_values(environment)
 
     def _read_tasks(self, environment: Environment) -> np.ndarray:
-        if "environment" in self._file.attrs:
-            return np.stack([self._file[str(goal)].attrs["task"] for goal in self.goals])
         tasks = environment.tasks().numpy()
+        says = "environment" in self._file.attrs
         if self.goals[-1] >= len(tasks):
+            guessed = f"; the file does not say which environment it is of, and was taken for {environment.name}"
             raise RequestError(
-                f"{self.path}: has a goal {self.goals[-1]}, but {environment.name} has {len(tasks)}; the file does "
-                f"not say which environment it is of, and was taken for {environment.name}"
+                f"{self.path}: has a goal {self.goals[-1]}, but {environment.name} has {len(tasks)}"
+                f"{'' if says else guessed}"
             )
-        return tasks[self.goals]
+        if not says:
+            return tasks[self.goals]
+        found = [np.asarray(self._file[str(goal)].attrs.get("task", ())) for goal in self.goals]
+        for goal, task in zip(self.goals, found, strict=True):
+            if task.shape != tasks.shape[1:]:
+                raise RequestError(
+                    f"{self.path}: goal {goal} has no attribute task with the {tasks.shape[1]} numbers of a task of "
+                    f"{environment.name}"
+                )
+        return np.stack(found)
 
-    def _check_values(self, environment: Environment) -> None:
-        # The first goal is enough to tell another environment's histories, and all would take long.
-        first = self.goal(0)
-        limits = np.array(environment.observation_counts)
-        if (first.states < 0).any() or (first.states >= limits).any():
+    def _check_values(self, goal: int, history: History) -> None:
+        environment = self._environment
+        seen = environment.observation_counts
+        for name, counts in (("states", seen), ("next_states", seen), ("actions", (environment.action_count,))):
+            values = getattr(history, name).reshape(-1, len(counts))
+            if values.size and not _below(values, counts):
+                raise RequestError(
+                    f"{self.path}: {name} of goal {goal} go from {values.min(axis=0).tolist()} to "
+                    f"{values.max(axis=0).tolist()}, where whole numbers from 0 to below {list(counts)} are expected "
+                    f"in {environment.name}: these are histories of another environment"
+                )
+        if not np.isfinite(history.rewards).all():
+            raise RequestError(f"{self.path}: rewards of goal {goal} are not all finite numbers")
+
+    def _check_lengths(self, dones: np.ndarray) -> None:
+        ends = np.zeros((len(dones) + 1, dones.shape[1]), np.int64)
+        np.maximum.accumulate(dones * np.arange(1, len(dones) + 1)[:, None], axis=0, out=ends[1:])
+        longest = int((np.arange(1, len(dones) + 1)[:, None] - ends[:-1]).max())
+        if longest > self._environment.horizon:
             raise RequestError(
-                f"{self.path}: has observations up to {first.states.max(axis=(0, 1)).tolist()}, but those of "
-                f"{environment.name} end before {limits.tolist()}: these are histories of another environment"
-            )
-        if (first.actions < 0).any() or (first.actions >= environment.action_count).any():
-            raise RequestError(
-                f"{self.path}: has action {first.actions.max()}, but {environment.name} has "
-                f"{environment.action_count} actions: these are histories of another environment"
+                f"{self.path}: dones of goal {self.goals[0]} have an episode of {longest} steps, but "
+                f"{self._environment.name} ends one after {self._environment.horizon} (its option horizon)"
             )
 
 
@@ -225,6 +252,27 @@ def _h5py() -> Any:
     return h5py
 
 
+def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of itself in an attribute, ``unsaid`` where it has none."""
+    written = file.attrs.get(attribute)
+    if written is None:
+        return unsaid
+    try:
+        found = json.loads(written)
+    except (TypeError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not unsaid.keys() <= found.keys():
+        keys = f" with {' and '.join(unsaid)}" if unsaid else ""
+        raise RequestError(f"{path}: the attribute {attribute} is no JSON object{keys}; remove it, or collect again")
+    return found
+
+
+def _below(values: np.ndarray, counts: Sequence[int]) -> bool:
+    """Whether all are whole numbers, each from 0 to before its count."""
+    whole = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
+    return whole and bool((values >= 0).all() and (values < np.array(counts)).all())
+
+
 def _typed(arrays: Any) -> History:
     states, actions, rewards, next_states, dones = arrays
     return History(states, actions, rewards.astype(np.float32), next_states, dones.astype(bool))
@@ -232,7 +280,7 @@ def _typed(arrays: Any) -> History:
 
 def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
     array = file.get(f"{goal}/actions")
-    if array is None or array.ndim != 2 or 0 in array.shape:
+    if not hasattr(array, "shape") or array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{path}: goal {goal} has no array actions [time, streams]")
     return array.shape[0], array.shape[1]
 
@@ -241,8 +289,10 @@ def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment
     size = environment.observation_size
     for name in ARRAYS:
         array = file.get(f"{goal}/{name}")
-        if array is None:
+        if not hasattr(array, "shape"):  # nothing, or a group
             raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
+        if array.dtype.kind not in "biuf":
+            raise RequestError(f"{path}: {name} of goal {goal} is of type {array.dtype}; numbers are expected")
         expected = (*shape, size) if name.endswith("states") else shape
         if array.shape != expected:
             raise RequestError(
