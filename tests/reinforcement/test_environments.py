@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,7 +184,14 @@ def test_a_users_environment_of_early_ends_and_horizon() -> None:
         ("gymnasium", LAKES | {"entry_point": LAKE + "x"}, "cannot be imported: module"),
         ("gymnasium", LAKES | {"entry_point": "FrozenLake"}, "should be package.module:Class"),
         ("gymnasium", LAKES | {"tasks": [{"depth": 3}]}, "cannot be made with"),
+        ("bandit", {"seed": "first"}, "seed is a whole number from 0 to below 2**31, not first"),
+        ("bandit", {"seed": 2**31}, "seed is a whole number from 0"),
+        ("bandit", {"rewards": "gaussian", "noise": -1}, "noise is a number of at least 0, not -1"),
         ("gymnasium", LAKES | {"tasks": []}, "tasks is empty"),
+        ("gymnasium", LAKES | {"tasks": {"size": 3}}, "tasks is a list of the keywords of each task"),
+        ("gymnasium", LAKES | {"tasks": [3]}, "tasks is a list of the keywords of each task"),
+        ("gymnasium", LAKES | {"optimal_returns": 1.0}, "optimal_returns is a list of a number for each task, not 1.0"),
+        ("gymnasium", LAKES | {"entry_point": "os:getcwd", "tasks": [{}]}, "makes a str, no gymnasium.Env"),
         ("gymnasium", LAKES | {"optimal_returns": [1.0]}, "1 optimal_returns for 2 tasks"),
         (
             "gymnasium",
@@ -193,8 +203,49 @@ def test_a_users_environment_of_early_ends_and_horizon() -> None:
 def test_what_cannot_be_made_is_refused(name: str, options: dict[str, Any], said: str) -> None:
     if name == "gymnasium":
         pytest.importorskip("gymnasium")
-    with pytest.raises(RequestError, match=said.replace("(", r"\(")):
+    with pytest.raises(RequestError, match=re.escape(said)):
         make(name, **options)
+
+
+MAZE = """\
+import gymnasium
+from gymnasium import spaces
+
+class Maze(gymnasium.Env):
+    observation_space, action_space = spaces.Discrete(4), spaces.Discrete(2)
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def reset(self, *, seed=None, options=None):
+        self.place = 0
+        return self.place, {}
+
+    def step(self, action):
+        if self.ends == "badly":
+            raise ValueError("a wall fell down")
+        self.place += 2
+        return self.place, 1.0, False, False, {}
+"""
+
+
+def test_a_users_environment_in_the_directory_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    (tmp_path / "a_maze_of_mine.py").write_text(MAZE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path)])
+    environment = make(
+        "gymnasium", entry_point="a_maze_of_mine:Maze", horizon=9, tasks=[{"ends": "well"}, {"ends": "badly"}]
+    )
+    copies = environment.vector(environment.tasks())
+    copies.reset()
+    with pytest.raises(RequestError, match=r"step\(1\) of a_maze_of_mine:Maze with {'ends': 'badly'}: .* a wall fell"):
+        copies.step(torch.tensor([0, 1]))
+    copies = environment.vector(environment.tasks()[:1])
+    copies.reset()
+    copies.step(torch.tensor([1]))
+    with pytest.raises(RequestError, match="the observation 4 is outside the environment's observation_space"):
+        copies.step(torch.tensor([1]))
 
 
 def test_every_environment_is_registered_with_gymnasium() -> None:

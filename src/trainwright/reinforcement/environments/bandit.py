@@ -35,6 +35,10 @@ class Bandit(Environment):
             raise RequestError(f"environment bandit: rewards is bernoulli or gaussian, not {rewards}")
         if rewards == "bernoulli" and noise != 0.3:
             raise RequestError("environment bandit: noise has no effect with rewards bernoulli; remove it")
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < float("inf"):
+            raise RequestError(f"environment bandit: noise is a number of at least 0, not {noise}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+            raise RequestError(f"environment bandit: seed is a whole number from 0 to below 2**31, not {seed}")
         self.options = {"arms": arms, "horizon": horizon, "count": count, "rewards": rewards, "seed": seed}
         if rewards == "gaussian":
             self.options["noise"] = noise

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -43,10 +46,7 @@ class UserEnvironment(Environment):
         if optimal_returns is not None:
             self.options["optimal_returns"] = optimal_returns
         whole_numbers(self.name, horizon=horizon)
-        if not tasks:
-            raise RequestError(f"{_KEY}: tasks is empty; give the keywords of each task, such as [{{goal: 3}}]")
-        if optimal_returns is not None and len(optimal_returns) != len(tasks):
-            raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; give as many")
+        _check_options(tasks, optimal_returns)
         self.keywords, self.horizon, self.optimal_returns = tasks, horizon, optimal_returns
         self.kind = _imported(entry_point)
         self.observation_counts, category = self._look_at_spaces(entry_point)
@@ -56,9 +56,11 @@ class UserEnvironment(Environment):
             self.state_count *= count
 
     def _look_at_spaces(self, entry_point: str) -> tuple[tuple[int, ...], bool]:
-        from gymnasium import spaces
+        from gymnasium import Env, spaces
 
         one = self.build(0)
+        if not isinstance(one, Env):
+            raise RequestError(f"{_KEY}: entry_point {entry_point} makes a {type(one).__name__}, no gymnasium.Env")
         actions, observations = one.action_space, one.observation_space
         one.close()
         if not isinstance(actions, spaces.Discrete) or actions.start != 0:
@@ -106,6 +108,10 @@ class _UserCopies(VectorEnvironment):
         super().__init__(environment, tasks, device, seed)
         self.each = [environment.build(int(task)) for task in tasks[:, 0]]
         self.counts = environment.observation_counts
+        self._limits = torch.tensor(self.counts)
+        self._called = [
+            f"{environment.options['entry_point']} with {environment.keywords[int(t)]}" for t in tasks[:, 0]
+        ]
         self.seen = torch.zeros(self.copies, self.observation_size, dtype=torch.int64)
         # An environment is seeded when it first begins, and then goes on by itself.
         self.fresh = [True] * self.copies
@@ -123,16 +129,45 @@ class _UserCopies(VectorEnvironment):
         for index in mask.nonzero()[:, 0].tolist():
             seed = int(self.seeds[index]) & 0x7FFFFFFF if self.fresh[index] else None
             self.fresh[index] = False
-            observation, _ = self.each[index].reset(seed=seed)
-            self.seen[index] = torch.as_tensor(observation)
+            with self._blamed(index, "reset"):
+                observation, _ = self.each[index].reset(seed=seed)
+                self._see(index, observation)
 
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         rewards, over = torch.zeros(self.copies), torch.zeros(self.copies, dtype=torch.bool)
         for index, action in enumerate(actions.tolist()):
-            observation, reward, terminated, truncated, _ = self.each[index].step(action)
-            self.seen[index] = torch.as_tensor(observation)
-            rewards[index], over[index] = float(reward), bool(terminated or truncated)
+            with self._blamed(index, f"step({action})"):
+                observation, reward, terminated, truncated, _ = self.each[index].step(action)
+                self._see(index, observation)
+                rewards[index], over[index] = float(reward), bool(terminated or truncated)
         return rewards.to(self.device), over.to(self.device)
+
+    def _see(self, index: int, observation: Any) -> None:
+        seen = torch.as_tensor(observation).reshape(-1)
+        if len(seen) != len(self.counts) or bool(((seen < 0) | (seen >= self._limits)).any()):
+            raise ValueError(f"the observation {observation} is outside the environment's observation_space")
+        self.seen[index] = seen
+
+    @contextmanager
+    def _blamed(self, index: int, call: str) -> Iterator[None]:
+        """Whatever the user's code raises, as a request that names it."""
+        try:
+            yield
+        except Exception as error:
+            raise RequestError(f"{_KEY}: {call} of {self._called[index]}: {type(error).__name__}: {error}") from error
+
+
+def _check_options(tasks: Any, optimal_returns: Any) -> None:
+    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
+        raise RequestError(f"{_KEY}: tasks is a list of the keywords of each task, such as [{{goal: 3}}], not {tasks}")
+    if not tasks:
+        raise RequestError(f"{_KEY}: tasks is empty; give the keywords of each task, such as [{{goal: 3}}]")
+    if optimal_returns is None:
+        return
+    if not isinstance(optimal_returns, list) or not all(isinstance(best, int | float) for best in optimal_returns):
+        raise RequestError(f"{_KEY}: optimal_returns is a list of a number for each task, not {optimal_returns}")
+    if len(optimal_returns) != len(tasks):
+        raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; give as many")
 
 
 def _imported(entry_point: str) -> Callable[..., Any]:
@@ -140,7 +175,10 @@ def _imported(entry_point: str) -> Callable[..., Any]:
         import gymnasium  # noqa: F401
     except ImportError:
         raise MachineError(f"{_KEY}: needs Gymnasium: pip install 'trainwright[reinforcement]'") from None
-    module, colon, attribute = entry_point.partition(":")
+    # What lies where the command runs is found as `python -m` would find it; a console script does not look there.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(1, os.getcwd())
+    module, colon, attribute = str(entry_point).partition(":")
     if not (module and colon and attribute):
         raise RequestError(f"{_KEY}: entry_point {entry_point} should be package.module:Class")
     try:
