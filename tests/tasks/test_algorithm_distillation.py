@@ -19,7 +19,7 @@ from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.history_objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
-from trainwright.tasks.algorithm_distillation.evaluation import interval
+from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
@@ -247,6 +247,15 @@ def test_intervals_hold_the_mean_of_other_copies() -> None:
     assert 175 <= held <= 199
 
 
+def test_streams_of_fewer_episodes_count_by_those_they_have() -> None:
+    nan = np.nan
+    returns = np.array([[[1, 2, 3, nan], [1, 4, nan, nan]], [[5, 5, 5, 5], [nan] * 4]], np.float32)
+    assert last_episodes(returns, 2)[:1].tolist() == [[[2, 3], [1, 4]]]
+    mean, low, high = interval(last_episodes(returns, 2))
+    assert mean == (2.5 + 5) / 2 and low == high == mean  # of the second task there is one stream, which varies not
+    assert np.isnan(interval(returns[..., 3:])).all()
+
+
 def test_an_agent_is_tried_by_itself(runs: Runs, file: Path, tmp_path: Path) -> None:
     run = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
     out = tmp_path / "tried"
@@ -276,12 +285,15 @@ def test_commands_that_want_texts_refuse_an_agent(runs: Runs, file: Path) -> Non
 
 
 def test_an_agent_is_a_directory_that_can_be_moved(runs: Runs, file: Path, tmp_path: Path) -> None:
-    run = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
+    apart = ("algorithm_distillation.test_tasks=[[0, 0], [3, 1], [2, 2]]", "algorithm_distillation.trial.episodes=3")
+    run = runs.trained(*on(file, "parallel.num_processes=1"), *apart, recipe=TINY)
     moved = tmp_path / "agent"
     shutil.copytree(run / "final", moved)
-    asked = ("eval", str(moved), "--episodes", "3", "--copies", "2", "--out", str(tmp_path / "tried"))
+    asked = ("eval", str(moved), "--out", str(tmp_path / "tried"))
     ended = runs.command(*asked).wait()
     assert ended.code == 0, ended.stderr
+    with np.load(tmp_path / "tried" / "eval_result.npz") as arrays:
+        assert arrays["tasks"].tolist() == [[0, 0], [3, 1], [2, 2]] and arrays["sampled"].shape == (3, 2, 3)
     (moved / "model.safetensors").write_bytes(b"cut")
     ended = runs.command(*asked[:-1], str(tmp_path / "again")).wait()
     assert ended.code == 2 and str(moved) in ended.stderr

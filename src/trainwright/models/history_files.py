@@ -1,7 +1,8 @@
-"""A trained model of histories on disk: weights, shape, and the environment it acts in.
+"""A trained model of histories on disk: weights, shape, the environment it acts in, and how it is tried there.
 
 model.safetensors   the weights, by the names of ``HistoryModel``
-agent.json          shape and environment
+agent.json          ``model`` (its shape), ``environment`` (name and options), ``tried`` (which tasks were held back
+                    from it and how it is tried on them, by the keys of a recipe's section)
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ WEIGHTS, ABOUT = "model.safetensors", "agent.json"
 
 
 def save_history_model(
-    directory: Path, shape: HistoryShape, environment: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
+    directory: Path, shape: HistoryShape, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write a model; ``environment`` is a name and options."""
+    """Write a model; ``about`` is ``environment`` and ``tried``."""
     from safetensors.torch import save_file
 
-    about = {"model": shape.as_json(), "environment": dict(environment)}
+    about = {"model": shape.as_json(), **about}
     with replacing(directory) as scratch:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
         (scratch / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -38,7 +39,7 @@ def is_history_model(directory: Path) -> bool:
 
 
 def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
-    """The model on the CPU, and its environment's name and options.
+    """The model on the CPU, and what ``agent.json`` says of it.
 
     Raises:
         RequestError: files are missing, or do not fit each other.
@@ -50,6 +51,6 @@ def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
         about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
         model = HistoryModel(HistoryShape.from_json(about["model"]), seed=0)
         model.load_state_dict(load_file(directory / WEIGHTS))
-        return model, about["environment"]
+        return model, about
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise RequestError(f"{directory}: is no model of histories that can be read: {error}") from error

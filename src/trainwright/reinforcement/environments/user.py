@@ -61,7 +61,8 @@ class UserEnvironment(Environment):
         one = self.build(0)
         if not isinstance(one, Env):
             raise RequestError(f"{_KEY}: entry_point {entry_point} makes a {type(one).__name__}, no gymnasium.Env")
-        actions, observations = one.action_space, one.observation_space
+        actions: Any = one.action_space
+        observations: Any = one.observation_space
         one.close()
         if not isinstance(actions, spaces.Discrete) or actions.start != 0:
             raise RequestError(f"{_KEY}: the actions of {entry_point} are {actions}; Discrete ones from 0 are needed")

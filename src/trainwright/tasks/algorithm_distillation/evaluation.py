@@ -12,6 +12,7 @@ What is left in a directory:
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import Environment
-from trainwright.reinforcement.histories import Histories, returns_of_episodes
+from trainwright.reinforcement.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import (
     Returns,
@@ -39,7 +40,7 @@ from trainwright.tasks.algorithm_distillation.in_context import (
     try_at_random,
     try_out,
 )
-from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of
+from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of
 
 RESULT, METRICS, FIGURE = "eval_result.npz", "metrics.json", "returns.png"
 _NORMAL_95 = 1.959964  # the normal distribution's 97.5 % quantile
@@ -84,14 +85,25 @@ def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
         assert found.recipe.algorithm_distillation is not None
         section = found.recipe.algorithm_distillation
     else:
-        _, environment = load_history_model(path)
-        section = AlgorithmDistillationSection(
-            environment=environment["name"], environment_options=environment["options"]
-        )
+        section = _section_of(path)
     given = {key: getattr(asked, key) for key in ("episodes", "copies", "temperature")}
     trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
     return found, section.model_copy(update={"trial": trial})
+
+
+def _section_of(agent: Path) -> AlgorithmDistillationSection:
+    """What a model that was taken out of its run says of itself."""
+    _, about = load_history_model(agent)
+    try:
+        environment = about["environment"]
+        return AlgorithmDistillationSection.model_validate(
+            {"environment": environment["name"], "environment_options": environment["options"], **about["tried"]}
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"{agent}: agent.json does not say in which environment and on which tasks the agent is tried: {error}"
+        ) from error
 
 
 def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryObjective:
@@ -143,12 +155,10 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
 
 def _source(section: AlgorithmDistillationSection, environment: Environment, tasks: torch.Tensor) -> Returns | None:
     """Returns of the algorithm that the model learnt from, on the tasks; None where there are no histories of them."""
-    if not Path(section.histories).is_file():
-        return None
     try:
-        with Histories(section.histories, environment) as histories:
+        with open_histories(section, environment) as histories:
             rows = [histories.goal(index) for index in histories.indices_of(tasks)]
-    except RequestError:  # others than those, or not of all of these tasks
+    except RequestError:  # none, others than those, or not of all of these tasks
         return None
     found = [returns_of_episodes(history.dones, history.rewards) for history in rows]
     longest = max(returns.shape[1] for returns in found)
@@ -174,9 +184,10 @@ class AgentReport:
         found: dict[str, Any] = {"optimum": _number(self.arrays["optimum"].mean())}
         for name in self._agents():
             returns = self.arrays[name]
-            parts = {"first": returns[..., :1], "last": returns[..., -self.last_episodes :]}
+            parts = {"first": returns[..., :1], "last": last_episodes(returns, self.last_episodes)}
             found[name] = {
-                key: dict(zip(("mean", "low", "high"), interval(part), strict=True)) for key, part in parts.items()
+                key: dict(zip(("mean", "low", "high"), map(_number, interval(part)), strict=True))
+                for key, part in parts.items()
             }
         tasks = self.arrays["tasks"].tolist()
         ends = mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
@@ -199,7 +210,7 @@ class AgentReport:
         yield ""
         for name in agents:
             first = interval(self.arrays[name][..., :1])
-            last = interval(self.arrays[name][..., -self.last_episodes :])
+            last = interval(last_episodes(self.arrays[name], self.last_episodes))
             yield f"{name:<10} {_words(first)} at first, {_words(last)} over the last {self.last_episodes}"
         best = self.arrays["optimum"].mean()
         if np.isfinite(best):
@@ -218,18 +229,26 @@ class AgentReport:
         return [name for name in ("sampled", "greedy", "random", "source") if name in self.arrays]
 
 
+def last_episodes(returns: Returns, count: int) -> Returns:
+    """The last episodes that each copy has, of returns [..., episodes] with NaN where one has no more."""
+    there = np.isfinite(returns)
+    return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
+
+
 def interval(returns: Returns) -> tuple[float, float, float]:
     """Mean of returns [tasks, copies, ...], and its 95 % interval for other copies on these same tasks.
 
-    The tasks are strata, each with as many copies (Cochran 1977, chapter 5): its mean varies as those of the copies do.
+    The tasks are strata (Cochran 1977, chapter 5): the mean of one varies as those of its copies do. Copies of which
+    there is nothing, all NaN, do not count; NaN where a task has no others.
     """
     flat = returns.reshape(*returns.shape[:2], -1)
-    each = np.nanmean(flat, -1, dtype=np.float64)
-    mean = float(each.mean())
-    tasks, copies = each.shape
-    if copies < 2:
-        return mean, mean, mean
-    error = _NORMAL_95 * float(np.sqrt(each.var(1, ddof=1).sum() / copies)) / tasks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of means over nothing, and of the spread of one
+        each = np.nanmean(flat, -1, dtype=np.float64)
+        spread = np.nan_to_num(np.nanvar(each, 1, ddof=1))
+        mean = float(np.nanmean(each, 1).mean())
+    copies = np.maximum(np.isfinite(each).sum(1), 1)
+    error = _NORMAL_95 * float(np.sqrt((spread / copies).sum())) / len(returns)
     return mean, mean - error, mean + error
 
 
@@ -238,11 +257,12 @@ def _number(value: Any) -> float | None:
 
 
 def _at(returns: Returns, episode: int) -> str:
-    if episode >= returns.shape[-1] or np.isnan(returns[..., episode]).all():
-        return "-"
-    return f"{np.nanmean(returns[..., episode]):.2f}"
+    mean = interval(returns[..., episode : episode + 1])[0] if episode < returns.shape[-1] else np.nan
+    return "-" if np.isnan(mean) else f"{mean:.2f}"
 
 
 def _words(found: Sequence[float]) -> str:
     mean, low, high = found
+    if np.isnan(mean):
+        return f"{'-':>6}"
     return f"{mean:6.2f} [{low:.2f}, {high:.2f}]"

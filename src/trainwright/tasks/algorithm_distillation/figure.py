@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,7 @@ def draw(arrays: Mapping[str, Any], path: Path) -> None:
         if name not in arrays:
             continue
         returns = arrays[name]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of episodes that no stream has
-            bounds = np.array([interval(returns[..., episode, None]) for episode in range(returns.shape[-1])])
+        bounds = np.array([interval(returns[..., episode, None]) for episode in range(returns.shape[-1])])
         episodes = np.arange(1, len(bounds) + 1)
         axes.plot(episodes, bounds[:, 0], label=label, color=_COLOURS[name])
         axes.fill_between(episodes, bounds[:, 1], bounds[:, 2], color=_COLOURS[name], alpha=0.2, linewidth=0)

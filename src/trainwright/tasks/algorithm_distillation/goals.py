@@ -15,6 +15,8 @@ from trainwright.reinforcement.histories import Histories
 
 _MOST_NAMED = 3
 _KEY = "algorithm_distillation"
+# The section's keys that say which tasks are held back.
+HELD_BACK_BY = ("split_seed", "test_fraction", "test_tasks")
 
 
 @dataclass(frozen=True)

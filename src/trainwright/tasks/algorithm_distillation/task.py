@@ -20,7 +20,7 @@ from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillati
 from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
-from trainwright.tasks.algorithm_distillation.goals import Goals, find_goals
+from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, mean_over_last, try_out
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.steps import planned_examples, stream_of
@@ -32,7 +32,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
     """Check that the histories are there and fit the recipe."""
     section = section_of(recipe)
     environment = environment_of(section)
-    with _histories(section, environment) as histories:
+    with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
         return len(_windows(section, environment, histories, goals.train))
 
@@ -41,7 +41,7 @@ def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
     """The task of a resolved recipe."""
     section = section_of(recipe)
     environment = environment_of(section)
-    with _histories(section, environment) as histories:
+    with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
         train = _windows(section, environment, histories, goals.train)
         held_back = _windows(section, environment, histories, goals.held_back) if goals.held_back else None
@@ -176,11 +176,14 @@ class AlgorithmDistillation:
         return self._train.describe(index)
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-        """Write the model's weights, its shape, and the environment that it acts in."""
+        """Write the model's weights, its shape, the environment that it acts in, and how it is tried there."""
         prefix = "model."
-        environment = {"name": self._environment.name, "options": self._environment.options}
+        about = {
+            "environment": {"name": self._environment.name, "options": self._environment.options},
+            "tried": self._section.model_dump(include={*HELD_BACK_BY, "trial"}),
+        }
         named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
-        save_history_model(directory, self._objective.model.shape, environment, named)
+        save_history_model(directory, self._objective.model.shape, about, named)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         raise AssertionError("there is no adapter")
@@ -234,7 +237,12 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
     )
 
 
-def _histories(section: AlgorithmDistillationSection, environment: Environment) -> Histories:
+def open_histories(section: AlgorithmDistillationSection, environment: Environment) -> Histories:
+    """The histories that a recipe names.
+
+    Raises:
+        RequestError: the file cannot be read, or is of another environment.
+    """
     try:
         histories = Histories(section.histories, environment)
     except RequestError as error:
