@@ -24,6 +24,20 @@ def new_figure(width: float, height: float, what: str) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def check_chart(file: Path) -> None:
+    """Before long work: whether ``save_chart`` will be able to write ``file``.
+
+    Raises:
+        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+        MachineError: matplotlib is not installed.
+    """
+    kinds = new_figure(1, 1, "--chart").canvas.get_supported_filetypes()
+    if file.suffix[1:].lower() not in kinds:
+        raise RequestError(f"--chart: {file} ends with no kind that can be drawn; there are {', '.join(sorted(kinds))}")
+    if not file.parent.is_dir():
+        raise RequestError(f"--chart: {file}: there is no directory {file.parent}")
+
+
 def save_chart(figure: Any, file: Path) -> None:
     """Write the picture that ``--chart`` asks for.
 

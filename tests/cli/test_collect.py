@@ -96,7 +96,10 @@ def test_killed_and_run_again_is_the_same(place: Path) -> None:
         ),
         (["algorithm_distillation.source={name: ucb}"], "source ucb: learns one state, and darkroom has more"),
         (["algorithm_distillation.environment=darkrom"], "did you mean darkroom"),
-        (["algorithm_distillation.environment_options={sise: 3}"], "has no option sise"),
+        (
+            ["algorithm_distillation.environment_options={sise: 3}"],
+            "algorithm_distillation.environment: environment darkroom: has no option sise",
+        ),
         (
             [
                 "algorithm_distillation.environment=gymnasium",
@@ -113,6 +116,19 @@ def test_what_cannot_be_collected_is_refused(
     with pytest.raises(RequestError) as refused:
         collect(Path("rooms.yaml"), overrides)
     assert said in str(refused.value) and not (place / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("chart", "said"), [("curves.doc", "--chart: curves.doc ends with no kind"), ("no/c.png", "there is no directory no")]
+)
+def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_collected(
+    place: Path, monkeypatch: pytest.MonkeyPatch, chart: str, said: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(place)
+    with pytest.raises(RequestError, match=said):
+        collect(Path("rooms.yaml"), [], chart=Path(chart))
+    assert not (place / "out").exists()
 
 
 def test_a_recipe_of_texts_is_refused(place: Path) -> None:

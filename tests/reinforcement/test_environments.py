@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from tests.reinforcement.plain_environments import ROOMS
 from trainwright.errors import RequestError
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import NAMES, Environment, make
 from trainwright.reinforcement.random_numbers import uniform
 
@@ -253,6 +254,7 @@ def test_every_environment_is_registered_with_gymnasium() -> None:
     from trainwright.reinforcement.registered import IDS
 
     assert set(IDS.values()) == set(NAMES) - {"gymnasium"}
+    assert get_args(AlgorithmDistillationSection.model_fields["environment"].annotation) == NAMES
     for name, environment in IDS.items():
         family = make(environment)
         copies = gymnasium.make_vec(f"trainwright.reinforcement.registered:{name}", num_envs=5)

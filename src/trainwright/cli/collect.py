@@ -30,6 +30,7 @@ def collect(
     Stopped at any moment, the same command goes on where it was: finished tasks are kept. Ends with 75 when stopped by
     a signal.
     """
+    from trainwright.drawing import check_chart
     from trainwright.machine.detect import detect
     from trainwright.recipe.loading import load_recipe
     from trainwright.reinforcement.collection import collect as collect_histories
@@ -38,6 +39,8 @@ def collect(
     if section is None:
         raise RequestError(f"{recipe}: collects no histories; that is for recipes with task: algorithm_distillation")
     collection = _collection(section)
+    if chart is not None:
+        check_chart(chart)
     processes = num_processes or detect().cpu_cores
     source = section.source
     typer.echo(
@@ -60,9 +63,9 @@ def collect(
 
 def _collection(section: AlgorithmDistillationSection) -> Collection:
     from trainwright.reinforcement.collection import Collection
-    from trainwright.reinforcement.environments import make
+    from trainwright.tasks.algorithm_distillation.task import environment_of
 
-    environment = make(section.environment, **section.environment_options)
+    environment = environment_of(section)
     count = section.source.tasks
     goals = list(range(len(environment.tasks())))
     if count is not None:

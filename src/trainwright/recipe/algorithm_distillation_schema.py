@@ -54,8 +54,8 @@ class TrialSection(Section):
 class AlgorithmDistillationSection(Section):
     """What a model learns from the histories of a reinforcement-learning algorithm (arXiv 2210.14215)."""
 
-    environment: Text = Field(
-        "darkroom", description="darkroom, darkroom-hard, darkroom-permuted, key-to-door, bandit or gymnasium."
+    environment: Literal["darkroom", "darkroom-hard", "darkroom-permuted", "key-to-door", "bandit", "gymnasium"] = (
+        Field("darkroom", description="What is acted in; gymnasium: a class of your own, by its entry_point.")
     )
     environment_options: dict[str, Any] = Field({}, description="What the environment is made with, by its names.")
     histories: Text = Field(

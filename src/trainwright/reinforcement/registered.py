@@ -4,6 +4,7 @@ num_envs=8)``. Importing this module registers them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -60,7 +61,7 @@ class GymnasiumCopies(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         """Begin anew in all copies, or in those of ``options["reset_mask"]``; a seed makes what is random repeat."""
         mask = None if options is None or "reset_mask" not in options else torch.as_tensor(options["reset_mask"])
         if seed is not None:
-            seeds = seed if isinstance(seed, int) else torch.tensor([one or 0 for one in seed])
+            seeds = torch.tensor([one or 0 for one in seed]) if isinstance(seed, Sequence) else int(seed) % 2**31
             self._copies = self._family.vector(self._tasks, seed=seeds)
         return self._copies.reset(mask).numpy(), {}
 
