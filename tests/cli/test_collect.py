@@ -119,7 +119,8 @@ def test_what_cannot_be_collected_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("chart", "said"), [("curves.doc", "--chart: curves.doc ends with no kind"), ("no/c.png", "there is no directory no")]
+    ("chart", "said"),
+    [("curves.doc", "--chart: curves.doc ends with no kind"), ("no/c.png", "there is no directory no")],
 )
 def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_collected(
     place: Path, monkeypatch: pytest.MonkeyPatch, chart: str, said: str

@@ -21,6 +21,7 @@ from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
+from trainwright.tasks.algorithm_distillation.task import short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
 TINY = ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml"
@@ -168,6 +169,7 @@ REFUSALS = {
         ("algorithm_distillation.train_tasks=[[0, 0], [1, 1]]", "algorithm_distillation.test_tasks=[[1, 1]]"),
         ("algorithm_distillation.test_tasks", "[1, 1]"),
     ),
+    "a task twice": (("algorithm_distillation.test_tasks=[[1, 1], [0, 0], [1, 1]]",), ("test_tasks", "more than once")),
     "a task that is none": (("algorithm_distillation.test_tasks=[[9, 9]]",), ("test_tasks", "[9, 9]")),
     "more tasks than there are": (("algorithm_distillation.train_tasks=99",), ("train_tasks", "14")),
     "a data section": (("data.train=pydoc",), ("data", "algorithm_distillation.histories")),
@@ -193,6 +195,12 @@ def test_a_context_of_less_than_an_episode_is_warned_of(runs: Runs, file: Path) 
     run = runs.trained(*on(file, *settings), recipe=TINY)
     (notice,) = events(run, "notice")
     assert "context_length: 4 steps are less than an episode of 8" in notice["message"]
+
+
+def test_a_context_that_no_history_fills_is_warned_of(file: Path) -> None:
+    assert short_histories(windows_of(file, steps=48)) is None
+    warning = short_histories(windows_of(file, steps=49))
+    assert warning is not None and "of every 2 episodes one has 48 steps, and a window holds 49" in warning
 
 
 def world(rank: int = 0, size: int = 1, results: list[Any] | None = None) -> Any:

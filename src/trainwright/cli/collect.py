@@ -47,6 +47,12 @@ def collect(
         f"{source.name} in {section.environment}: {len(collection.goals):,} tasks x {source.streams} streams x "
         f"{source.steps:,} steps, {processes} processes"
     )
+    if source.name == "ppo" and source.steps <= source.ppo.rollout_steps:
+        typer.echo(
+            f"note: algorithm_distillation.source.steps: ppo learns after every {source.ppo.rollout_steps} steps "
+            f"(ppo.rollout_steps), so in {source.steps} it only acts as it does at first",
+            err=True,
+        )
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -85,6 +85,9 @@ def _compression(section: AlgorithmDistillationSection) -> Iterator[Contradictio
 
 def _tasks(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
     train, test = section.train_tasks, section.test_tasks
+    for key, tasks in (("train_tasks", train), ("test_tasks", test)):
+        if isinstance(tasks, list) and (twice := [task for task in tasks if tasks.count(task) > 1]):
+            yield Contradiction((f"{_SECTION}.{key}",), f"{twice[0]} is there more than once; name each task once")
     if isinstance(train, list) and test is not None and (both := [task for task in train if task in test]):
         yield Contradiction(
             (f"{_SECTION}.test_tasks", f"{_SECTION}.train_tasks"),

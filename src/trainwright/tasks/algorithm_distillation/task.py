@@ -89,9 +89,10 @@ class AlgorithmDistillation:
         return self._objective.blocks()
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Say what a short context costs, where it is one."""
-        if (warning := short_context(self._section, self._environment)) is not None:
-            notify(warning)
+        """Say what a context costs that is short of an episode, or longer than the histories."""
+        for warning in (short_context(self._section, self._environment), short_histories(self._train)):
+            if warning is not None:
+                notify(warning)
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
         """The loss of a micro-batch depends on nothing outside it."""
@@ -160,11 +161,12 @@ class AlgorithmDistillation:
     def describe(self) -> dict[str, Any]:
         windows = self._train
         seen = "every step" if self._section.targets == "every" else "the last step"
+        every = f", of {windows.cut.subsample} episodes one a history" if windows.cut.subsample > 1 else ""
         return {
             "weights": "fresh weights",
             "data": [
                 f"{self._section.histories}: {len(self._goals.train)} tasks of {self._environment.name}, "
-                f"{windows.steps:,} steps, every {windows.cut.subsample}. episode a history",
+                f"{windows.steps:,} steps{every}",
                 f"{len(windows):,} windows of up to {windows.cut.window} steps, {seen} a target",
                 f"tried on {len(self._goals.tried)} other tasks",
             ],
@@ -234,6 +236,19 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
         f"algorithm_distillation.context_length: {section.context_length} steps are less than an episode of "
         f"{environment.horizon}: the agent forgets what an episode brought before the next one begins, so it hardly "
         f"gets better from one to the next; it needs several, such as {4 * environment.horizon} steps"
+    )
+
+
+def short_histories(windows: HistoryWindows) -> str | None:
+    """What it costs where no history fills a context; None where one does."""
+    cut = windows.cut
+    if windows.longest >= cut.window:
+        return None
+    of = f" of every {cut.subsample} episodes one" if cut.subsample > 1 else ""
+    return (
+        f"algorithm_distillation.context_length: the longest history{of} has {windows.longest} steps, and a window "
+        f"holds {cut.window}: the agent will act in contexts that are longer than any it was trained in; lower "
+        f"context_length{' or subsample' if of else ''}, or collect more steps"
     )
 
 

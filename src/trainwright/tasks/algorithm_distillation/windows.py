@@ -101,6 +101,11 @@ class HistoryWindows:
         """Steps of all windows together."""
         return int(self._lengths.sum())
 
+    @property
+    def longest(self) -> int:
+        """Steps of the longest window there is, which is at most ``cut.window``."""
+        return int(self._lengths.max())
+
     def documents(self, index: int) -> tuple[int, ...]:
         return (index,)
 
