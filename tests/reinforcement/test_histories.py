@@ -54,6 +54,12 @@ def test_what_is_written_is_read(file: Path, some: dict[int, History]) -> None:
             histories.indices_of([[4, 4], [0, 3]])
 
 
+def test_a_file_in_the_home_directory_is_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(file.parent))
+    with Histories(f"~/{file.name}") as histories:
+        assert len(histories) == 3
+
+
 def test_tasks_that_are_no_whole_numbers_are_found(tmp_path: Path) -> None:
     environment = make("bandit", arms=3, count=4)
     recording = learners(environment, environment.tasks(), torch.arange(4), {"name": "ucb", "streams": 2}).learn(10)
@@ -168,6 +174,8 @@ def test_a_damaged_file_is_refused(file: Path) -> None:
 def test_what_is_no_file_of_histories_is_refused(tmp_path: Path, some: dict[int, History]) -> None:
     with pytest.raises(RequestError, match="there is no such file; trainwright collect makes one"):
         Histories(tmp_path / "none.h5")
+    with pytest.raises(RequestError, match="is a directory"):
+        Histories(tmp_path)
     (tmp_path / "text.h5").write_text("histories")
     with pytest.raises(RequestError, match="is not a readable HDF5 file"):
         Histories(tmp_path / "text.h5")

@@ -66,7 +66,7 @@ class Histories:
         Raises:
             RequestError: the file is not there, is no HDF5, lacks an array, or does not fit its environment.
         """
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self._file = _opened(self.path)
         try:
             self._read_outline(environment or make("darkroom"))
@@ -236,6 +236,8 @@ def narrow(counts: Sequence[int]) -> type[np.integer]:
 
 def _opened(path: Path) -> Any:
     h5py = _h5py()
+    if path.is_dir():
+        raise RequestError(f"{path}: is a directory; a file of histories is expected")
     if not path.is_file():
         raise RequestError(f"{path}: there is no such file; trainwright collect makes one")
     try:
