@@ -17,11 +17,13 @@ from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.history_objective import HistoryObjective, Weights
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+from trainwright.recipe.source_schema import SourceSection
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
-from trainwright.tasks.algorithm_distillation.task import short_histories
+from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
 TINY = ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml"
@@ -195,6 +197,17 @@ def test_a_context_of_less_than_an_episode_is_warned_of(runs: Runs, file: Path) 
     run = runs.trained(*on(file, *settings), recipe=TINY)
     (notice,) = events(run, "notice")
     assert "context_length: 4 steps are less than an episode of 8" in notice["message"]
+
+
+def test_histories_of_another_source_than_the_recipes_are_told_of() -> None:
+    section = AlgorithmDistillationSection(source=SourceSection(name="q-learning", steps=400))
+    made_by = section.source.algorithm
+    for unknown in ({}, {"name": "scripted"}, made_by):
+        assert other_source(section, unknown) is None
+    warning = other_source(section, {**made_by, "steps": 200})
+    assert warning is not None and "was made with steps 200, and the recipe has 400" in warning
+    warning = other_source(section, SourceSection().algorithm)
+    assert warning is not None and "was made with name ppo, and the recipe has q-learning" in warning
 
 
 def test_a_context_that_no_history_fills_is_warned_of(file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from trainwright.models.history_objective import SUMS, HistoryObjective, Weights
 from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.source_schema import SourceSection
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, find_goals
@@ -45,7 +46,8 @@ def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
         goals = find_goals(section, environment, histories)
         train = _windows(section, environment, histories, goals.train)
         held_back = _windows(section, environment, histories, goals.held_back) if goals.held_back else None
-    return AlgorithmDistillation(recipe, environment, goals, train, held_back)
+        made_by = histories.source
+    return AlgorithmDistillation(recipe, environment, goals, train, held_back, made_by)
 
 
 class AlgorithmDistillation:
@@ -63,6 +65,7 @@ class AlgorithmDistillation:
         goals: Goals,
         train: HistoryWindows,
         held_back: HistoryWindows | None,
+        made_by: Mapping[str, Any],
     ) -> None:
         self._recipe = recipe
         self.state: dict[str, float] = {}
@@ -70,6 +73,7 @@ class AlgorithmDistillation:
         self._environment = environment
         self._goals = goals
         self._train, self._held_back = train, held_back
+        self._made_by = made_by
         model = HistoryModel(shape_of(self._section, environment), recipe.train.seed)
         section = self._section
         weights = Weights(
@@ -89,8 +93,12 @@ class AlgorithmDistillation:
         return self._objective.blocks()
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Say what a context costs that is short of an episode, or longer than the histories."""
-        for warning in (short_context(self._section, self._environment), short_histories(self._train)):
+        """Say what is seldom meant: a context short of an episode or longer than histories, or another's histories."""
+        for warning in (
+            other_source(self._section, self._made_by),
+            short_context(self._section, self._environment),
+            short_histories(self._train),
+        ):
             if warning is not None:
                 notify(warning)
 
@@ -225,6 +233,25 @@ def shape_of(section: AlgorithmDistillationSection, environment: Environment) ->
         dropout=model.dropout,
         predicts_reward=section.reward_weight > 0,
         predicts_next_state=section.next_state_weight > 0,
+    )
+
+
+def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
+    """What the recipe's source has differently from the one that made the histories; None where it made them itself.
+
+    Histories that ``trainwright collect`` did not make are whatever they are.
+    """
+    asked = section.source.algorithm
+    if made_by.get("name") not in get_args(SourceSection.model_fields["name"].annotation):
+        return None
+    others = [key for key in asked if key not in made_by or made_by[key] != asked[key]]
+    if not others:
+        return None
+    first = "name" if "name" in others else others[0]
+    return (
+        f"algorithm_distillation.source: {section.histories} was made with {first} {made_by.get(first)}, and the "
+        f"recipe has {asked[first]}; trained is on what is there. To have it anew, remove the file and run trainwright "
+        "collect"
     )
 
 
