@@ -213,7 +213,7 @@ def test_histories_of_another_source_than_the_recipes_are_told_of() -> None:
 def test_a_context_that_no_history_fills_is_warned_of(file: Path) -> None:
     assert short_histories(windows_of(file, steps=48)) is None
     warning = short_histories(windows_of(file, steps=49))
-    assert warning is not None and "of every 2 episodes one has 48 steps, and a window holds 49" in warning
+    assert warning is not None and "history (subsample 2) has 48 steps, and a window holds 49" in warning
 
 
 def world(rank: int = 0, size: int = 1, results: list[Any] | None = None) -> Any:

@@ -169,7 +169,7 @@ class AlgorithmDistillation:
     def describe(self) -> dict[str, Any]:
         windows = self._train
         seen = "every step" if self._section.targets == "every" else "the last step"
-        every = f", of {windows.cut.subsample} episodes one a history" if windows.cut.subsample > 1 else ""
+        every = f", subsample {windows.cut.subsample}" if windows.cut.subsample > 1 else ""
         return {
             "weights": "fresh weights",
             "data": [
@@ -271,7 +271,7 @@ def short_histories(windows: HistoryWindows) -> str | None:
     cut = windows.cut
     if windows.longest >= cut.window:
         return None
-    of = f" of every {cut.subsample} episodes one" if cut.subsample > 1 else ""
+    of = f" (subsample {cut.subsample})" if cut.subsample > 1 else ""
     return (
         f"algorithm_distillation.context_length: the longest history{of} has {windows.longest} steps, and a window "
         f"holds {cut.window}: the agent will act in contexts that are longer than any it was trained in; lower "
