@@ -20,7 +20,7 @@ from trainwright.models.history_objective import HistoryObjective, Weights
 from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.recipe.source_schema import SourceSection
 from trainwright.reinforcement.environments import make
-from trainwright.reinforcement.histories import Histories
+from trainwright.reinforcement.histories import Histories, History, write
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
@@ -89,6 +89,22 @@ def test_what_a_context_goes_on_from_is_trained_wherever_it_begins(file: Path) -
     windows = windows_of(file, goals=[0], steps=24, shortest=16)
     assert windows._lengths[:5].tolist() == [24, 24, 24, 24, 16]
     assert windows._begins[:6].tolist() == [0, 8, 16, 24, 32, 48]
+
+
+def test_contexts_that_move_on_within_an_episode_are_trained(tmp_path: Path) -> None:
+    ends = [4, 6, 11, 13, 18, 22, 24]  # of episodes of two to five steps
+    dones = np.isin(np.arange(24) + 1, ends)[:, None]
+    room = make("darkroom", size=4, horizon=5)
+    places, nothing = np.zeros((24, 1, 2), np.uint8), np.zeros((24, 1), np.uint8)
+    write(tmp_path / "uneven.h5", room, {}, {0: History(places, nothing, nothing, places, dones)})
+    starts = {0, *ends[:-1]}
+    whole = windows_of(tmp_path / "uneven.h5", goals=[0], subsample=1, steps=10, shortest=5)
+    assert set(whole._begins.tolist()) == {start for start in starts | {0, 5, 10, 15, 20} if start <= 19}
+    regions = windows_of(
+        tmp_path / "uneven.h5", goals=[0], subsample=1, steps=7, shortest=14, regions=2, region_before=True
+    )
+    later = {start for start in starts | {7, 14, 21} if start >= 7}
+    assert regions._begins.tolist() == [0, *(start - 7 for start in sorted(later))]
 
 
 LAST = {"full": (1, False), "a region before": (2, True), "regions before": (3, False)}

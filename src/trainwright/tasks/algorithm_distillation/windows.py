@@ -2,9 +2,9 @@
 
 A history of a learner (one goal, one stream) is its episodes one after another. Of every n-th episode, n histories are
 made that each learn n times as fast: one begins with episode 0, one with episode 1, and so on. The steps are put in
-that order once, so that a window of any of them is a stretch of memory. Windows begin where episodes begin, as contexts
-do when the model acts, unless they are shorter than an episode; where only their last step is a target, they end with
-every step there is.
+that order once, so that a window of any of them is a stretch of memory. Windows begin where episodes begin, and where
+contexts do when the model acts, which is in the midst of an episode where episodes have different lengths; those
+shorter than an episode begin anywhere. Where only their last step is a target, they end with every step there is.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ class Cut:
         regions = 2 if shape.regions == 2 else trained_regions if shape.latents else 1
         shortest = shape.steps - forgotten_at_once if regions == 1 else shape.steps * regions
         return cls(subsample, shape.steps, regions, last_only, shape.regions == 2, shortest)
+
+    @property
+    def moves_by(self) -> int:
+        """Steps from where one context begins to where the next does when the model acts; 0 where it stays."""
+        if self.regions == 1:
+            return max(0, self.steps - self.shortest)
+        return self.steps if self.region_before else 0
 
     @property
     def window(self) -> int:
@@ -200,6 +207,9 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
     if np.diff(starts, append=len(segment)).max() > cut.steps:
         # A context that does not hold an episode begins anywhere in it.
         starts = np.arange(len(segment))
+    elif cut.moves_by:
+        place = np.arange(len(segment)) - np.repeat(edges[:-1], np.diff(edges))
+        starts = np.flatnonzero(episode_start | segment | (place % cut.moves_by == 0))
     of = np.searchsorted(edges, starts, side="right") - 1
     begin_of, end_of = edges[of], edges[of + 1]
     if cut.region_before:
