@@ -19,8 +19,8 @@ from trainwright.reinforcement.random_numbers import mixed, uniform
 Returns = npt.NDArray[np.float32]
 # From what the copies see and did before to the actions [n] they take.
 Policy = Callable[[Steps], torch.Tensor]
-# A whole context forgets about one part in so many at once. With more parts the same few last episodes would always be in
-# it: agents that have found nothing in these then repeat them, and what stays is computed anew more often.
+# A whole context forgets about one part in so many at once. With more parts the same few last episodes would always be
+# in it: agents that have found nothing in these then repeat them, and what stays is computed anew more often.
 _MOVES_BY = 2
 
 
