@@ -29,7 +29,7 @@ def test_a_budget_is_a_number_or_so_many_tokens_a_parameter() -> None:
     workload = facts_of(load_recipe(RECIPES / "llama-8b.yaml")).workload
     assert tokens_of("300B", workload) == 300e9
     assert tokens_of("1.5t", workload) == 1.5e12
-    assert tokens_of("20x", workload) == 20 * 8_030_261_248
+    assert tokens_of("20x", workload) == tokens_of("20X", workload) == 20 * 8_030_261_248
     for wrong in ("0", "0x", "many", "-3B", "20 x"):
         with pytest.raises(RequestError, match="--tokens"):
             tokens_of(wrong, workload)

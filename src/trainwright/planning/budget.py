@@ -25,8 +25,8 @@ def tokens_of(written: str, workload: Workload) -> float:
     match = _WRITTEN.fullmatch(written.strip())
     if match is None:
         raise RequestError(f"--tokens {written}: write a number such as 300B, or 20x for 20 tokens a parameter")
-    number, unit = float(match[1]), match[2]
-    tokens = number * (workload.architecture.parameters().total if unit == "x" else _UNITS[unit.upper()])
+    number, unit = float(match[1]), match[2].upper()
+    tokens = number * (workload.architecture.parameters().total if unit == "X" else _UNITS[unit])
     if tokens < 1:
         raise RequestError(f"--tokens {written}: a budget of no tokens trains nothing")
     return tokens
