@@ -48,6 +48,7 @@ BUILT_IN = (PYDOC, PYDOC_PAIRS, STDLIB)
 _PARQUET = ".parquet"
 _SUFFIXES = (*READERS, _PARQUET)
 _CHECKED_ROWS = 1000
+_FEW = 256  # a row may be a book
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
 _SPLIT_NAMES = re.compile(r"(train|training|test|valid|validation|val|dev|eval)([-_.].*)?", re.IGNORECASE)
 
@@ -248,20 +249,20 @@ def _placed_rows(files: list[Path], whole: bool) -> Iterator[PlacedRow]:
     return ((file, line, with_text_content(row)) for file in files for line, row in read(file))
 
 
-def _parquet_batches(file: Path) -> Iterator[pa.Table]:
+def _parquet_batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(batch_size=8192):
+            for batch in opened.iter_batches(batch_size=rows):
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         raise RequestError(f"{file}: not a Parquet file: {str(error).splitlines()[0]}") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    rows = (row for table in _parquet_batches(file) for row in table.to_pylist())
+    rows = (row for table in _parquet_batches(file, _FEW) for row in table.to_pylist())
     return ((f"{file}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
