@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,11 +17,12 @@ import pytest
 import tokenizers
 
 from tests.support.commands import environment, wait_for
+from trainwright.cli import data_tokens
 from trainwright.data.shards import Shards
 from trainwright.data.texts import Piece, pieces
 from trainwright.data.tokenize import tokenize
 from trainwright.data.word_tokens import WordTokens
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.trained_tokenizers import make_tokenizer, trained_tokenizer
 from trainwright.recipe.data_schema import SourceSection
@@ -106,7 +108,7 @@ def test_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_document(tmp
         last = out / f"{shards:05d}.tokens"
         wait_for(lambda last=last: last.exists(), 100, every=0.001)  # type: ignore[misc]
         os.killpg(started.pid, signal.SIGKILL)
-        started.communicate()
+        started.communicate()  # ends when the processes that tokenised have ended too
         assert not (out / "shards.json").exists()
         with pytest.raises(RequestError, match="is not finished"):
             Shards.open(out)
@@ -143,11 +145,48 @@ def test_what_was_stopped_before_anything_was_noted_begins_anew(tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "out", file, report=stop)
     assert documents(made(tmp_path / "out", file)) == [[*b"one", 258], [*b"two", 258]]
-    # Of a text that was wrong nothing is left that is in the way of another one.
-    (tmp_path / "empty.txt").write_bytes(b" ")
-    with pytest.raises(RequestError, match="holds no text"):
-        made(tmp_path / "other", tmp_path / "empty.txt")
-    assert documents(made(tmp_path / "other", file)) == [[*b"one", 258], [*b"two", 258]]
+
+
+def test_of_a_text_that_is_wrong_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "blank.txt").write_bytes(b" ")
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with pytest.raises(RequestError, match="holds no text"):
+            made(tmp_path / name, tmp_path / "blank.txt")
+    assert not (tmp_path / "new").exists()
+    assert not list((tmp_path / "there").iterdir())
+    # What was safely written is kept: a source that could not be had may be had the next time.
+    monkeypatch.setattr("trainwright.data.tokenize._SAVE_SECONDS", 0.0)
+    (tmp_path / "wrong.txt").write_bytes(text(4_000_000).encode() + b"\xff")
+    with pytest.raises(RequestError, match="not UTF-8"):
+        made(tmp_path / "new", tmp_path / "wrong.txt")
+    assert json.loads((tmp_path / "new" / "progress.json").read_text())["pieces"]
+
+
+def test_one_process_at_a_time_writes_into_a_directory(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl", ["one", "two"])
+    refused: list[bool] = []
+
+    def meanwhile(characters: int, tokens: int, documents: int) -> None:
+        with pytest.raises(RequestError, match="out is being written by another process"):
+            made(tmp_path / "out", file)
+        refused.append(True)
+
+    found = made(tmp_path / "out", file, report=meanwhile)
+    assert refused
+    assert documents(found) == documents(made(tmp_path / "out", file)) == [[*b"one", 258], [*b"two", 258]]
+
+
+def test_a_process_that_is_killed_from_outside_ends_the_work_and_it_goes_on(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl", [text(20_000, seed) for seed in range(400)])
+
+    def kill(characters: int, tokens: int, documents: int) -> None:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(MachineError, match=r"ended from outside.*fewer --processes"):
+        made(tmp_path / "out", file, report=kill, processes=2)
+    assert made(tmp_path / "out", file).fingerprint == made(tmp_path / "whole", file).fingerprint
 
 
 LIMITED = """
@@ -185,15 +224,26 @@ def test_what_cannot_be_tokenized_is_refused_with_its_place(tmp_path: Path) -> N
     (tmp_path / "zero.txt").write_bytes(b"text\0more")
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "blank.txt").write_bytes(b" \n\n ")
+    made(tmp_path / "shards", rows(tmp_path / "rows.jsonl", ["text"]))
     for name, said in {
         "binary.txt": "binary.txt: not UTF-8 text at byte 1,000,000",
         "zero.txt": "zero.txt: not text: a zero byte at 4",
         "empty.txt": "empty.txt is empty",
         "blank.txt": "blank.txt holds no text",
         "none.txt": "none.txt",
+        "shards": "shards is tokenised already; name the text",
     }.items():
         with pytest.raises(RequestError, match=said):
             made(tmp_path / f"out-{name}", tmp_path / name)
+
+
+def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl", ["one", "two"])
+    out = file / "below"
+    with pytest.raises(MachineError, match=f"--out: {out} cannot be written: "):
+        data_tokens.tokenize([str(file)], tokenizer="bytes", out=out, processes=1)
+    with pytest.raises(MachineError, match=f"--out: {out} cannot be written: "):
+        data_tokens.train_tokenizer([str(file)], out=out, vocab_size=257)
 
 
 def test_shards_that_are_not_whole_are_refused_by_name(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 
 Sources = Annotated[
     list[str],
@@ -49,17 +51,18 @@ def tokenize(
 
     chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
     kind = "documents" if documents else "auto"
-    named = [(SourceSection(source=source, format=kind, limit=limit), source) for source in sources]
+    named = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
     begun = time.monotonic()
-    about = write(
-        named,
-        chosen,
-        out,
-        identity=identity_of(named),
-        processes=processes or len(os.sched_getaffinity(0)),
-        shard_tokens=shard_tokens,
-        report=_Shown(),
-    )
+    with _written(out), _shown() as report:
+        about = write(
+            named,
+            chosen,
+            out,
+            identity=identity_of(named),
+            processes=processes or len(os.sched_getaffinity(0)),
+            shard_tokens=shard_tokens,
+            report=report,
+        )
     seconds = time.monotonic() - begun
     typer.echo(
         f"{out}: {about['tokens']:,} tokens ({about['dtype']}) of {about['documents']:,} documents, "
@@ -78,17 +81,39 @@ def train_tokenizer(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many documents of each source.")] = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on your own text."""
+    from trainwright.models.save import replacing
     from trainwright.models.trained_tokenizers import make_tokenizer
     from trainwright.recipe.data_schema import SourceSection
 
     if out.exists():
         raise RequestError(f"--out: {out} is there already; name a new directory")
-    named = [(SourceSection(source=source, limit=limit), source) for source in sources]
+    named = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
     made = make_tokenizer(named, None if characters else vocab_size)
-    made.save_pretrained(out)
+    with _written(out), replacing(out) as scratch:
+        made.save_pretrained(scratch)
     if not characters and len(made) < vocab_size:
         typer.echo(f"note: the text has no more than {len(made):,} tokens to give")
     typer.echo(f"{out}: {len(made):,} tokens; use it as model.tokenizer")
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"--out: {out} cannot be written: {error.strerror or error}; make room there, or name another directory"
+        ) from error
+
+
+@contextmanager
+def _shown() -> Iterator[_Shown]:
+    """What shows how far it is; on a terminal its line is gone in the end, for what is said next."""
+    try:
+        yield _Shown()
+    finally:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class _Shown:

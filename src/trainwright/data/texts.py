@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainwright.data import documents as whole_files
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import ANY
+from trainwright.data.shards import is_shards
 from trainwright.data.sources import BUILT_IN, is_documents, iterate_source, source_files
 from trainwright.errors import RequestError
 
@@ -44,6 +45,8 @@ def pieces(source: SourceSection, key: str) -> Iterator[Piece]:
     Raises:
         RequestError: the source is missing, or it is not text (with the file and the offset in bytes).
     """
+    if is_shards(source.source):
+        raise RequestError(f"{key}: {source.source} is tokenised already; name the text that it was made of")
     count = -1
     for piece in _all_pieces(source, key):
         count += piece.first

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -58,15 +61,15 @@ class Encoder:
         return tokens.tobytes(), lengths
 
 
-_encoder: list[Encoder] = []
-
-
-def start(settings: Settings) -> None:
-    """Make this process an encoder."""
+def work(settings: Settings, pipe: Connection) -> None:
+    """Answer chunks of pieces with their tokens, or with what is wrong with them, until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who waits for the answers decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
-    _encoder[:] = [Encoder(settings)]
-
-
-def encode(pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
-    """What ``Encoder`` gives, in a process that was made one."""
-    return _encoder[0](pieces)
+    encoder = Encoder(settings)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            try:
+                answer: Encoded | Exception = encoder(pipe.recv())
+            except RequestError as error:
+                answer = error
+            pipe.send(answer)

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,11 +19,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainwright.data import token_worker
 from trainwright.data.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
 from trainwright.data.texts import Piece, pieces
-from trainwright.data.token_worker import Encoded, Encoder, Settings
+from trainwright.data.token_processes import encoding
+from trainwright.data.token_worker import Encoded, Settings
 from trainwright.errors import RequestError
+from trainwright.machine.hold import hold
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,33 +69,51 @@ def tokenize(
         identity: what tells these sources from others, or from themselves before a change.
 
     Raises:
-        RequestError: ``out`` has other files, or shards of something else; a source is empty or not text.
+        RequestError: ``out`` has other files, or shards of something else, or another process writes there; a source
+            is empty or not text.
+        MachineError: one of the processes was ended from outside.
+        OSError: ``out`` cannot be written.
     """
-    settings = settings_of(tokenizer)
     fingerprint = tokenizer_fingerprint(tokenizer)
     task = hashlib.sha256(json.dumps([identity, fingerprint, shard_tokens], default=str).encode()).hexdigest()
-    if (found := _finished(out, task)) is not None:
-        return found
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out: {out} is a file; name a directory")
+    new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(out, task, settings.dtype, shard_tokens)
-    text = (piece for source, key in sources for piece in pieces(source, key))
-    left = islice(text, writer.position.pieces, None)
-    with _encoding(settings, processes) as encode:
-        for chunk, encoded in encode(_chunks(left)):
-            writer.add(chunk, encoded)
-            report(writer.position.characters, writer.tokens, writer.position.documents)
-    about = {
+    with hold(out, f"--out: {out} is being written by another process; wait for it, or name another directory"):
+        if (found := _finished(out, task)) is not None:
+            return found
+        settings = settings_of(tokenizer)
+        writer = _Writer(out, task, settings.dtype, shard_tokens)
+        text = (piece for source, key in sources for piece in pieces(source, key))
+        left = islice(text, writer.position.pieces, None)
+        try:
+            with encoding(settings, processes) as encode:
+                for chunk, encoded in encode(_chunks(left)):
+                    writer.add(chunk, encoded)
+                    report(writer.position.characters, writer.tokens, writer.position.documents)
+        except RequestError:
+            if writer.withdrew() and new:
+                out.rmdir()
+            raise
+        return writer.finish(_about(sources, tokenizer, settings, task))
+
+
+def _about(
+    sources: Sequence[tuple[SourceSection, str]], tokenizer: PreTrainedTokenizerBase, settings: Settings, task: str
+) -> dict[str, Any]:
+    """What is known of the shards before they are counted."""
+    return {
         "version": VERSION,
         "source": " + ".join(source.source for source, _ in sources),
         "tokenizer": {
             "name": tokenizer_name(tokenizer),
-            "fingerprint": fingerprint,
+            "fingerprint": tokenizer_fingerprint(tokenizer),
             "vocabulary": len(tokenizer),
         },
         "dtype": settings.dtype,
         "task": task,
     }
-    return writer.finish(about)
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
@@ -115,10 +131,7 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
 
 
 def _finished(out: Path, task: str) -> dict[str, Any] | None:
-    if not out.exists():
-        return None
-    if not out.is_dir():
-        raise RequestError(f"--out: {out} is a file; name a directory")
+    """What is said of the shards that are there already; None where they are to be made."""
     if (out / ABOUT).is_file():
         about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
         if about.get("task") == task:
@@ -219,10 +232,21 @@ class _Writer:
             os.fsync(file.fileno())
         self._note()
 
+    def withdrew(self) -> bool:
+        """Where nothing was noted to go on from, take away what there is; whether that was so."""
+        if self._noted:
+            return False
+        for file in (self._tokens, self._index):
+            file.close()
+            Path(file.name).unlink()
+        (self._out / _PROGRESS).unlink()
+        return True
+
     def _note(self) -> None:
         scratch = self._out / f"{_PROGRESS}.new"
         scratch.write_text(json.dumps({"task": self._task, **asdict(self.position)}), encoding="utf-8")
         os.replace(scratch, self._out / _PROGRESS)
+        self._noted = self.position.pieces
         self._saved = time.monotonic()
 
     def finish(self, about: dict[str, Any]) -> dict[str, Any]:
@@ -270,31 +294,3 @@ def _chunks(text: Iterable[Piece]) -> Iterator[list[Piece]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-Encode = Callable[[Iterable[list[Piece]]], Iterator[tuple[list[Piece], Encoded]]]
-
-
-@contextmanager
-def _encoding(settings: Settings, processes: int) -> Iterator[Encode]:
-    """A function from chunks to the same with their tokens, in order."""
-    if processes == 1:
-        encoder = Encoder(settings)
-        yield lambda chunks: ((chunk, encoder(chunk)) for chunk in chunks)
-        return
-    # Spawned: a fork would take this process's threads and locks with it.
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, token_worker.start, (settings,)) as pool:
-
-        def encode(chunks: Iterable[list[Piece]]) -> Iterator[tuple[list[Piece], Encoded]]:
-            waiting: deque[tuple[list[Piece], Any]] = deque()
-            for chunk in chunks:
-                waiting.append((chunk, pool.apply_async(token_worker.encode, ([tuple(piece) for piece in chunk],))))
-                if len(waiting) > 2 * processes:
-                    first, result = waiting.popleft()
-                    yield first, result.get()
-            while waiting:
-                first, result = waiting.popleft()
-                yield first, result.get()
-
-        yield encode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
+from trainwright.machine.hold import hold
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -160,27 +160,9 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
 @contextmanager
 def only_launch(directory: Path) -> Iterator[None]:
     """Hold the run; raises RequestError when another launch does. The workers hold it too until they end."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    if not _locked(descriptor):
-        os.close(descriptor)
-        raise RequestError(f"--resume: {directory} is being trained by another process")
-    try:
+    # A run that was killed just now is held until its workers are gone.
+    with hold(directory, f"--resume: {directory} is being trained by another process", _LEAVING_SECONDS):
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    """Lock, with patience for the processes of a run that was killed just now: they hold it until they are gone."""
-    deadline = time.monotonic() + _LEAVING_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
 
 
 def _read(path: Path) -> str | None:

@@ -26,7 +26,7 @@ _VERSION = 1
 
 def is_trained(name: str) -> bool:
     """Whether a recipe's tokenizer is one of these."""
-    return name.startswith(("characters:", "bpe:"))
+    return name == "characters" or name.startswith(("characters:", "bpe:"))
 
 
 def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
