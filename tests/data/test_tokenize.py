@@ -18,6 +18,7 @@ import tokenizers
 
 from tests.support.commands import environment, wait_for
 from trainwright.cli import data_tokens
+from trainwright.data.corpora import whole_documents
 from trainwright.data.shards import Shards
 from trainwright.data.texts import Piece, pieces
 from trainwright.data.tokenize import tokenize
@@ -85,15 +86,17 @@ def test_any_number_of_processes_writes_the_same(tmp_path: Path, processes: int)
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "several" / name).read_bytes()
 
 
-def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path) -> None:
-    (tmp_path / "large.txt").write_text(text(2_500_000))
+@pytest.mark.parametrize("end", ["\n", " "], ids=["in lines", "in one line"])
+def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path, end: str) -> None:
+    content = text(700_000).replace("\n", end)
+    (tmp_path / "large.txt").write_text(content)
     tokenizer = make_tokenizer(sources(tmp_path / "large.txt"), 400)
     cut = list(pieces(*sources(tmp_path / "large.txt")[0]))
     assert len(cut) > 2
     assert [piece.first for piece in cut] == [True] + [False] * (len(cut) - 1)
-    assert max(len(piece.text) for piece in cut) < 1_100_000
+    assert max(len(piece.text) for piece in cut) < 300_000
     (found,) = documents(made(tmp_path / "out", tmp_path / "large.txt", tokenizer=tokenizer))
-    whole = tokenizer.backend_tokenizer.encode((tmp_path / "large.txt").read_text()).ids
+    whole = tokenizer.backend_tokenizer.encode(content).ids
     assert found == [*whole, tokenizer.eos_token_id]
 
 
@@ -294,6 +297,17 @@ def test_rows_of_turns_become_their_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "x", "answer": "y"}\n')
     found = list(pieces(SourceSection(source=str(tmp_path / "rows.jsonl"), limit=1), "data.train"))
     assert found == [Piece(f"{tmp_path / 'rows.jsonl'}:1", "1 + 1?\n\n2", True, True)]
+
+
+def test_an_article_of_a_corpus_of_lines_is_a_document() -> None:
+    lines = ["", " = One = \n", "", " A text with x = 1 = \n", " = Not a title , as no line is free = \n", ""]
+    lines += [" = = Section = = \n", "", " More . \n", "", " = Two = \n", "", " End . \n"]
+    rows = [(str(number), {"text": line}) for number, line in enumerate(lines, 1)]
+    found = list(whole_documents("wikitext", iter(rows)))
+    assert [place for place, _ in found] == ["1", "2", "11"]
+    assert found[1][1]["text"].startswith(" = One = \n\n A text") and found[1][1]["text"].endswith(" More . \n\n")
+    assert found[2][1]["text"] == " = Two = \n\n End . \n"
+    assert list(whole_documents("tinystories", iter(rows))) == rows
 
 
 def test_the_standard_library_is_a_corpus() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.mixture import Part, parts_of, shares
 from trainwright.data.shards import Shards, is_shards, tokenizer_fingerprint
+from trainwright.data.texts import VERSION
 from trainwright.data.windows import Spans, WindowDataset, divided, everything
 from trainwright.errors import MachineError, RequestError
 
@@ -109,7 +110,7 @@ def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     """What tells some sources from others, and from themselves before a change, without reading them."""
     from trainwright.data.source_key import look
 
-    return [[look(source, key), source.format, source.limit] for source, key in sources]
+    return [VERSION, *([look(source, key), source.format, source.limit] for source, key in sources)]
 
 
 def _wanted(data: DataSection, sources: int) -> list[float | int]:

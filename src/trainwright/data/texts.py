@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainwright.data import documents as whole_files
+from trainwright.data.corpora import whole_documents
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import ANY
 from trainwright.data.shards import is_shards
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     from trainwright.recipe.data_schema import SourceSection
 
 SEPARATOR = "<|endoftext|>"
-_PIECE = 2**19  # characters
+VERSION = 2  # of how corpora become documents and these pieces; raised when that changes
+_PIECE = 2**17  # characters; tokenizers take up to 200 bytes of memory for each
 _TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
-# Between a line's end and a letter or digit every byte-level BPE begins a new word, so a cut there changes no token.
-_CUT = re.compile(r"(?<=[^\s]\n)(?=\w)")
+# Between a line's end and a letter or digit every byte-level BPE begins a new word, so a cut there changes no token;
+# in a line that does not end, so it does before a single space.
+_CUTS = re.compile(r"(?<=[^\s]\n)(?=\w)"), re.compile(r"(?<=\S)(?= \w)")
 
 
 class Piece(NamedTuple):
@@ -64,13 +67,14 @@ def _all_pieces(source: SourceSection, key: str) -> Iterator[Piece]:
             yield from _file_pieces(file)
         return
     for place, text in _rows(source, key):
-        yield from _cut(place, iter((text,)))
+        yield from _cut(place, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
 
 
 def _rows(source: SourceSection, key: str) -> Iterator[tuple[str, str]]:
     """Rows as texts, without those that have nothing to learn."""
     name = source.source
-    rows = iterate_source(name, None, key, source.format == "documents" or is_documents(name))
+    whole = source.format == "documents" or is_documents(name)
+    rows = whole_documents(name, iterate_source(name, None, key, whole))
     first = list(islice(rows, 8))
     columns = list(dict.fromkeys(field for _, row in first for field in row))
     wanted = "auto" if source.format == "documents" else source.format
@@ -152,8 +156,8 @@ def _cut(place: str, parts: Iterator[str]) -> Iterator[Piece]:
     for part in parts:
         kept += part
         while len(kept) >= 2 * _PIECE:
-            found = _CUT.search(kept, _PIECE)
-            at = found.start() if found else _PIECE
+            found = (cut.search(kept, _PIECE) for cut in _CUTS)
+            at = next((place.start() for place in found if place), _PIECE)
             yield Piece(place, kept[:at], first, False)
             kept, first = kept[at:], False
     if not first or kept.strip():
