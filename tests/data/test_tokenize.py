@@ -101,17 +101,18 @@ def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path, end
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_document(tmp_path: Path) -> None:
+def test_stopped_or_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_document(tmp_path: Path) -> None:
     file = rows(tmp_path / "rows.jsonl", [f"{number} {text(3_000, number)}" for number in range(1_500)])
     out, whole = tmp_path / "out", made(tmp_path / "whole", file, shard_tokens=200_000)
     options = ["--tokenizer", "bytes", "--shard-tokens", "200000", "--processes", "2"]
     command = [sys.executable, "-m", "trainwright", "data", "tokenize", str(file), "--out", str(out), *options]
-    for shards in (2, 9):
+    for shards, how, code in ((2, signal.SIGKILL, -9), (5, signal.SIGINT, 75), (9, signal.SIGKILL, -9)):
         started = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.PIPE)
         last = out / f"{shards:05d}.tokens"
         wait_for(lambda last=last: last.exists(), 100, every=0.001)  # type: ignore[misc]
-        os.killpg(started.pid, signal.SIGKILL)
+        os.killpg(started.pid, how)
         started.communicate()  # ends when the processes that tokenised have ended too
+        assert started.returncode == code
         assert not (out / "shards.json").exists()
         with pytest.raises(RequestError, match="is not finished"):
             Shards.open(out)

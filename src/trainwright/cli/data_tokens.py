@@ -40,11 +40,12 @@ def tokenize(
 ) -> None:
     """Turn a corpus into memory-mapped token shards, for data.train of a pretraining recipe.
 
-    Runs on all cores in constant memory. Killed, the same command goes on where it was, without a document lost or
-    repeated.
+    Runs on all cores in constant memory. Stopped or killed, the same command goes on where it was, without a document
+    lost or repeated.
     """
     from trainwright.data.pretraining import identity_of
     from trainwright.data.tokenize import tokenize as write
+    from trainwright.launch.process import Stopped
     from trainwright.models.load import load_tokenizer
     from trainwright.recipe.data_schema import SourceSection
     from trainwright.recipe.model_schema import ModelSection
@@ -53,16 +54,19 @@ def tokenize(
     kind = "documents" if documents else "auto"
     named = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
     begun = time.monotonic()
-    with _written(out), _shown() as report:
-        about = write(
-            named,
-            chosen,
-            out,
-            identity=identity_of(named),
-            processes=processes or len(os.sched_getaffinity(0)),
-            shard_tokens=shard_tokens,
-            report=report,
-        )
+    try:
+        with _written(out), _shown() as report:
+            about = write(
+                named,
+                chosen,
+                out,
+                identity=identity_of(named),
+                processes=processes or len(os.sched_getaffinity(0)),
+                shard_tokens=shard_tokens,
+                report=report,
+            )
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; the same command goes on with {out}") from None
     seconds = time.monotonic() - begun
     typer.echo(
         f"{out}: {about['tokens']:,} tokens ({about['dtype']}) of {about['documents']:,} documents, "
