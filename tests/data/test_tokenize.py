@@ -18,8 +18,10 @@ import tokenizers
 
 from tests.support.commands import environment, wait_for
 from trainwright.cli import data_tokens
+from trainwright.data.check import check_corpus
 from trainwright.data.corpora import whole_documents
 from trainwright.data.shards import Shards
+from trainwright.data.sources import read_rows
 from trainwright.data.texts import Piece, pieces
 from trainwright.data.tokenize import tokenize
 from trainwright.data.word_tokens import WordTokens
@@ -276,6 +278,22 @@ def test_shards_of_another_tokenizer_and_of_another_text_are_refused(tmp_path: P
     (tmp_path / "taken" / "mine").write_text("")
     with pytest.raises(RequestError, match="holds other files"):
         made(tmp_path / "taken", file)
+
+
+def test_a_corpus_is_checked_as_it_is_trained_on_and_is_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one\n\ntwo<|endoftext|>three")
+    (tmp_path / "wrong.txt").write_bytes(b"one\xff")
+    shards = made(tmp_path / "out", tmp_path / "text.txt")
+    for name in ("text.txt", "out"):
+        ((source, key),) = sources(tmp_path / name)
+        checked = check_corpus(source, bytes_tokenizer(), key=key)
+        assert (checked.examples, checked.tokens) == (2, shards.token_count)
+        assert checked.lines(64) == [f"{source.source}: 2 documents, 15 tokens"]
+    ((source, key),) = sources(tmp_path / "wrong.txt")
+    (problem,) = check_corpus(source, bytes_tokenizer(), key=key).problems
+    assert "wrong.txt: not UTF-8 text at byte 3" in problem
+    with pytest.raises(RequestError, match="holds token shards, which task pretrain alone reads"):
+        read_rows(str(tmp_path / "out"))
 
 
 def test_a_tokenizer_of_characters_has_those_of_its_text_and_refuses_others(

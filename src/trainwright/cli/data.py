@@ -216,12 +216,14 @@ def _show_lengths(console: Any, recipe: Recipe, dataset: TokenDataset) -> None:
 
 
 def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]:
-    from trainwright.data.check import check_rows
+    from trainwright.data.check import check_corpus, check_rows
 
     data = recipe.data
     sources = list(zip(data.source_keys, data.sources, strict=True))
     if data.validation_source is not None:
         sources.append(("data.validation", data.validation_source))
+    if recipe.pretrain is not None:
+        return [check_corpus(one, tokenizer, key=key) for key, one in sources]
     asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
     return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
 

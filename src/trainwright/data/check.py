@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.formats import NoTarget
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.data.templates import Encoded
+    from trainwright.recipe.data_schema import SourceSection
 
 _SHOWN = 20
 _BATCH = 64
+_CORPUS = "corpus"  # of documents, which have no layout
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Checked:
     def lines(self, max_length: int | None) -> list[str]:
         """The counts as lines for people."""
         counted = f", {self.tokens:,} tokens" if self.tokens else ""
+        if self.layout == _CORPUS:
+            return [f"{self.source}: {self.examples:,} documents{counted}"]
         found = [f"{self.source}: {self.rows:,} rows of {self.layout}: {self.examples:,} examples{counted}"]
         if self.longer:
             found.append(f"  {self.longer:,} rows longer than {max_length:,} tokens")
@@ -97,6 +102,33 @@ def check_rows(
         found.problem(str(error))
     if not found.wrong:
         read_rows(source, limit, key, documents)  # the values of a column are to be of one type
+    return found
+
+
+def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, key: str) -> Checked:
+    """Read all of a corpus as pretraining does, and count its documents and their tokens.
+
+    Raises:
+        RequestError: the source is missing, or shards are not whole or of another tokenizer.
+    """
+    from trainwright.data.shards import Shards, is_shards
+    from trainwright.data.texts import pieces
+    from trainwright.data.token_worker import Encoder
+    from trainwright.data.tokenize import settings_of
+
+    found = Checked(source.source, layout=_CORPUS)
+    if is_shards(source.source):
+        shards = Shards.open(Path(source.source).expanduser(), key)
+        shards.check_tokenizer(tokenizer, key)
+        found.examples, found.tokens = len(shards.ends), shards.token_count
+        return found
+    encode = Encoder(settings_of(tokenizer))
+    try:
+        for piece in pieces(source, key):
+            found.tokens += sum(encode([piece])[1])
+            found.examples += piece.last
+    except RequestError as error:
+        found.problem(str(error))
     return found
 
 

@@ -63,6 +63,7 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
     """
+    _refuse_shards(source, key)
     if source in BUILT_IN:
         from datasets import Dataset
 
@@ -87,6 +88,7 @@ def iterate_source(
     Raises:
         RequestError: the source is missing, empty or not parseable.
     """
+    _refuse_shards(source, key)
     files = None if source in BUILT_IN else source_files(source, key, documents)
     placed: Iterator[tuple[str, Row]]
     if files is None:
@@ -124,6 +126,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
     Raises:
         RequestError: as ``read_rows``.
     """
+    _refuse_shards(source, key)
     files = None if source in BUILT_IN else source_files(source, key, documents)
     if files is None:
         return []
@@ -154,6 +157,16 @@ def place_of(source: str, index: int, documents: bool = False) -> str:
     for file, line, _ in islice(_placed_rows(files, is_documents(source, documents)), index, None):
         return f"{file}:{line}"
     return source  # it has become shorter since
+
+
+def _refuse_shards(source: str, key: str) -> None:
+    if Path(source).expanduser().is_dir():
+        from trainwright.data.shards import is_shards
+
+        if is_shards(source):
+            raise RequestError(
+                f"{key}: {source} holds token shards, which task pretrain alone reads; name rows or text"
+            )
 
 
 def is_documents(source: str, documents: bool = False) -> bool:
