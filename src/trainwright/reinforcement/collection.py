@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,7 +203,9 @@ def _work(
         min(processes, len(groups)), mp_context=context, initializer=_enter, initargs=(shared, os.getpid())
     )
     try:
-        waiting: set[Future[None]] = {pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)}
+        with _undisturbed():
+            submitted = [pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)]
+        waiting: set[Future[None]] = set(submitted)
         while waiting:
             tell()
             finished, waiting = wait(waiting, timeout=_LOOKS, return_when=FIRST_COMPLETED)
@@ -219,6 +222,21 @@ def _work(
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Processes started here never hear Ctrl-C, and SIGTERM waits: stopped as it starts one ends in a traceback."""
+    asked: list[int] = []
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which they inherit
+    terminate = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, terminate)
+    if asked:
+        signal.raise_signal(asked[0])
+
+
 _shared: Any = None
 
 
@@ -229,7 +247,6 @@ def _enter(shared: Any, parent: int) -> None:
     torch.set_num_threads(1)
     # Of goals that are never found, what Adam keeps becomes so small that arithmetic with it takes many times as long.
     torch.set_flush_denormal(True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who waits for it decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
