@@ -36,6 +36,10 @@ def _several(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
+def _none_as_empty(value: object) -> object:
+    return {} if value is None else value
+
+
 ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_not_reserved)]
 
 
@@ -52,7 +56,9 @@ class Study(Section):
     benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_several)] = Field(
         description="A benchmark, as eval --benchmark has it; of several the first whose directory is on this machine."
     )
-    subset: dict[Text, Count] = Field({}, description="Of these sets the first so many rows; the others are whole.")
+    subset: Annotated[dict[Text, Count], BeforeValidator(_none_as_empty)] = Field(
+        {}, description="Of these sets the first so many rows; the others are whole. null: all are."
+    )
     known: list[Text] = Field(
         [],
         description="Sets whose questions are fine-tuned on as well, by both models, and kept in unlearning: for a "

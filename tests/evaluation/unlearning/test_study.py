@@ -172,7 +172,7 @@ def test_rows_to_be_forgotten_and_kept_are_refused_before_anything_is_trained(
     runs: Runs, study: Path, tmp_path: Path
 ) -> None:
     file = write_rows_of_ones_own(tmp_path).with_name("forget.jsonl")
-    overrides = (f"benchmark='files@forget={file},retain={file}'", "known=[]", "subset={}", "evaluate.metrics=[]")
+    overrides = (f"benchmark='files@forget={file},retain={file}'", "known=[]", "subset=null", "evaluate.metrics=[]")
     ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait(60)
     assert ended.code == 2 and "data.retain: 16 of its rows are to be forgotten too" in ended.stderr, ended.stderr
     assert not (tmp_path / "study" / "runs").exists()
@@ -182,7 +182,7 @@ def test_rows_to_be_forgotten_and_kept_are_refused_before_anything_is_trained(
 def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_path: Path) -> None:
     rows = write_rows_of_ones_own(tmp_path).parent
     files = f"files@forget={rows / 'forget.jsonl'},retain={rows / 'retain.jsonl'}"
-    overrides = (f"benchmark='{files}'", "known=[]", "subset={}", "evaluate.metrics=[]", "objectives={npo: {}}")
+    overrides = (f"benchmark='{files}'", "known=[]", "subset=null", "evaluate.metrics=[]", "objectives={npo: {}}")
     ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait(280)
     assert ended.code == 0, ended.stdout + ended.stderr
     made = tmp_path / "study"
