@@ -27,7 +27,11 @@ def test_a_plan_has_the_sizes_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "tokens"),
     [
-        ("darkroom", ("algorithm_distillation.model.layout=parts",), 3 * 120),
+        (
+            "darkroom",
+            ("algorithm_distillation.model.layout=parts", "algorithm_distillation.context_length=120"),
+            3 * 120,
+        ),
         ("darkroom-compressed", (), 2 * 80 + 2),
         (
             "darkroom-compressed",
