@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
+
+# Control characters but for the tab and the line break, directional overrides and isolates, and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def count(value: float) -> str:
@@ -57,3 +61,17 @@ def block(text: str, indent: str, width: int) -> str:
     for line in text.strip().splitlines() or [""]:
         lines += textwrap.wrap(line, max(20, width - len(indent)), drop_whitespace=False) or [""]
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
+def printable(text: str) -> str:
+    """`text` with the characters that could control a terminal written as escapes, such as `\\x1b` and `\\u202e`.
+
+    For whatever somebody else wrote (rows, generated text, file names) before it is printed. Lone surrogates, which no
+    terminal takes, are escaped too; tabs and line breaks stay.
+    """
+    return _UNPRINTABLE.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -28,6 +28,7 @@ from trainwright.cli import (
     verify,
 )
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
+from trainwright.text import printable
 
 app = typer.Typer(
     name="trainwright",
@@ -77,7 +78,7 @@ def main() -> None:
         app()
     except TrainwrightError as error:
         said = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
-        print(said, file=sys.stderr)
+        print(printable(said), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
         # Not foreseen, so a fault of ours: the traceback is what a report of it needs.
