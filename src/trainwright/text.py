@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import textwrap
+from typing import TextIO
 
-# Control characters but for the tab and the line break, directional overrides and isolates, and lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters but for the tab and the line break, line separators that some programs break lines at,
+# directional overrides and isolates, and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def count(value: float) -> str:
@@ -70,6 +73,18 @@ def printable(text: str) -> str:
     terminal takes, are escaped too; tabs and line breaks stay.
     """
     return _UNPRINTABLE.sub(_escaped, text)
+
+
+def say(line: str = "", *, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print ``line`` as `printable` text, at once; to standard output unless a ``file`` is given.
+
+    Characters that the stream's encoding lacks are escaped too. Everything for a terminal is printed by this.
+    """
+    stream = sys.stdout if file is None else file
+    shown = printable(line)
+    if (encoding := getattr(stream, "encoding", None)) is not None:
+        shown = shown.encode(encoding, "backslashreplace").decode(encoding)
+    print(shown, file=stream, end=end, flush=True)
 
 
 def _escaped(match: re.Match[str]) -> str:
