@@ -52,7 +52,7 @@ def ablate(
         Path | None, typer.Option(metavar="DIRECTORY", help="Where the runs go. Default: ablations/<recipe>.")
     ] = None,
 ) -> None:
-    """Train a recipe as it is, and once for every value of every key; compare what was measured in the end.
+    """Train a recipe as it is, and once for every distinct value of every key; compare what was measured in the end.
 
     Stopped at any moment, the same command goes on where it was: finished runs are kept, and one that was begun is
     resumed. Ends as the first run that does not finish.
@@ -62,14 +62,19 @@ def ablate(
     refuse_worker("ablate")
     variants = [Variant("", ""), *_variants(over or [])]
     fixed = overrides or []
-    for variant in variants:  # before the first of them is trained
-        _load(recipe, fixed, variant)
+    runs = _runs(recipe, fixed, variants)  # reads every recipe before the first of them is trained
+    repeated = [f"{variant.name} is trained once: as {run.name}" for variant, run in runs.items() if variant != run]
+    print("\n".join(repeated), end="\n" * bool(repeated), file=sys.stderr)
     directory = (out or Path("ablations") / recipe.stem).expanduser()
-    for index, variant in enumerate(variants):
-        print(f"[{index + 1}/{len(variants)}] {' '.join(variant.overrides) or 'as it is'}", file=sys.stderr)
+    distinct = list(dict.fromkeys(runs.values()))
+    for index, variant in enumerate(distinct):
+        print(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'as it is'}", file=sys.stderr)
         _train(recipe, fixed, variant, directory / variant.name)
-    rows = [(variant, _last_metrics(directory / variant.name)) for variant in variants]
-    table = [{"key": variant.key, "value": variant.value, "metrics": metrics} for variant, metrics in rows]
+    rows = [(variant, run, _last_metrics(directory / run.name)) for variant, run in runs.items()]
+    table = [
+        {"key": variant.key, "value": variant.value, "run": run.name, "metrics": metrics}
+        for variant, run, metrics in rows
+    ]
     (directory / TABLE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     for line in _lines(rows):
         print(line)
@@ -85,10 +90,27 @@ def _variants(over: Sequence[str]) -> list[Variant]:
         if not equals or not key or not values:
             raise RequestError(f"--over {given}: is no KEY=VALUE,VALUE…")
         found += [Variant(key, value) for value in _split(values)]
-    names = [variant.name for variant in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise RequestError(f"--over: {twice[0]} is asked for twice")
     return found
+
+
+def _runs(recipe: Path, fixed: Sequence[str], variants: Sequence[Variant]) -> dict[Variant, Variant]:
+    """Of each variant the one whose run it is: the first whose values are the same, however they are written.
+
+    Raises:
+        RequestError: a recipe is wrong, or two different ones would be trained in one directory.
+    """
+    runs: dict[Variant, Variant] = {}
+    values: dict[Variant, dict[str, Any]] = {}
+    for variant in variants:
+        loaded = _load(recipe, fixed, variant).model_dump()
+        same = next((run for run, known in values.items() if known == loaded), None)
+        if same is None:
+            if clash := next((run for run in values if run.name == variant.name), None):
+                names = f"{clash.overrides[0]} and {variant.overrides[0]}"
+                raise RequestError(f"--over: {names} would both be {variant.name}/; vary them in two ablations")
+            values[variant] = loaded
+        runs[variant] = same or variant
+    return runs
 
 
 def _split(values: str) -> list[str]:
@@ -137,11 +159,12 @@ def _last_metrics(run: Path) -> dict[str, Any]:
     return metrics
 
 
-def _lines(rows: Sequence[tuple[Variant, dict[str, Any]]]) -> list[str]:
-    names = list(dict.fromkeys(name for _, metrics in rows for name in metrics))
-    label = max(len(variant.name) for variant, _ in rows) + 2
+def _lines(rows: Sequence[tuple[Variant, Variant, dict[str, Any]]]) -> list[str]:
+    names = list(dict.fromkeys(name for _, _, metrics in rows for name in metrics))
+    label = max(len(variant.name) for variant, _, _ in rows) + 2
     lines = [f"{'':<{label}}" + "".join(f"{name.replace('_', ' '):>21}" for name in names)]
-    for variant, metrics in rows:
+    for variant, run, metrics in rows:
         cells = (f"{metrics[name]:.4f}" if name in metrics else "-" for name in names)
-        lines.append(f"{variant.name:<{label}}" + "".join(f"{cell:>21}" for cell in cells))
+        same = "" if run == variant else f"  the run {run.name}"
+        lines.append(f"{variant.name:<{label}}" + "".join(f"{cell:>21}" for cell in cells) + same)
     return lines
