@@ -7,14 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.batch_sizes import BatchSizes
 from trainwright.data.mixture import parts_of
 from trainwright.data.shards import Shards
-from trainwright.data.stream import Stream
+from trainwright.data.stream import MicroBatch, Stream
 from trainwright.data.windows import WindowDataset, collate_windows, divided, everything
 from trainwright.errors import RequestError
+from trainwright.models.causal_lm import CausalLM
 
 LENGTHS = [1, 2, 3, 40, 41, 42, 400, 7]
 
@@ -60,6 +63,39 @@ def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed:
         seen = batch.input_ids.reshape(-1)[batch.target_index]
         assert seen.tolist() == np.concatenate([ids[:-1] for ids in wanted]).tolist()
         assert len(batch.targets) == micro.weight == micro.tokens == batch.tokens
+        lengths = [len(ids) - 1 for ids in wanted]
+        edges = None if batch.boundaries is None else batch.boundaries.tolist()
+        assert edges == ([0, *itertools.accumulate(lengths)] if packed else None)
+        assert batch.longest == max(lengths)
+        positions = batch.position_ids.reshape(-1)[batch.target_index]
+        assert positions.tolist() == [place for length in lengths for place in range(length)]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_window_sees_another_of_its_micro_batch(shards: Shards, contiguous: bool, packed: bool) -> None:
+    dataset = WindowDataset.of([everything(shards, 16, contiguous=contiguous)], None)
+    config = LlamaConfig(
+        vocab_size=int(shards.read(0, shards.token_count).max()) + 1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=1.0,  # so that what is attended to shows in the losses
+    )
+    torch.manual_seed(0)
+    model = CausalLM(LlamaForCausalLM(config), packed=packed).eval()
+
+    def losses(*examples: int) -> list[float]:
+        sizes = [dataset.length(example) for example in examples]
+        rows = (examples,) if packed else tuple((example,) for example in examples)
+        micro = MicroBatch(0, rows, tokens=sum(sizes), targets=sum(sizes), weight=sum(sizes))
+        batch = collate_windows(dataset, micro, packed=packed, pad_token_id=0)
+        found: list[float] = model(batch, losses=True).tolist()
+        return found
+
+    together = losses(*range(5, 11))
+    assert together == pytest.approx([loss for one in range(5, 11) for loss in losses(one)], abs=1e-5)
 
 
 def test_a_part_of_the_documents_is_held_back_by_their_content_and_the_seed(shards: Shards) -> None:
