@@ -19,6 +19,9 @@ TB_PORT ?= 0
 RAW ?=
 DATA ?= data
 SYSTEM ?= You are a helpful assistant.
+# What infer-batch answers, a line or a row each, and where the answers go (.jsonl, .json or .csv).
+PROMPTS ?= $(DATA)/test.jsonl
+ANSWERS ?= $(DATA)/answers.jsonl
 PROMPT ?= What does the `sorted` function do in Python?
 NEEDS_MODEL = @test -n "$(MODEL)" || { echo "no run is under runs/ yet: make train first, or say MODEL=…"; exit 2; }
 
@@ -120,9 +123,9 @@ infer: $(STAMP)  ## have MODEL answer PROMPT
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) --prompt '$(PROMPT)' $(ARGS)
 
-infer-batch: $(STAMP)  ## have MODEL answer the rows of DATA/test.jsonl into DATA/answers.jsonl
+infer-batch: $(STAMP)  ## have MODEL answer PROMPTS (a line of text or a row each) into ANSWERS
 	$(NEEDS_MODEL)
-	$(TRAINWRIGHT) generate $(MODEL) --file $(DATA)/test.jsonl --out $(DATA)/answers.jsonl $(ARGS)
+	$(TRAINWRIGHT) generate $(MODEL) --file $(PROMPTS) --out $(ANSWERS) $(ARGS)
 
 infer-interactive: $(STAMP)  ## chat with MODEL
 	$(NEEDS_MODEL)

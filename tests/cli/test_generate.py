@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,24 @@ def test_rows_of_every_shape_come_out_in_order_with_their_answers(
     assert [row["generated"] for row in rows[:2]] == [greedy(loaded, one, 9) for one in asked_first]
 
 
+def test_lines_of_a_text_file_are_answered_in_order_in_the_format_of_the_output(
+    runs: Runs, place: Path, model: str, loaded: Loaded
+) -> None:
+    prompts = ["Why?", 'Count to\tthree, "please".']
+    (place / "prompts.txt").write_text(f"{prompts[0]}\n\n{prompts[1]}\n")
+    rows = [{"prompt": prompt, "generated": greedy(loaded, [user(prompt)], 9)} for prompt in prompts]
+    read: dict[str, Callable[[Path], Any]] = {
+        "json": lambda out: json.loads(out.read_text()),
+        "csv": lambda out: list(csv.DictReader(out.open(newline=""))),
+    }
+    for suffix, rows_of in read.items():
+        out = place / f"answers.{suffix}"
+        asked = ("--file", str(place / "prompts.txt"), "--out", str(out), "--max-new-tokens", "9")
+        ended = runs.command("generate", model, *asked).wait()
+        assert ended.code == 0, ended.stderr
+        assert rows_of(out) == rows
+
+
 def test_one_prompt_is_answered_and_nothing_else_is_said(runs: Runs, model: str, loaded: Loaded) -> None:
     ended = runs.command("generate", model, "--prompt", "Why?", "--max-new-tokens", "9").wait()
     assert ended.code == 0, ended.stderr
@@ -100,6 +120,7 @@ def test_a_conversation_holds_what_was_said_until_it_is_reset(loaded: Loaded) ->
         (("--file", "empty.jsonl", "--out", "o.jsonl"), "empty.jsonl:2: messages[0], a turn of the user, is empty"),
         (("--file", "taken.jsonl", "--out", "o.jsonl"), "taken.jsonl:1: it has a field generated already"),
         (("--file", "good.jsonl", "--out", "taken.jsonl"), "--out: taken.jsonl exists"),
+        (("--file", "good.jsonl", "--out", "o.xlsx"), "--out: o.xlsx should end in .jsonl, .ndjson, .json, .csv"),
         (("--prompt", "a", "--checkpoint", "best"), "is no run"),
     ],
 )

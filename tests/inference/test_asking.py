@@ -49,6 +49,27 @@ def test_a_row_asks_with_its_answer_and_without(tmp_path: Path, row: dict[str, A
     assert found == asked
 
 
+def test_every_line_of_a_text_file_that_is_not_empty_is_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffWhat is it?\r\n\r\n  \r\nWho?\nA line\u2028of one prompt\n\nLast".encode())
+    found = read_questions(str(file), "--file")
+    prompts = ["What is it?", "Who?", "A line\u2028of one prompt", "Last"]
+    assert found.rows == [{"prompt": prompt} for prompt in prompts]
+    assert found.asked == [[user(prompt)] for prompt in prompts]
+    assert found.places == [f"{file}:{line}" for line in (1, 4, 5, 7)]
+
+
+def test_a_text_file_without_prompts_or_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    for content, message in (
+        (b"\n  \n", f"--file: {file} holds no prompts"),
+        (b"fine\n\xff\n", f"{file}:2: not UTF-8"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(RequestError, match=message):
+            read_questions(str(file), "--file")
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +51,18 @@ def generate(
     ],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this, and end.")] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="ROWS", help="Answer every row, as training has them, or without answers.")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer every line of a .txt file, or every row of .jsonl, .json or .csv, with or without its answer.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help=f"Where the rows go, each with its answer as {_FIELD!r}; must be new."),
+        typer.Option(
+            metavar="FILE",
+            help=f"Where the rows go, each with its answer as {_FIELD!r}: .jsonl, .json or .csv; must be new.",
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system turn of every conversation.")] = None,
     plain: Annotated[
@@ -121,15 +127,17 @@ def _check(
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: give one of the two")
     if (file is None) != (out is None):
-        raise RequestError("--file and --out belong together: the rows and where they go with their answers")
+        raise RequestError("--file and --out belong together: what is answered, and where the answers go")
     if file is None and (num_processes is not None or batch_size is not None):
         raise RequestError("--num-processes and --batch-size are for --file; one question is answered by one process")
     if file is not None:
         from trainwright.data.sources import check_source
 
         check_source(file, "--file")
-    if out is not None and out.exists():
-        raise RequestError(f"--out: {out} exists; choose another file")
+    if out is not None:
+        from trainwright.inference.answer_file import check_answer_file
+
+        check_answer_file(out)
 
 
 def _talk(asked: _Asked, machine: Machine, prompt: str | None) -> None:
@@ -224,6 +232,7 @@ def _prepare(asked: _Asked, machine: Machine, processes: int, work: Path) -> Non
 def _answer(asked: _Asked, work: Path, world: World) -> None:
     """This rank's share of the answers; rank 0 writes all of them, or nothing."""
     from trainwright.cli.workers import counted
+    from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import answer_all
     from trainwright.inference.finding import Found
     from trainwright.inference.loading import DTYPES, load
@@ -246,23 +255,8 @@ def _answer(asked: _Asked, work: Path, world: World) -> None:
         )
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]
-        _write(asked.out, [{**row, _FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
-
-
-def _write(out: Path | None, rows: list[dict[str, object]]) -> None:
-    assert out is not None
-    scratch = out.with_name(f".{out.name}.writing-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("w", encoding="utf-8") as opened:
-            opened.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            opened.flush()
-            os.fsync(opened.fileno())
-        scratch.replace(out)
-    except OSError as error:
-        raise RequestError(f"--out: {out} cannot be written: {error.strerror or error}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+        assert asked.out is not None
+        write_answers(asked.out, [{**row, _FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
 
 
 def _sampling(asked: _Asked) -> Sampling:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.formats import Message, to_example
-from trainwright.data.row_files import Row
-from trainwright.data.sources import place_of, read_rows
+from trainwright.data.row_files import Row, read_text
+from trainwright.data.sources import iterate_source
 from trainwright.data.templates import ChatEncoder, TurnsError
 from trainwright.errors import RequestError
 
@@ -31,20 +32,17 @@ _ANSWER = {"role": "assistant", "content": "."}  # stands where a row has none, 
 
 @dataclass(frozen=True)
 class Questions:
-    """The rows of a source, and what each asks."""
+    """The rows of a source, what each asks, and its file and line, for messages."""
 
-    source: str
     rows: list[Row]
     asked: list[Question]
-
-    @property
-    def places(self) -> list[str]:
-        """File and line of every row, for messages."""
-        return [place_of(self.source, number) for number in range(len(self.rows))]
+    places: list[str]
 
 
 def read_questions(source: str, key: str) -> Questions:
     """Rows as training has them, with or without their answers; a last answer that is there is left out.
+
+    Every line of a text file (.txt) that is not empty is a prompt.
 
     Args:
         key: what names the source in messages.
@@ -52,14 +50,26 @@ def read_questions(source: str, key: str) -> Questions:
     Raises:
         RequestError: the source or a row is wrong, with the row's file and line.
     """
-    rows = [{name: value for name, value in row.items() if value is not None} for row in read_rows(source, None, key)]
-    asked = []
-    for number, row in enumerate(rows):
+    path = Path(source).expanduser()
+    lines = path.suffix.lower() == ".txt" and path.is_file()
+    found = Questions([], [], [])
+    for place, row in _prompts(path) if lines else iterate_source(source, key=key):
+        given = {name: value for name, value in row.items() if value is not None}
         try:
-            asked.append(_question(row))
+            found.asked.append(_question(given))
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(source, number)}: {error}") from None
-    return Questions(source, rows, asked)
+            raise RequestError(f"{key}: {place}: {error}") from None
+        found.rows.append(given)
+        found.places.append(place)
+    if not found.rows:
+        raise RequestError(f"{key}: {source} holds no {'prompts, a line each' if lines else 'rows'}")
+    return found
+
+
+def _prompts(path: Path) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            yield f"{path}:{number}", {"prompt": line.strip()}
 
 
 def last_answer(conversation: Sequence[Message]) -> int:
