@@ -17,7 +17,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright.errors import TrainwrightError
 from trainwright.launch import run_directory
@@ -25,6 +25,7 @@ from trainwright.launch.joined import run_joined
 from trainwright.launch.process import console, stop_requested
 from trainwright.launch.request import is_bare_resume
 from trainwright.launch.run_directory import RECIPE
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.engine.events import Observer
@@ -38,9 +39,14 @@ def prepare(run: Path) -> None:
     from trainwright.tasks.registry import prepare_task
 
     if (stream := console()) is not None:  # what takes long says so
-        logging.getLogger("trainwright").addHandler(logging.StreamHandler(stream))
+        logging.getLogger("trainwright").addHandler(_Said(stream))
         logging.getLogger("trainwright").setLevel(logging.INFO)
     prepare_task(load_recipe(run / RECIPE), cache_root())
+
+
+class _Said(logging.StreamHandler[TextIO]):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record), file=self.stream)
 
 
 def work(run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, Any] | None = None) -> int:
@@ -72,7 +78,7 @@ def main() -> None:
             arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work, arguments.force
         )
     except TrainwrightError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)
 

@@ -14,6 +14,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, TrainingError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -64,11 +65,12 @@ def ablate(
     fixed = overrides or []
     runs = _runs(recipe, fixed, variants)  # reads every recipe before the first of them is trained
     repeated = [f"{variant.name} is trained once: as {run.name}" for variant, run in runs.items() if variant != run]
-    print("\n".join(repeated), end="\n" * bool(repeated), file=sys.stderr)
+    for line in repeated:
+        say(line, file=sys.stderr)
     directory = (out or Path("ablations") / recipe.stem).expanduser()
     distinct = list(dict.fromkeys(runs.values()))
     for index, variant in enumerate(distinct):
-        print(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'as it is'}", file=sys.stderr)
+        say(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'as it is'}", file=sys.stderr)
         _train(recipe, fixed, variant, directory / variant.name)
     rows = [(variant, run, _last_metrics(directory / run.name)) for variant, run in runs.items()]
     table = [
@@ -77,8 +79,8 @@ def ablate(
     ]
     (directory / TABLE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     for line in _lines(rows):
-        print(line)
-    print(f"\n{directory}/")
+        say(line)
+    say(f"\n{directory}/")
 
 
 def _variants(over: Sequence[str]) -> list[Variant]:
@@ -134,7 +136,7 @@ def _load(recipe: Path, fixed: Sequence[str], variant: Variant) -> Recipe:
 def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> None:
     """Train one variant to its end, unless it has been. Raises SystemExit with the run's code where it ends early."""
     if (run / "final").is_dir():
-        print(f"{run} is there already", file=sys.stderr)
+        say(f"{run} is there already", file=sys.stderr)
         return
     asked = [str(recipe), *fixed, *variant.overrides, f"logging.run_directory={run}"]
     if (run / "recipe.yaml").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides
 from trainwright.errors import EXIT_STOPPED, RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
@@ -43,15 +45,15 @@ def collect(
         check_chart(chart)
     processes = num_processes or detect().cpu_cores
     source = section.source
-    typer.echo(
+    say(
         f"{source.name} in {section.environment}: {len(collection.goals):,} tasks x {source.streams} streams x "
         f"{source.steps:,} steps, {processes} processes"
     )
     if source.name == "ppo" and source.steps <= source.ppo.rollout_steps:
-        typer.echo(
+        say(
             f"note: algorithm_distillation.source.steps: ppo learns after every {source.ppo.rollout_steps} steps "
             f"(ppo.rollout_steps), so in {source.steps} it only acts as it does at first",
-            err=True,
+            file=sys.stderr,
         )
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -59,11 +61,11 @@ def collect(
         with _Shown() as shown:
             made = collect_histories(collection, processes, shown)
     except KeyboardInterrupt:
-        typer.echo("stopped; finished tasks are kept: run the same command again to go on", err=True)
+        say("stopped; finished tasks are kept: run the same command again to go on", file=sys.stderr)
         raise typer.Exit(EXIT_STOPPED) from None
     size = collection.path.stat().st_size / 2**20
     how = f"written in {time.monotonic() - began:,.0f} s" if made else "was there already"
-    typer.echo(f"{collection.path}: {size:,.1f} MiB, {how}")
+    say(f"{collection.path}: {size:,.1f} MiB, {how}")
     _summarise(collection.path, chart)
 
 
@@ -93,7 +95,7 @@ class _Shown:
         from rich import progress as bars
         from rich.console import Console
 
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False)
         parts = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TextColumn("{task.percentage:.0f} %"))
         self._bar = bars.Progress(*parts, bars.TimeRemainingColumn(), console=self._console, transient=True)
         self._task = self._bar.add_task("tasks", total=1.0)
@@ -112,7 +114,7 @@ class _Shown:
         said = f"{progress.goals} of {progress.all_goals} tasks"
         self._bar.update(self._task, completed=progress.done, description=said)
         if not self._console.is_terminal and progress.goals != self._said:
-            self._console.print(f"{said} finished")
+            say(f"{said} finished")
         self._said = progress.goals
 
 
@@ -125,13 +127,13 @@ def _summarise(path: Path, chart: Path | None) -> None:
     with Histories(path) as histories:
         curves = learning_curves(histories)
         if curves.shape[1] == 0:
-            typer.echo("no episode has come to an end: algorithm_distillation.source.steps is less than an episode")
+            say("no episode has come to an end: algorithm_distillation.source.steps is less than an episode")
             return
         mean = np.nanmean(curves, axis=0)
         shown = sorted({round(place) for place in np.linspace(0, len(mean) - 1, min(len(mean), 8))})
         by_episode = ", ".join(f"{mean[episode]:.2f} in episode {episode + 1}" for episode in shown)
         best = optimum(histories)
-        typer.echo(f"mean return: {by_episode}" + (f"; at best {best:.2f}" if np.isfinite(best) else ""))
+        say(f"mean return: {by_episode}" + (f"; at best {best:.2f}" if np.isfinite(best) else ""))
         if chart is not None:
             draw_curves(histories, chart)
-            typer.echo(f"drawn in {chart}")
+            say(f"drawn in {chart}")

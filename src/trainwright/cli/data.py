@@ -10,6 +10,7 @@ import typer
 from trainwright.cli import data_tokens
 from trainwright.cli.recipe import Overrides
 from trainwright.errors import RequestError
+from trainwright.text import printable, say
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
@@ -55,11 +56,11 @@ def show(
     recipe = _recipe(asked, overrides or [], model, max_length)
     tokenizer = load_tokenizer(recipe.model)
     prepared = prepare_data(recipe, tokenizer, cache_root())
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     _show_examples(console, recipe, tokenizer, prepared.train, count)
     for line in prepared.summary:
-        console.print(line, markup=False)
-    _show_lengths(console, recipe, prepared.train)
+        say(line)
+    _show_lengths(recipe, prepared.train)
 
 
 @app.command()
@@ -136,11 +137,11 @@ def style(
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--system: {system[1:]} cannot be read: {error}") from None
     found = style(file, system, out, replace=replace)
-    typer.echo(f"{out}: {found.added:,} prompts added, {found.replaced:,} replaced, {found.kept:,} left as they were")
+    say(f"{out}: {found.added:,} prompts added, {found.replaced:,} replaced, {found.kept:,} left as they were")
     if found.kept:
-        typer.echo("with --replace those would be replaced too")
+        say("with --replace those would be replaced too")
     for why, count in found.left_out.items():
-        typer.echo(f"{count:,} rows left out: {why}")
+        say(f"{count:,} rows left out: {why}")
 
 
 def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
@@ -181,35 +182,35 @@ def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenD
             console.rule(f"example {number}{role}: {length:,} tokens, {targets:,} of them targets", align="left")
             text = Text()
             for piece, target in pieces(tokenizer, dataset, document):
-                shown = piece if coloured or not target else f"⟦{piece}⟧"
+                shown = printable(piece) if coloured or not target else f"⟦{printable(piece)}⟧"
                 text.append(shown, style=_TARGET if target else "")
             console.print(text)
     if count:
         console.rule()
 
 
-def _show_lengths(console: Any, recipe: Recipe, dataset: TokenDataset) -> None:
+def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     from trainwright.data.show import fill, histogram
 
     bins = histogram(dataset)
     most = max(bin.examples for bin in bins)
     width = len(f"{bins[-1].high:,}")
-    console.print("\nlength in tokens: examples")
+    say("\nlength in tokens: examples")
     for bin in bins:
         bar = "█" * max(round(bin.examples / most * _BAR), bool(bin.examples))
-        console.print(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
+        say(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
     data, train = recipe.data, recipe.train
     asked: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
     pack = data.pack_length or data.max_length * dataset.documents_per_example
     packed = fill(dataset, **asked, rows=None, pack_length=pack)
-    console.print()
+    say()
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
         padded = fill(dataset, **asked, rows=rows, pack_length=None)
         together = f"{rows or train.global_batch_size:,} examples, padded to the longest of them"
-        console.print(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
+        say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
-    console.print(
+    say(
         f"{how} of {pack:,} tokens: a batch of {train.global_batch_size:,} examples is {packed.rows:.1f} of them, "
         f"{packed.fill:.1%} full"
     )
@@ -231,7 +232,7 @@ def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]
 def _report(found: list[Checked], max_length: int | None) -> None:
     for checked in found:
         for line in checked.lines(max_length):
-            typer.echo(line)
+            say(line)
     wrong = sum(checked.wrong for checked in found)
     problems = [problem for checked in found for problem in checked.problems]
     if wrong:
@@ -239,29 +240,28 @@ def _report(found: list[Checked], max_length: int | None) -> None:
         raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} wrong:\n" + "\n".join(problems) + more)
     if not any(checked.examples for checked in found):
         raise RequestError("no row has anything to train on")
-    typer.echo("ok")
+    say("ok")
 
 
 def _show_statistics(found: Statistics, out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
     for source in found.sources:
         kept = source.rows - source.duplicates - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
-        console.print(f"{source.source}: {source.rows:,} rows of {source.layout}{read}: {kept:,} kept", markup=False)
+        say(f"{source.source}: {source.rows:,} rows of {source.layout}{read}: {kept:,} kept")
         if source.duplicates:
-            console.print(f"  {source.duplicates:,} rows repeat an earlier one and are left out")
+            say(f"  {source.duplicates:,} rows repeat an earlier one and are left out")
         for why, count in source.left_out.items():
-            console.print(f"  {count:,} rows left out: {why}", markup=False)
+            say(f"  {count:,} rows left out: {why}")
         for what, count in source.remarks.items():
-            console.print(f"  {count:,} rows {what}", markup=False)
+            say(f"  {count:,} rows {what}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
     for name, side in found.sides.items():
         roles = ", ".join(f"{count:,} {role}" for role, count in side.roles.most_common())
         mean = f"{side.characters / max(1, side.rows):,.0f}"
         table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")
-    console.print(table)
-    console.print(f"written to {out}", markup=False)
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
+    say(f"written to {out}")

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.text import say
 
 Sources = Annotated[
     list[str],
@@ -68,7 +69,7 @@ def tokenize(
     except KeyboardInterrupt:
         raise Stopped(f"stopped; the same command goes on with {out}") from None
     seconds = time.monotonic() - begun
-    typer.echo(
+    say(
         f"{out}: {about['tokens']:,} tokens ({about['dtype']}) of {about['documents']:,} documents, "
         f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, {len(about['shards'])} shards, "
         f"in {seconds:.1f} s"
@@ -96,8 +97,8 @@ def train_tokenizer(
     with _written(out), replacing(out) as scratch:
         made.save_pretrained(scratch)
     if not characters and len(made) < vocab_size:
-        typer.echo(f"note: the text has no more than {len(made):,} tokens to give")
-    typer.echo(f"{out}: {len(made):,} tokens; use it as model.tokenizer")
+        say(f"note: the text has no more than {len(made):,} tokens to give")
+    say(f"{out}: {len(made):,} tokens; use it as model.tokenizer")
 
 
 @contextmanager
@@ -117,7 +118,7 @@ def _shown() -> Iterator[_Shown]:
         yield _Shown()
     finally:
         if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            _write("\r\x1b[K")
 
 
 class _Shown:
@@ -135,4 +136,12 @@ class _Shown:
         self._shown = now
         speed = (characters - self._first) / (now - self._begun) / 1e6
         line = f"{documents:,} documents, {tokens:,} tokens, {characters / 1e6:,.1f} MB of text, {speed:.1f} MB/s"
-        print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        if terminal:
+            _write(f"\r\x1b[K{line}")
+        else:
+            say(line, file=sys.stderr)
+
+
+def _write(drawn: str) -> None:
+    sys.stderr.write(drawn)
+    sys.stderr.flush()

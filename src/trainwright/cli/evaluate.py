@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.evaluation.asked import Asked
@@ -206,9 +207,9 @@ def evaluate(
         )
         report = _report(asked, work)
         for line in report.lines():
-            print(line)
+            say(line)
         report.write(directory)
-    print(f"\n{directory}/")
+    say(f"\n{directory}/")
 
 
 def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:

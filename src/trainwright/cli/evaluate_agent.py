@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
@@ -60,9 +61,9 @@ def evaluate_agent(
         )
         report = AgentReport.of(asked, work)
         for line in report.lines():
-            print(line)
+            say(line)
         report.write(directory)
-    print(f"\n{directory}/")
+    say(f"\n{directory}/")
     return True
 
 

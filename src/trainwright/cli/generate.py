@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.errors import RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.inference.sampling import Sampling
@@ -163,7 +164,7 @@ def _talk(asked: _Asked, machine: Machine, prompt: str | None) -> None:
     interactive = sys.stdin.isatty()
     if interactive:
         what = "it continues what you type" if plain else HELP
-        print(f"{found.origin}: {what}", file=sys.stderr)
+        say(f"{found.origin}: {what}", file=sys.stderr)
     chat(speaker, typed("> "), _say)
 
 
@@ -176,8 +177,7 @@ def _is_plain(asked: _Asked, chat: bool) -> bool:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    say(text, end="")
 
 
 def _answer_file(asked: _Asked, machine: Machine, processes: int) -> None:
@@ -197,7 +197,7 @@ def _answer_file(asked: _Asked, machine: Machine, processes: int) -> None:
             processes=processes,
             work=work,
         )
-    print(asked.out)
+    say(str(asked.out))
 
 
 def _prepare(asked: _Asked, machine: Machine, processes: int, work: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
@@ -53,7 +54,7 @@ def launch(
     plan = _plan(config_file, num_processes, cpu)
     code = _run(script, module, tuple(arguments or ()), plan, logs)
     if code == EXIT_STOPPED:
-        print(f"stopped: {script} was interrupted", file=sys.stderr)
+        say(f"stopped: {script} was interrupted", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -171,7 +172,7 @@ def _announce(script: str, plan: Plan, logs: Path) -> None:
     number = f"{plan.processes} process{'es' * (plan.processes > 1)}"
     by = f", by {plan.file}" if plan.file else ""
     device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"
-    print(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr, flush=True)
+    say(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr)
 
 
 def _say_stopping(line: str) -> None:

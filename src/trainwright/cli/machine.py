@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.text import say
+
 if TYPE_CHECKING:
     from trainwright.machine.catalogue import Card
     from trainwright.machine.describe import Cluster
@@ -45,12 +47,12 @@ def show(
     if as_json:
         import json
 
-        typer.echo(json.dumps(_values(cluster, machine), indent=2))
+        say(json.dumps(_values(cluster, machine), indent=2))
         return
     for name, value in _lines(cluster):
-        typer.echo(f"{name:<14}{value}")
+        say(f"{name:<14}{value}")
     if machine is not None:
-        typer.echo(f"{'calibration':<14}{_calibration(machine)}")
+        say(f"{'calibration':<14}{_calibration(machine)}")
 
 
 @app.command()
@@ -72,15 +74,15 @@ def calibrate(
     from trainwright.machine.detect import detect
 
     machine = detect()
-    found = measure(machine, say=lambda text: print(text, file=sys.stderr, flush=True))
+    found = measure(machine, say=lambda text: say(text, file=sys.stderr))
     file = calibration_file(machine)
     save_calibration(found, file)
     if as_json:
-        typer.echo(json.dumps(values(found), indent=1))
+        say(json.dumps(values(found), indent=1))
         return
     for line in lines(found):
-        typer.echo(line)
-    typer.echo(f"kept in {file}")
+        say(line)
+    say(f"kept in {file}")
 
 
 @app.command()
@@ -89,15 +91,15 @@ def cards() -> None:
     from trainwright.machine.catalogue import cards as all_cards
 
     columns = "".join(f"{precision:>7}" for precision in _PRECISIONS)
-    typer.echo(f"{'card':<16}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
+    say(f"{'card':<16}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
     for card in all_cards():
         rates = "".join(f"{_tera(card, precision):>7}" for precision in _PRECISIONS)
         size = f"{card.nominal_bytes / 1e9:.0f}"
         bandwidth = f"{card.memory_bandwidth / 1e9:.0f}"
-        typer.echo(f"{card.name:<16}{size:>4}{bandwidth:>7}{rates}{card.watts:>6}  {card.link.describe()}")
-    typer.echo("\nRates in TFLOP/s (int8: TOP/s), peak and dense. Sources:")
+        say(f"{card.name:<16}{size:>4}{bandwidth:>7}{rates}{card.watts:>6}  {card.link.describe()}")
+    say("\nRates in TFLOP/s (int8: TOP/s), peak and dense. Sources:")
     for title, url in dict.fromkeys((c.source.title, c.source.url) for c in all_cards() if c.source):
-        typer.echo(f"  {title}: {url}")
+        say(f"  {title}: {url}")
 
 
 def _lines(cluster: Cluster) -> list[tuple[str, str]]:

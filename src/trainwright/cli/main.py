@@ -28,7 +28,7 @@ from trainwright.cli import (
     verify,
 )
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
-from trainwright.text import printable
+from trainwright.text import say
 
 app = typer.Typer(
     name="trainwright",
@@ -59,7 +59,7 @@ app.add_typer(machine.app, name="machine")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"trainwright {__version__}")
+        say(f"trainwright {__version__}")
         raise typer.Exit
 
 
@@ -78,9 +78,9 @@ def main() -> None:
         app()
     except TrainwrightError as error:
         said = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
-        print(printable(said), file=sys.stderr)
+        say(said, file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
         # Not foreseen, so a fault of ours: the traceback is what a report of it needs.
-        traceback.print_exc()
+        say(traceback.format_exc(), file=sys.stderr, end="")
         sys.exit(EXIT_TRAINING)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.planning.facts import Facts
@@ -81,14 +82,14 @@ def plan(
             from trainwright.planning.budget import cost
 
             found["budget"] = cost(made, budget, price)
-        typer.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         _show(made, compare)
         if budget is not None:
             from trainwright.planning import budget as budgets
 
             for number, line in enumerate(budgets.words(made, budget, price)):
-                typer.echo(f"{'' if number else 'budget':<14} {line}")
+                say(f"{'' if number else 'budget':<14} {line}")
     if not made.fits:
         raise typer.Exit(3)
 
@@ -152,10 +153,10 @@ def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
 def _show(made: Plan, compare: bool) -> None:
     from trainwright.planning.table import table, words
 
-    typer.echo(f"{'machine':<14} {made.cluster.name}")
-    typer.echo()
+    say(f"{'machine':<14} {made.cluster.name}")
+    say()
     for line in table(made, compare):
-        typer.echo(line)
-    typer.echo()
+        say(line)
+    say()
     for line in words(made):
-        typer.echo(line)
+        say(line)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.errors import RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     import torch
@@ -41,10 +42,10 @@ def merge(
         found = find_model(model, adapter)
         _check_finished(found)
         result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
-    typer.echo(f"{result.directory}: {result.changed} matrices merged, none of them the base's")
-    typer.echo(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
-    typer.echo(f"it writes: {result.sample!r}")
-    typer.echo(f'use it: AutoModelForCausalLM.from_pretrained("{result.directory}")')
+    say(f"{result.directory}: {result.changed} matrices merged, none of them the base's")
+    say(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
+    say(f"it writes: {result.sample!r}")
+    say(f'use it: AutoModelForCausalLM.from_pretrained("{result.directory}")')
 
 
 def export(
@@ -90,14 +91,14 @@ def _export_gguf(found: Found, out: Path, precision: str) -> None:
             directory = Path(place) / "model"
             _write_whole(found, directory, None)
         size = export_gguf(directory, out, precision)  # type: ignore[arg-type]
-    typer.echo(f"{out}: {size / 1e6:,.0f} MB in {precision}, read back by transformers with the same tokens and logits")
+    say(f"{out}: {size / 1e6:,.0f} MB in {precision}, read back by transformers with the same tokens and logits")
 
 
 def _export_whole(found: Found, out: Path, dtype: str | None) -> None:
     if out.exists():
         raise RequestError(f"--out: {out} exists; give a new directory")
     _write_whole(found, out, dtype)
-    typer.echo(f'{out}: AutoModelForCausalLM.from_pretrained("{out}")')
+    say(f'{out}: AutoModelForCausalLM.from_pretrained("{out}")')
 
 
 def _export_adapter(found: Found, out: Path) -> None:
@@ -112,7 +113,7 @@ def _export_adapter(found: Found, out: Path) -> None:
         raise RequestError(f"--out: {out} exists; give a new directory")
     with replacing(out) as temporary:
         copytree(source, temporary, dirs_exist_ok=True)
-    typer.echo(f'{out}: PeftModel.from_pretrained(base, "{out}")')
+    say(f'{out}: PeftModel.from_pretrained(base, "{out}")')
 
 
 def _plain_directory(found: Found) -> Path | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.text import say
 
 
 def push(
@@ -44,11 +45,11 @@ def _weights(run: Path) -> Path:
 
 def _show(repository: str, weights: Path, files: list[Path], card: str) -> None:
     total = sum(file.stat().st_size for file in files)
-    typer.echo(f"would send {len(files) + 1} files, {total / 1e6:,.1f} MB, to https://huggingface.co/{repository}:")
+    say(f"would send {len(files) + 1} files, {total / 1e6:,.1f} MB, to https://huggingface.co/{repository}:")
     for file in files:
-        typer.echo(f"  {file.stat().st_size / 1e6:>10,.1f} MB  {file.relative_to(weights)}")
-    typer.echo(f"  {len(card.encode()) / 1e6:>10,.1f} MB  README.md\n")
-    typer.echo(card, nl=False)
+        say(f"  {file.stat().st_size / 1e6:>10,.1f} MB  {file.relative_to(weights)}")
+    say(f"  {len(card.encode()) / 1e6:>10,.1f} MB  README.md\n")
+    say(card, end="")
 
 
 def _send(repository: str, weights: Path, card: str, private: bool, message: str) -> None:
@@ -74,4 +75,4 @@ def _send(repository: str, weights: Path, card: str, private: bool, message: str
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MachineError(f"{repository}: the Hub refused: {reason.replace(token, '***')}") from error
-    typer.echo(f"sent: {done.commit_url}")
+    say(f"sent: {done.commit_url}")

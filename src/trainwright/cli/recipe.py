@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from trainwright.text import say
+
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")]
@@ -22,7 +24,7 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
     from trainwright.recipe.loading import dump_recipe, load_with_origins
 
     loaded = load_with_origins(recipe, overrides or [])
-    typer.echo(dump_recipe(loaded.recipe, loaded.origins), nl=False)
+    say(dump_recipe(loaded.recipe, loaded.origins), end="")
 
 
 @app.command()
@@ -45,7 +47,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     else:
         model, data = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}", loaded.data.name
     run = f"{loaded.task} of {model} on {data}, {length} of {train.global_batch_size} examples"
-    typer.echo(f"{recipe}: ok: {run}")
+    say(f"{recipe}: ok: {run}")
 
 
 @app.command()
@@ -55,7 +57,7 @@ def schema() -> None:
 
     from trainwright.recipe.json_schema import recipe_json_schema
 
-    typer.echo(json.dumps(recipe_json_schema(), indent=2))
+    say(json.dumps(recipe_json_schema(), indent=2))
 
 
 @app.command()
@@ -73,4 +75,4 @@ def objectives() -> None:
             parts.append("the reference's log-probabilities, computed once")
         if facts.idk:
             parts.append("data.idk")
-        typer.echo(f"{name:12} {facts.line} ({facts.paper})\n{'':12}   takes {', '.join(parts)}")
+        say(f"{name:12} {facts.line} ({facts.paper})\n{'':12}   takes {', '.join(parts)}")

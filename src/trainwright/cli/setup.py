@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.writing import Answers
@@ -65,7 +66,7 @@ def _show(path: Path, is_default: bool) -> None:
     if is_default and not path.is_file():
         raise RequestError(f"{path}: there is no Accelerate file yet; `trainwright setup` writes one")
     source = read(path)
-    print(show(source, interpret(source), detect(), shutil.get_terminal_size((100, 24)).columns))
+    say(show(source, interpret(source), detect(), shutil.get_terminal_size((100, 24)).columns))
 
 
 def _write(path: Path, is_default: bool, yes: bool) -> None:
@@ -74,20 +75,20 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
 
     machine = detect()
     answers = suggested(machine)
-    print(f"This machine: {machine.describe()}")
+    say(f"This machine: {machine.describe()}")
     replacing = yes
     if not yes:
-        print("Enter takes the answer in brackets.\n")
+        say("Enter takes the answer in brackets.\n")
         if path.exists():
             replacing = _ask(f"{path} is there already; replace it?", "no", _yes_or_no, "the old one is kept as .bak")
             if not replacing:
-                print(f"nothing written; `trainwright setup --show --config-file {path}` shows what is there")
+                say(f"nothing written; `trainwright setup --show --config-file {path}` shows what is there")
                 return
         answers = _questions(answers, machine)
     values = file_values(answers)
     backup = write(path, values, replace=replacing)
     if backup is not None:
-        print(f"the file that was there is now {backup}")
+        say(f"the file that was there is now {backup}")
     _say_how_to_use(path, answers, machine, is_default)
 
 
@@ -123,15 +124,15 @@ def _questions(answers: Answers, machine: Machine) -> Answers:
 def _ask(question: str, filled_in: str, read: Callable[[str], T], explained: str) -> T:
     """One line: the question, why the answer is filled in, the answer. Asked again until it can be read."""
     while True:
-        print(f"{question} ({explained}) [{filled_in}]: ", end="", flush=True)
+        say(f"{question} ({explained}) [{filled_in}]: ", end="")
         line = sys.stdin.readline()
         if not line:
-            print()
+            say()
             raise RequestError("setup: no more answers on standard input; --yes takes the pre-filled ones")
         try:
             return read(line.strip() or filled_in)
         except ValueError as error:
-            print(f"  {error}")
+            say(f"  {error}")
 
 
 def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
@@ -181,14 +182,14 @@ def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: 
     option = "" if is_default else f" --config-file {path}"
     accelerate_option = "" if is_default else f" --config_file {path}"
     number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
-    print(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
+    say(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
     source = read(path)
     meaning = interpret(source)
     for command in commands(meaning, machine):
         of_scripts = command.endswith("SCRIPT")
-        print(f"  {command}{'    your own Accelerate or torch script' * of_scripts}")
+        say(f"  {command}{'    your own Accelerate or torch script' * of_scripts}")
     if not becomes_ddp(meaning, machine):
-        print(f"  accelerate launch{accelerate_option} SCRIPT")
-    print(f"  trainwright setup --show{option}    what it means here")
+        say(f"  accelerate launch{accelerate_option} SCRIPT")
+    say(f"  trainwright setup --show{option}    what it means here")
     for remark in accelerate_remarks(source, meaning):
-        print(f"note: {remark}")
+        say(f"note: {remark}")

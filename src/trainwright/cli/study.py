@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.study.results import Results
@@ -183,15 +184,15 @@ class _Road:
         self._tell(what)
         code = _run([sys.executable, "-m", "trainwright", *words])
         if code == EXIT_STOPPED:
-            print(f"stopped while it {what}; the same command goes on from there", file=sys.stderr)
+            say(f"stopped while it {what}; the same command goes on from there", file=sys.stderr)
         elif code != EXIT_FINISHED:
-            print(f"the study ended while it {what}; the same command goes on from there", file=sys.stderr)
+            say(f"the study ended while it {what}; the same command goes on from there", file=sys.stderr)
         if code != EXIT_FINISHED:
             raise SystemExit(code if code > 0 else EXIT_STOPPED)
 
     def _tell(self, what: str) -> None:
         minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
-        print(f"[{minutes:02d}:{seconds:02d}] {what}", flush=True)
+        say(f"[{minutes:02d}:{seconds:02d}] {what}")
 
 
 def _references(metrics: Sequence[str], log: Path, model: Path) -> list[str]:
@@ -234,4 +235,4 @@ def _show(results: Results) -> None:
         table.add_column(name, justify="right")
     for (_, _, title), values in zip(results.columns, columns, strict=True):
         table.add_row(title, *values)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False).print(table)

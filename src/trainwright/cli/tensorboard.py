@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.text import say
 
 _HOST = "127.0.0.1"
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the directory is the command's own
@@ -34,7 +35,7 @@ def tensorboard(
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the command; the server is ended after it
     )
-    print(f"curves: http://{_HOST}:{port}/", file=sys.stderr, flush=True)
+    say(f"curves: http://{_HOST}:{port}/", file=sys.stderr)
     try:
         code = _wait(server) if command is None else subprocess.call(command)
     except FileNotFoundError:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, RequestError
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.nodes import Nodes
@@ -130,11 +131,11 @@ def _with_number(arguments: list[str], num_processes: int | None) -> list[str]:
 def _show(resolved: Resolved) -> None:
     from trainwright.recipe.loading import dump_recipe
 
-    print(dump_recipe(resolved.recipe), end="")
+    say(dump_recipe(resolved.recipe), end="")
     from trainwright.planning.table import summary
 
     for reason in (*resolved.reasons, summary(resolved.plan)):
-        print(f"# {reason}")
+        say(f"# {reason}")
 
 
 def _run(
@@ -216,7 +217,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             nodes.all_ready()
         until_prepared.close()
         if node == 0:
-            print(summary(resolved.plan), flush=True)
+            say(summary(resolved.plan))
         from trainwright.launch.local import launch
         from trainwright.launch.relaunch import Relaunch
 
@@ -225,7 +226,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
         code = launch(entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes, relaunch=relaunch)
     if code == EXIT_STOPPED:
         killed = "killed; the newest whole checkpoint is kept" if stopping.killed else "stopped after a checkpoint"
-        print(f"{killed}; continue with: trainwright train --resume {run}", file=sys.stderr)
+        say(f"{killed}; continue with: trainwright train --resume {run}", file=sys.stderr)
     elif code == EXIT_REQUEST and node == 0 and request.run is None and not (run / "events.jsonl").exists():
         _discard(run)
     return code

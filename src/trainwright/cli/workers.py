@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
 from trainwright.launch.process import Stopped, console, limit_threads, preload_libraries, run_in_child
 from trainwright.launch.stop import Stopping
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.inference.batching import Done
@@ -51,7 +52,7 @@ def work_directory(command: str) -> Iterator[Path]:
         yield directory
     except _WorkerFailed:
         kept = True
-        print(f"what the processes wrote is kept in {directory}", file=sys.stderr)
+        say(f"what the processes wrote is kept in {directory}", file=sys.stderr)
         raise
     finally:
         if not kept:

@@ -29,6 +29,7 @@ from trainwright.observe.progress import Bar, Lines, Progress
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.observe.reader import Event
@@ -82,13 +83,13 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
                 if code == EXIT_FINISHED and stopping.requested:
                     code = EXIT_STOPPED
                 if code == EXIT_STOPPED:
-                    print("stopped; nothing is compared and nothing was kept", file=sys.stderr)
+                    say("stopped; nothing is compared and nothing was kept", file=sys.stderr)
                 if code != EXIT_FINISHED:
                     return code
         return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)
     finally:
         if code == EXIT_TRAINING:  # the failure that was told names a log in it
-            print(f"what both sides wrote is kept in {directory}", file=sys.stderr)
+            say(f"what both sides wrote is kept in {directory}", file=sys.stderr)
         else:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -128,7 +129,7 @@ def _prepared_model(
     run_in_child(work, directory / "prepare.log", stopping)
     answer = json.loads((directory / "model.json").read_text(encoding="utf-8"))
     if answer["cut"]:
-        print(f"model: {answer['cut']}", file=out, flush=True)
+        say(f"model: {answer['cut']}", file=out)
     return ModelSection.model_validate(answer["model"])
 
 
@@ -197,9 +198,9 @@ def _say_stopping(_: str) -> None:
 def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> int:
     one, other = sides
     compared = Comparison.of_runs((one.name, other.name), (one.run, other.run), tolerance)
-    print(file=out)
+    say(file=out)
     compared.show(out)
-    print(compared.verdict(), file=out, flush=True)
+    say(compared.verdict(), file=out)
     return EXIT_FINISHED if compared.parting() is None else EXIT_TRAINING
 
 

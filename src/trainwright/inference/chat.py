@@ -13,6 +13,7 @@ from trainwright.inference.loading import Loaded
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import stop_of
 from trainwright.inference.text_stream import TextStream
+from trainwright.text import say
 
 HELP = "/reset begins anew, /exit or ctrl-D ends, ctrl-C stops an answer"
 
@@ -113,5 +114,5 @@ def typed(prompt: str) -> Iterator[str]:
         try:
             yield input(prompt)
         except (EOFError, KeyboardInterrupt):
-            print()
+            say()
             return

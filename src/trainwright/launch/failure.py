@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 from trainwright.engine.memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_TRAINING, TrainwrightError
 from trainwright.launch.stop import CLOSED_BY_LAUNCHER
+from trainwright.text import say
 
 # What gloo, NCCL and the store say on the ranks that were waiting for one that is gone.
 _FOLLOW_UP = re.compile(
@@ -33,7 +34,7 @@ class RankErrorHandler(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         record = error_record(e)
-        print(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr, flush=True)
+        say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
         if path := self._get_error_file_path():
             Path(path).write_text(json.dumps(record), encoding="utf-8")
 

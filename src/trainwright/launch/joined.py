@@ -26,6 +26,7 @@ from trainwright.launch.process import Stopped, die_with_parent, enter_process, 
 from trainwright.launch.request import Request, check_request, for_started, read_request, resolve_request
 from trainwright.launch.stop import STOP_SIGNALS, follow_signals
 from trainwright.machine.detect import detect
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
@@ -87,7 +88,7 @@ def run_joined(
         meeting = _meet(environment, seconds)
     except TrainwrightError as error:
         if environment.rank <= 1:  # where rank 0 is missing, rank 1 speaks for the rest
-            print(f"error: {error}", file=terminal, flush=True)
+            say(f"error: {error}", file=terminal)
         return error.exit_code
     words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers)
     with ExitStack() as held:
@@ -114,7 +115,7 @@ def run_joined(
             _end(code, meeting)
         _leave_together(environment, meeting)
         if environment.rank == 0 and code == EXIT_STOPPED:
-            print(f"stopped after a checkpoint; continue with --resume {run}", file=terminal, flush=True)
+            say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
         return code
 
 
@@ -251,7 +252,7 @@ def _refused(error: Exception, environment: Environment, meeting: Meeting | None
     words.interrupting(lambda: None)
     if meeting is not None:
         meeting.publish("opened", {"refused": code})
-    print(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal, flush=True)
+    say(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal)
     _leave_together(environment, meeting, _TOLD_SECONDS)
     return code
 

@@ -18,6 +18,7 @@ from typing import TextIO
 from trainwright.errors import EXIT_TRAINING
 from trainwright.launch.failure import RankErrorHandler, describe_failure, error_file, error_record, is_follow_up
 from trainwright.launch.peers import GONE, Message, Peers
+from trainwright.text import say
 
 _FAILED = "failed"
 _FIRST = "first-failure"
@@ -94,7 +95,7 @@ class LastWords:
             return
         if self.terminal.isatty():
             self.terminal.write("\x1b[?25h\r")  # a progress bar has hidden the cursor
-        print(f"error: {text}", file=self.terminal, flush=True)
+        say(f"error: {text}", file=self.terminal)
 
     def _is_first(self) -> bool:
         assert self._logs is not None

@@ -38,6 +38,7 @@ from trainwright.launch.process import enter_process, threads_allowed
 from trainwright.launch.relaunch import Relaunch
 from trainwright.launch.rendezvous import LOOPBACK, host_store
 from trainwright.launch.stop import START_METHOD, Stopping
+from trainwright.text import say
 
 _MONITOR_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 10
@@ -320,7 +321,7 @@ def _tell(message: str) -> None:
     # A worker that drew a progress bar has hidden the cursor and may have been killed since.
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    say(f"error: {message}", file=sys.stderr)
 
 
 def _started_as(worker: multiprocessing.process.BaseProcess) -> int:

@@ -6,6 +6,7 @@ import time
 from typing import TextIO
 
 from trainwright import text
+from trainwright.text import say
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 5.0
@@ -39,7 +40,7 @@ class Counting:
         self._shown = now
         line = f"{self._label}: {self._done:,}/{self._total:,} {self._unit}"
         if not terminal:
-            print(line, file=self._stream, flush=True)
+            say(line, file=self._stream)
             return
         left = (now - self._begun) / self._done * (self._total - self._done)
         shown = "" if finished else f"{line}  {text.duration(left)} left"

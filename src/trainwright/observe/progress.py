@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trainwright import text
 from trainwright.observe.reader import Event
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -68,7 +69,7 @@ class Lines:
         self.write(f"step {step}/{total}  {figures(event)}  {text.duration(left)} left")
 
     def write(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        say(line, file=self._stream)
 
     def close(self) -> None:
         pass
@@ -116,7 +117,7 @@ class Bar:
             self._progress.refresh()
 
     def write(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        self._console.print(text.printable(line), soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
