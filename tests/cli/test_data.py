@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import trainwright
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,20 @@ def test_show_marks_what_is_learnt_in_rows_of_every_shape(tmp_path: Path, shape:
     assert f"3 rows of {shape}" in result.stdout
     tokens = 8 if shape == "text" else 28
     assert f"{tokens} - {tokens} " in result.stdout and "% full" in result.stdout
+
+
+def test_show_and_check_need_no_weights(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [SHAPES["messages"]] * 3)
+    bytes_tokenizer().save_pretrained(tmp_path / "model")
+    config = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64, "hidden_size": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    asked = ("rows.jsonl", "--model", "model", "--max-length", "64")
+    shown = trainwright("data", "show", *asked, cwd=tmp_path, TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
+    assert shown.returncode == 0, shown.stderr
+    assert CHAT in shown.stdout
+    (tmp_path / "model" / "config.json").unlink()  # a tokenizer alone
+    checked = trainwright("data", "check", *asked, cwd=tmp_path)
+    assert checked.returncode == 0 and "3 examples, 84 tokens" in checked.stdout, checked.stderr
 
 
 def test_show_of_a_recipe_says_what_is_cut_and_left_out_and_how_full_packs_are(tmp_path: Path) -> None:

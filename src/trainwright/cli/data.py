@@ -161,11 +161,17 @@ def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int
         return recipe
     if model is None:
         raise RequestError(f"{asked}: give --model, whose tokenizer and chat template are used, or a recipe (.yaml)")
-    about = "model={config: {model_type: llama}, tokenizer: bytes}" if model == "bytes" else f"model.name={model}"
+    alone = f"model={{config: {{model_type: llama}}, tokenizer: {json.dumps(model)}}}"
+    about = alone if model == "bytes" or _is_tokenizer(Path(model)) else f"model.name={model}"
     length = [f"data.max_length={max_length}"] if max_length is not None else []
     data = f"data={{train: {json.dumps(asked)}, validation: null}}"
     tasks = [] if any(word.startswith("task=") for word in overrides) else ["task=sft"]
     return recipe_of([*tasks, about, data, *length, *overrides], "--model")
+
+
+def _is_tokenizer(directory: Path) -> bool:
+    """Whether there is a tokenizer without a model."""
+    return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
 
 
 def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenDataset, count: int) -> None:

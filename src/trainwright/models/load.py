@@ -34,7 +34,7 @@ UNUSED_TENSORS = (
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model``, or the one ``model.tokenizer`` names, with ``model.chat_template`` set on
-    it.
+    it. Needs no weights.
 
     Raises RequestError if there is none, or if the template is no file and no Jinja text.
     """
@@ -46,7 +46,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         directory, _ = locate(model.tokenizer, "model.tokenizer", weights=False)
         tokenizer = tokenizer_from(directory, "model.tokenizer")
     else:
-        source = resolve(model)
+        source = resolve(model, weights=False)
         if source.directory is None:
             raise RequestError('model.tokenizer: a fresh model needs one: "bytes" (built in), an id or a directory')
         tokenizer = tokenizer_from(source.directory, "model.name")
@@ -58,11 +58,11 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
     """The configuration of ``model``, with ``model.dropout`` in it, and for a fresh model or one with a
     tokenizer of the recipe's the vocabulary and the special ids of the tokenizer (``load_tokenizer(model)``
-    if None).
+    if None). Needs no weights.
 
     Raises RequestError for an architecture or a key that ``transformers`` does not have.
     """
-    source = resolve(model)
+    source = resolve(model, weights=False)
     own_tokenizer = source.directory is None or model.tokenizer is not None
     if own_tokenizer and tokenizer is None:
         tokenizer = load_tokenizer(model)

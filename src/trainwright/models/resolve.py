@@ -57,8 +57,10 @@ class ModelSource:
     origin: str
 
 
-def resolve(model: ModelSection, notify: Notify | None = None) -> ModelSource:
+def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = True) -> ModelSource:
     """Find the weights that ``model`` names, converting or downloading them where that is still to be done.
+
+    Without ``weights`` its tokenizer and configuration are enough.
 
     A name is looked up as a local path, in the Hugging Face cache, in an installed package that carries it,
     and on the hub, in this order. A GGUF file is converted to safetensors once, in the cache. ``notify`` gets
@@ -69,8 +71,8 @@ def resolve(model: ModelSection, notify: Notify | None = None) -> ModelSource:
         return ModelSource(None, dict(model.config), f"fresh {kind}, initialised from the seed")
     if model.name is None:
         raise RequestError("model: neither name nor config is given; set model.name or model.config")
-    directory, origin = locate(model.name, "model.name", model.gguf_file, notify=notify)
-    check_directory(directory, "model.name")
+    directory, origin = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
+    check_directory(directory, "model.name", weights=weights)
     return ModelSource(directory, None, origin)
 
 
@@ -100,8 +102,8 @@ def locate(
     return _from_id(name, key, weights, say)
 
 
-def check_directory(directory: Path, key: str) -> None:
-    """Raise RequestError unless ``directory`` holds a whole model with its weights in safetensors."""
+def check_directory(directory: Path, key: str, weights: bool = True) -> None:
+    """Raise RequestError unless ``directory`` holds a model, and with ``weights`` all of them in safetensors."""
     files = sorted(p.name for p in directory.iterdir())
     if "config.json" not in files:
         hint = "it holds an adapter, not a model; name its base here, and it in model.adapter.start_from"
@@ -109,7 +111,7 @@ def check_directory(directory: Path, key: str) -> None:
             of_run = {"recipe.yaml", "final"} <= set(files)
             hint = "it is a run, whose model is in final/ in there" if of_run else _holds(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
-    for shard in _weight_files(directory, files, key):
+    for shard in _weight_files(directory, files, key) if weights else ():
         _check_safetensors(shard, key)
 
 
