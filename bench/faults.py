@@ -1,0 +1,76 @@
+"""Put faults into real runs, and see whether anything is lost, wrong, left over or told in other than words.
+
+    python bench/faults.py --list
+    python bench/faults.py --kinds 'stop signal*' --trials 40
+    python bench/faults.py --only 'a second ctrl-C/0' --again
+    python bench/faults.py --trials 300 --jobs 2
+
+A seed draws which trials there are; every verdict is kept as it comes, and a campaign that was interrupted goes on
+with what has none. Exit code 1 when a promise was broken or a trial is still to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from support.faults import campaign, catalogue  # noqa: F401
+from support.faults.kinds import KINDS, schedule
+
+
+def main() -> int:
+    options = _parse()
+    trials = schedule(options.seed, options.trials, options.kinds)
+    if options.only:
+        trials = [trial for trial in trials if trial.name in options.only]
+    if options.list:
+        for trial in sorted(trials, key=lambda trial: (trial.kind, trial.ordinal)):
+            print(f"{trial.name}  {trial.case}")
+        print(f"{len(trials)} trials of {len({trial.kind for trial in trials})} kinds, of {len(KINDS)}")
+        return 0
+    results = campaign.Results(options.results)
+    if options.fresh:
+        options.results.unlink(missing_ok=True)
+    verdicts = results.read()
+    again = {campaign.BROKEN, campaign.MISSED} if options.again else set()
+    if options.again and options.only:
+        again |= {campaign.HELD, campaign.SKIPPED}
+    found = {trial: verdicts.get(f"{trial.seed}:{trial.name}") for trial in trials}
+    left = [trial for trial, line in found.items() if line is None or line["verdict"] in again]
+    if len(left) < len(trials):
+        print(f"{len(trials) - len(left)} of {len(trials)} trials have a verdict in {options.results}")
+    options.work.mkdir(parents=True, exist_ok=True)
+    campaign.run_trials(left, results, options.work, options.jobs, options.keep)
+    held = campaign.print_table(trials, results)
+    if not options.keep and held:
+        shutil.rmtree(options.work / "trials", ignore_errors=True)
+    return 0 if held else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(__file__).resolve().parent
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=300, help="how many faults")
+    parser.add_argument("--kinds", nargs="+", default=[], metavar="PATTERN", help="only kinds of these names")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TRIAL", help="only these trials, as --list has them")
+    parser.add_argument("--list", action="store_true", help="show the trials and run nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
+    parser.add_argument("--again", action="store_true", help="try broken and missed ones again; any, with --only")
+    parser.add_argument("--fresh", action="store_true", help="forget all verdicts first")
+    parser.add_argument("--keep", action="store_true", help="keep the directories of trials that held, too")
+    parser.add_argument("--results", type=Path, default=here / "results" / "faults.jsonl", metavar="FILE")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path.home() / ".cache" / "trainwright" / "faults",
+        metavar="DIRECTORY",
+        help="for undisturbed runs, prepared data and the directories of trials that did not hold",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Real commands: started with limits, watched from outside, and followed to the last process they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.faults.verdicts import Broken
+
+ROOT = Path(__file__).resolve().parents[3]
+LOOK_SECONDS = 0.004
+# How long what a command started may live on after it.
+_GONE_SECONDS = 20.0
+_MARK = "TRAINWRIGHT_FAULT_TRIAL"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. `code` is negative for signals; `peak` is of its largest process, in bytes."""
+
+    code: int
+    text: str
+    seconds: float
+    peak: int
+
+    def __str__(self) -> str:
+        return f"exit code {self.code} after {self.seconds:.1f} s:\n{self.text.strip()[-3000:]}"
+
+
+class Command:
+    """A command that runs in a session of its own; all that it starts is known by a mark in the environment.
+
+    Args:
+        before: called in the child before it becomes the command.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        output: Path,
+        variables: Mapping[str, str],
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.output = output
+        self._begun = time.monotonic()
+        self._ended: Ended | None = None
+        with output.open("wb") as stream:
+            self._process = subprocess.Popen(
+                arguments,
+                cwd=cwd,
+                env={**variables, _MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=before,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        if self._ended is None:
+            found, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                self._process.returncode = code
+                text = self.output.read_text(errors="replace")
+                self._ended = Ended(code, text, time.monotonic() - self._begun, usage.ru_maxrss * 1024)
+        return self._ended is not None
+
+    def wait(self, seconds: float) -> Ended:
+        """Its end; Broken when it does not come, or when something that it started lives on."""
+        deadline = time.monotonic() + seconds
+        while not self.ended:
+            if time.monotonic() > deadline:
+                text = self.output.read_text(errors="replace")
+                tree = self.describe()
+                self.kill()
+                raise Broken(f"no end in {seconds:.0f} s; it had said:\n{text[-2000:]}\nprocesses: {tree}")
+            time.sleep(LOOK_SECONDS)
+        assert self._ended is not None
+        deadline = time.monotonic() + _GONE_SECONDS
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                tree = self.describe()
+                self.kill()
+                raise Broken(f"{len(left)} processes live on: {tree}; {self._ended}")
+            time.sleep(0.05)
+        return self._ended
+
+    def processes(self) -> list[int]:
+        """The living processes of the command, itself included."""
+        wanted = f"{_MARK}={self.mark}".encode()
+        found = []
+        for directory in Path("/proc").iterdir():
+            if directory.name.isdigit():
+                with contextlib.suppress(OSError):
+                    alive = (directory / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+                    if alive and wanted in (directory / "environ").read_bytes():
+                        found.append(int(directory.name))
+        return found
+
+    def workers(self) -> dict[int, int]:
+        """The process of each rank, known by the log that it writes to."""
+        found = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                log = re.fullmatch(r"rank-(\d+)\.log", Path(os.readlink(f"/proc/{pid}/fd/1")).name)
+                if log:
+                    found[int(log[1])] = pid
+        return dict(sorted(found.items()))
+
+    def describe(self) -> str:
+        """Its processes, each with its state."""
+        lines = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                ranks = [rank for rank, worker in self.workers().items() if worker == pid]
+                lines.append(f"{pid} {state} {'rank ' + str(ranks[0]) if ranks else ''}".strip())
+        return ", ".join(lines) or "none"
+
+    def send(self, number: signal.Signals, pid: int | None = None) -> None:
+        """Send a signal to the command's own process, or to another one of it; nothing where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid if pid is None else pid, number)
+
+    def send_group(self, number: signal.Signals) -> None:
+        """Send a signal to its process group, as a terminal does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill every process of it."""
+        deadline = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                self.send(signal.SIGKILL, pid)
+            time.sleep(0.02)
+        with contextlib.suppress(ChildProcessError):
+            if self._ended is None:
+                self._process.kill()
+                while not self.ended and time.monotonic() < deadline:
+                    time.sleep(0.02)
+
+
+def environment(home: Path, temporary: Path, cache: Path) -> dict[str, str]:
+    """The variables of a command: this checkout's package, and directories of the trial's own."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONUNBUFFERED": "1",
+        "HOME": str(home),
+        "TMPDIR": str(temporary),
+        "TRAINWRIGHT_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
+TRAINWRIGHT = (sys.executable, "-m", "trainwright")

@@ -1,0 +1,195 @@
+"""Damaged, missing and foreign files among a run's checkpoints, and a run that goes on without them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from pathlib import Path
+
+from support.faults import phases, promises
+from support.faults.kinds import ANY, fault
+from support.faults.scene import FAILED, FINISHED, REQUEST, RUN_SECONDS, STOPPED, Scene
+from support.faults.verdicts import require
+
+_FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml")
+_DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a directory", "a link to nothing")
+
+
+@fault(
+    "a damaged file of a checkpoint",
+    spreads=ANY,
+    variants=[f"{file} {damage}" for file in _FILES for damage in _DAMAGES],
+    share=5,
+)
+def damaged_checkpoint(scene: Scene) -> None:
+    """The newest, or the newest two, are refused by the file's name, and the one before is used."""
+    scene.stopped_run()
+    count = scene.draw.choice([1, 1, 2])
+    steps = promises.checkpoint_steps(scene.run)
+    file, _, damage = scene.variant.partition(" ")
+    if file.startswith("rank-"):
+        file = f"rank-{scene.draw.randrange(_ranks(scene)):05d}.safetensors"
+    for step in steps[-count:]:
+        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
+    ended = scene.go_on()
+    scene.expect(ended, (FINISHED,))
+    events = promises.lines(scene.run)
+    resumed = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
+    require(resumed == steps[-count - 1], f"resumed from {resumed}; checkpoints of {steps[-count:]} were damaged")
+    told = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
+    for step in steps[-count:]:
+        require(f"step-{step:08d}/{file}" in told, f"nothing said of step-{step:08d}/{file}: {told}")
+    promises.whole_and_same(scene.run, scene.reference(), exact=True)
+
+
+@fault("every checkpoint damaged", spreads=ANY, variants=[f"{file} cut in half" for file in _FILES[:3]], share=1)
+def all_damaged(scene: Scene) -> None:
+    """Nothing is trained over it, nothing is deleted, and the message says why."""
+    scene.stopped_run()
+    file = scene.variant.partition(" ")[0]
+    for step in promises.checkpoint_steps(scene.run):
+        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, "cut in half", scene.draw)
+    before = sorted(map(str, (scene.run / "checkpoints").rglob("*")))
+    scene.expect(scene.go_on(), (FAILED, REQUEST), ["checkpoint", "new run"])
+    require(sorted(map(str, (scene.run / "checkpoints").rglob("*"))) == before, "files of checkpoints were removed")
+
+
+@fault("damaged checkpoints and pruning", spreads=ANY, variants=("1", "2", "3"), share=3)
+def damaged_and_pruned(scene: Scene) -> None:
+    """Old checkpoints are pruned while newer ones cannot be read: one that can be is there all the time."""
+    scene.stopped_run()
+    steps = promises.checkpoint_steps(scene.run)
+    bad = frozenset(scene.draw.sample(steps[1:], scene.draw.choice([1, 2])))
+    for step in bad:
+        file = scene.draw.choice(_FILES[:3])
+        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, scene.draw.choice(_DAMAGES[:4]), scene.draw)
+    for _ in range(2):
+        keep = f"checkpoint.keep_last={scene.variant}"
+        starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
+        command = scene.trainwright("train", "--resume", str(scene.run), keep)
+        whole = _newest_whole(scene, bad)
+        reached = scene.draw.randrange(whole + 1, min(whole + 7, phases.STEPS - 2))
+        scene.wait_until(command, lambda n=starts, k=reached: _steps_since(scene, n) >= k)
+        if scene.draw.random() < 0.7:
+            command.send(signal.SIGTERM)
+            ended = command.wait(RUN_SECONDS)
+            if ended.code != FINISHED:
+                scene.expect(ended, (STOPPED,), "resume")
+        else:
+            command.kill()
+        left = _whole(scene)
+        require(left, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
+        require(max(left) >= whole, f"the checkpoint of step {whole} is gone, whole ones are of {left}")
+    ended = scene.go_on()
+    scene.expect(ended, (FINISHED,))
+    promises.whole_and_same(scene.run, scene.reference(), exact=True)
+
+
+@fault(
+    "foreign names among checkpoints",
+    spreads=ANY,
+    variants=(
+        "step-7 directory", "step-² directory", "step-00000030 empty", "step-00000030 file", "step-٣ directory",
+        "step-00000024 link to nothing", "step-99999999999999999999 directory", "step--0000001 directory",
+        ".writing-step-00000024 directory", ".removing-step-00000006 directory", ".writing-step-00000024 file",
+        "step-00000018.bak copy", "step-00000018 (copy) copy", "step-0000000x directory", "latest file",
+        "step-00000021 copy", "step-00000019 link", "step- directory", "step-1e3 directory",
+    ),
+    share=3,
+)  # fmt: skip
+def foreign_names(scene: Scene) -> None:
+    """Made by hand, by a copy or by another program: the run goes on from its own newest checkpoint."""
+    scene.stopped_run()
+    checkpoints = scene.run / "checkpoints"
+    name, _, what = scene.variant.rpartition(" ")
+    if what == "nothing":
+        name, what = name.removesuffix(" link to"), "link to nothing"
+    path = checkpoints / name
+    if what == "directory":
+        path.mkdir()
+        (path / "notes.txt").write_text("by hand\n")
+    elif what == "empty":
+        path.mkdir()
+    elif what == "file":
+        path.write_text("by hand\n")
+    elif what == "copy":
+        shutil.copytree(checkpoints / "step-00000018", path)
+    else:
+        path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
+    ended = scene.go_on()
+    scene.expect(ended, (FINISHED,))
+    promises.whole_and_same(scene.run, scene.reference(), exact=True)
+
+
+@fault(
+    "a damaged file of a run",
+    variants=[f"{file} {damage}" for file in ("plan.json", "events.jsonl", "recipe.yaml") for damage in _DAMAGES],
+    share=2,
+)
+def damaged_run(scene: Scene) -> None:
+    """The run goes on as it was, or says in words what it lacks."""
+    scene.stopped_run()
+    file, _, damage = scene.variant.partition(" ")
+    before = scene.run / file
+    text = before.read_bytes()
+    damaged(before, damage, scene.draw)
+    resume = scene.trainwright("train", "--resume", str(scene.run))
+    ended = resume.wait(RUN_SECONDS)
+    scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
+    if ended.code == FINISHED and file != "events.jsonl":
+        promises.whole_and_same(scene.run, scene.reference(), exact=True)
+    if ended.code != FINISHED:
+        _remove(before)
+        before.write_bytes(text)
+        scene.resumes()
+
+
+def damaged(path: Path, damage: str, draw: random.Random) -> None:
+    """Do to a file what the damage says."""
+    data = path.read_bytes()
+    if damage == "a bit flipped":
+        place = draw.randrange(len(data))
+        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :])
+    elif damage == "cut in half":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    elif damage == "longer":
+        path.write_bytes(data + bytes(draw.randrange(256) for _ in range(100)))
+    else:
+        path.unlink()
+        if damage == "a directory":
+            path.mkdir()
+        elif damage == "a link to nothing":
+            path.symlink_to("nowhere")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _ranks(scene: Scene) -> int:
+    return len(list((scene.run / "checkpoints" / "step-00000018").glob("rank-*.safetensors")))
+
+
+def _whole(scene: Scene) -> list[int]:
+    found = promises.checkpoint_steps(scene.run)
+    return [s for s in found if promises.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
+
+
+def _newest_whole(scene: Scene, bad: frozenset[int]) -> int:
+    return max(_whole(scene), default=0)
+
+
+def _steps_since(scene: Scene, starts: int) -> int:
+    """The last step since the start of this number (from 0); 0 where there is none."""
+    seen, last = 0, 0
+    for event in promises.lines(scene.run):
+        seen += event["event"] == "start"
+        if event["event"] == "step" and seen > starts:
+            last = event["step"]
+    return last

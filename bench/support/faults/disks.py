@@ -1,0 +1,124 @@
+"""Disks that fill up, refuse to be written to, or have no room for a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+
+from support.faults import phases, promises
+from support.faults.kills import started
+from support.faults.kinds import ANY, fault
+from support.faults.mounts import fill, make_read_only, mount_disk, mounts_refused, own_mounts
+from support.faults.scene import FAILED, FINISHED, MACHINE, REQUEST, RUN_SECONDS, STOPPED, Scene
+from support.faults.verdicts import require
+
+_DISK = 96 * 2**20
+_FULL = os.strerror(errno.ENOSPC)
+_LATE = (phases.JOINING, *phases.TRAINING, phases.EXPORT)
+
+
+@fault(
+    "a disk that fills up",
+    spreads=ANY,
+    phases=_LATE,
+    variants=("until the end", "for a moment", "but for 300 KiB", "and SIGTERM"),
+    share=5,
+    needs=mounts_refused,
+)
+def full_disk(scene: Scene) -> None:
+    """The run says so and trains on; where it cannot end well it says what to do, and goes on when there is room."""
+    _on_own_disk(scene)
+    command = started(scene)
+    filler = scene.run.parent / "filler"
+    fill(filler, but=300 * 1024 if scene.variant.startswith("but") else 0)
+    if scene.variant == "for a moment":
+        time.sleep(scene.draw.uniform(0.05, 0.8))
+        filler.unlink()
+    elif scene.variant == "and SIGTERM":
+        time.sleep(scene.draw.uniform(0.0, 0.3))
+        command.send(signal.SIGTERM)
+    ended = command.wait(RUN_SECONDS)
+    filler.unlink(missing_ok=True)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
+    if scene.run.exists():
+        promises.checkpoints_whole(scene.run)
+    if ended.code != FINISHED:
+        ended = scene.go_on()
+        scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault("files limited in size", spreads=ANY, phases=phases.TRAINING, variants=("to the end", "for a moment"), share=1.5)
+def limited_files(scene: Scene) -> None:
+    """A quota or `ulimit -f`: a checkpoint that does not fit is not there, and earlier ones stay."""
+    command = started(scene)
+    pids = [command.pid, *scene.workers(command).values()]
+    _limit_files(pids, 100_000)
+    if scene.variant == "for a moment":
+        time.sleep(scene.draw.uniform(0.05, 0.6))
+        _limit_files(pids, resource.RLIM_INFINITY)
+    ended = command.wait(RUN_SECONDS)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
+    promises.checkpoints_whole(scene.run)
+    if ended.code != FINISHED:
+        ended = scene.go_on()
+        scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault("a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=mounts_refused)
+def read_only_later(scene: Scene) -> None:
+    """Checkpoints fail in words, the run does not end as if it were saved, and goes on later."""
+    own_mounts()
+    command = started(scene)
+    make_read_only(scene.run)
+    ended = command.wait(RUN_SECONDS)
+    make_read_only(scene.run, False)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
+    promises.checkpoints_whole(scene.run)
+    if ended.code != FINISHED:
+        scene.expect(scene.go_on(), (FINISHED,))
+    scene.as_undisturbed()
+
+
+@fault(
+    "a place that cannot be written to", spreads=ANY, variants=("new", "resumed", "full"), share=1, needs=mounts_refused
+)
+def read_only_from_the_start(scene: Scene) -> None:
+    """Refused in words before anything is trained."""
+    own_mounts()
+    if scene.variant == "resumed":
+        scene.stopped_run()
+        make_read_only(scene.run)
+        ended = scene.go_on()
+        make_read_only(scene.run, False)
+        scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only")
+        scene.resumes()
+        return
+    scene.run = scene.work / "disk" / "run"
+    if scene.variant == "full":
+        mount_disk(scene.run.parent, 1 << 20)
+        fill(scene.run.parent / "filler")
+    else:
+        scene.run.parent.mkdir()
+        make_read_only(scene.run.parent)
+    ended = scene.train().wait(RUN_SECONDS)
+    scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
+    require(not scene.run.exists(), "a run is there")
+
+
+def _on_own_disk(scene: Scene) -> None:
+    own_mounts()
+    scene.run = scene.work / "disk" / "run"
+    mount_disk(scene.run.parent, _DISK)
+
+
+def _limit_files(pids: list[int], size: int) -> None:
+    for pid in pids:
+        try:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,33 @@
+"""Training that diverges: numbers that are none never reach a checkpoint, and the message says where it began."""
+
+from __future__ import annotations
+
+from support.faults import promises
+from support.faults.kinds import ANY, fault
+from support.faults.scene import FAILED, RUN_SECONDS, Scene
+from support.faults.verdicts import require
+
+
+@fault(
+    "training that diverges",
+    spreads=ANY,
+    variants=(
+        "optimizer.learning_rate=1e25",
+        "optimizer.learning_rate=1e38",
+        "model.config.initializer_range=1e36",
+        "model.config.initializer_range=1e20",
+        "optimizer.learning_rate=1e30 optimizer.max_grad_norm=null",
+    ),
+    share=1.5,
+)
+def diverging(scene: Scene) -> None:
+    """It fails at once, naming the step and examples, and again when it is resumed."""
+    overrides = [*scene.variant.split(), "checkpoint.every=1", "optimizer.warmup_steps=0"]
+    ended = scene.train(*overrides).wait(RUN_SECONDS)
+    scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
+    reached = promises.last_step(scene.run)
+    saved = promises.checkpoints_whole(scene.run)
+    require(not saved or saved[-1] <= reached, f"checkpoints of {saved}, and only {reached} steps were taken")
+    again = scene.go_on(first=overrides)
+    scene.expect(again, (FAILED,), ["step", "not finite|nan|inf"])
+    require(promises.last_step(scene.run) == reached, "the second attempt got elsewhere")

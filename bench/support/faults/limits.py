@@ -1,0 +1,129 @@
+"""Machines that are short of something: open files, shared memory, memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from pathlib import Path
+
+from support.faults import phases, promises
+from support.faults.kills import started
+from support.faults.kinds import ANY, fault
+from support.faults.mounts import (
+    fill,
+    join,
+    limited_memory,
+    make_read_only,
+    memory_cgroup_refused,
+    mount_disk,
+    mounts_refused,
+    own_mounts,
+)
+from support.faults.scene import FAILED, FINISHED, MACHINE, REQUEST, RUN_SECONDS, STOPPED, Scene
+
+_SHORT = (FINISHED, REQUEST, MACHINE, FAILED)
+# Memory that ran out may have halved the micro-batch, which changes what dropout draws.
+_NO_DROPOUT = ("model.dropout=0.0", "train.micro_batch_size=4")
+
+
+@fault("few open files", spreads=ANY, variants=("16", "20", "24", "28", "32", "40", "48", "64", "96"), share=3)
+def few_files(scene: Scene) -> None:
+    """`ulimit -n`: the run finishes, or says that this is too few."""
+    number = int(scene.variant)
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (number, number))
+    ended = scene.train(before=limit).wait(RUN_SECONDS)
+    scene.expect(ended, _SHORT, "open files")
+    if ended.code == FINISHED:
+        scene.as_undisturbed()
+    else:
+        scene.resumes()
+
+
+@fault("no more open files", spreads=ANY, phases=phases.TRAINING, share=1)
+def no_more_files(scene: Scene) -> None:
+    """Another program of the user has opened them all: checkpoints fail in words, and the run is not lost."""
+    command = started(scene)
+    for pid in scene.workers(command).values():
+        number = len(os.listdir(f"/proc/{pid}/fd")) + scene.draw.randrange(2)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
+    ended = command.wait(RUN_SECONDS)
+    scene.expect(ended, _SHORT, "open files")
+    promises.checkpoints_whole(scene.run)
+    scene.as_undisturbed() if ended.code == FINISHED else scene.resumes()
+
+
+@fault(
+    "a full /dev/shm",
+    spreads=ANY,
+    variants=("full", "64 KiB", "read-only"),
+    share=1.5,
+    needs=mounts_refused,
+)
+def full_shared_memory(scene: Scene) -> None:
+    """The run finishes, or says that there is no shared memory."""
+    own_mounts()
+    shared = Path("/dev/shm")
+    mount_disk(shared, 64 * 1024)
+    if scene.variant == "full":
+        fill(shared / "filler")
+    if scene.variant == "read-only":
+        make_read_only(shared)
+    ended = scene.train().wait(RUN_SECONDS)
+    scene.expect(ended, _SHORT, "/dev/shm|shared memory")
+    if ended.code == FINISHED:
+        scene.as_undisturbed()
+
+
+@fault(
+    "a cgroup with less memory than the run takes",
+    spreads=ANY,
+    variants=("40", "80", "150", "220", "300", "380", "500", "700"),
+    share=3,
+    needs=memory_cgroup_refused,
+)
+def small_cgroup(scene: Scene) -> None:
+    """In MiB. The launcher lives to say that memory ran out; a run that can be made smaller is."""
+    with limited_memory(int(scene.variant) * 2**20) as group:
+        ended = scene.train(*_NO_DROPOUT, before=functools.partial(join, group)).wait(RUN_SECONDS)
+    scene.expect(ended, _SHORT, "memory")
+    if ended.code == FINISHED:
+        scene.as_undisturbed(_NO_DROPOUT, exact=False)
+    elif scene.run.exists():
+        promises.checkpoints_whole(scene.run)
+        scene.resumes(overrides=_NO_DROPOUT, exact=False)
+
+
+@fault(
+    "an address space that is limited later", spreads=ANY, phases=phases.TRAINING, variants=("0", "1", "8"), share=1.5
+)
+def limited_addresses(scene: Scene) -> None:
+    """A worker gets no more memory than it has and so many MiB: smaller micro-batches, or a failure in words."""
+    command = scene.train(*_NO_DROPOUT)
+    scene.reach(command)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    with open(f"/proc/{workers[rank]}/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
+    resource.prlimit(workers[rank], resource.RLIMIT_AS, (size, size))
+    ended = command.wait(RUN_SECONDS)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
+    promises.checkpoints_whole(scene.run)
+    if ended.code == FINISHED:
+        scene.as_undisturbed(_NO_DROPOUT, exact=False)
+    else:
+        scene.resumes(overrides=_NO_DROPOUT, exact=False)
+
+
+@fault("CPU time that runs out", spreads=ANY, variants=("soft", "hard"), share=0.7)
+def no_more_time(scene: Scene) -> None:
+    """`ulimit -t`: the kernel ends a worker in mid-run."""
+    command = scene.train("train.max_steps=4000", "checkpoint.every=20", "evaluate.every=null")
+    phases.wait_until(command, lambda: phases.has_event(scene.run, "checkpoint"))
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    limits = (0, resource.RLIM_INFINITY) if scene.variant == "soft" else (0, 0)
+    resource.prlimit(workers[rank], resource.RLIMIT_CPU, limits)
+    ended = command.wait(RUN_SECONDS)
+    scene.expect(ended, (FAILED, STOPPED), f"rank {rank}" if ended.code == FAILED else "resume")
+    promises.none_lost(scene.run)

@@ -1,0 +1,105 @@
+"""File systems and memory limits of a trial's own: mounted in its own name space, gone when its process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of linux/sched.h
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@functools.cache
+def mounts_refused() -> str | None:
+    """Why this process cannot mount anything of its own; None where it can."""
+    try:
+        found = subprocess.run(
+            ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        return f"unshare: {error}"
+    return None if found.returncode == 0 else f"no mounts of one's own: {found.stderr.strip()}"
+
+
+def own_mounts() -> None:
+    """Have this process, and what it starts from now on, see mounts that nobody else sees. It must have one thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    _mount("--make-rprivate", "/")
+
+
+def mount_disk(path: Path, size: int) -> None:
+    """Mount an empty disk of so many bytes."""
+    path.mkdir(parents=True, exist_ok=True)
+    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path))
+
+
+def make_read_only(path: Path, read_only: bool = True) -> None:
+    """Have the tree at `path` refuse to be written to, or no longer."""
+    if read_only:
+        _mount("--bind", str(path), str(path))
+        _mount("-o", "remount,bind,ro", str(path))
+    else:
+        subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
+
+
+def fill(path: Path, but: int = 0) -> None:
+    """Write a file that takes all the room there is on its disk, `but` so many bytes."""
+    with path.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 9))
+        if but:
+            file.truncate(max(0, file.tell() - but))
+
+
+def memory_cgroup_refused() -> str | None:
+    """Why no memory can be limited by a cgroup here; None where it can."""
+    for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
+        probe = top / f"faults-{uuid.uuid4().hex[:8]}"
+        try:
+            probe.mkdir()
+        except OSError:
+            continue
+        try:
+            if (probe / file).exists():
+                return None
+        finally:
+            probe.rmdir()
+    return "no cgroup for memory can be made"
+
+
+@contextlib.contextmanager
+def limited_memory(size: int) -> Iterator[Path]:
+    """A cgroup whose processes have so many bytes together; write a pid to the file that is given to join it."""
+    old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+    group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(size))
+        yield group / "cgroup.procs"
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def join(group: Path) -> None:
+    """Put this process into a cgroup."""
+    group.write_text(str(os.getpid()))
+
+
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True, capture_output=True)

@@ -1,0 +1,168 @@
+"""What has to be true of a run's files, read here without the product's own readers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from support.faults.verdicts import Broken, require
+
+# Relative difference that another number of processes, or another strategy, may make.
+ROUNDING = 1e-5
+_EXACT = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
+_ROUNDED = ("loss", "learning_rate", "tokens", "target_tokens")
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's events that are whole, as they stand; a line that is not the last must be whole."""
+    path = run / "events.jsonl"
+    if not path.exists():
+        return []
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue  # cut by a kill; the steps are counted below
+    return [event for event in found if isinstance(event, dict) and "event" in event]
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The events that count: of a run that was resumed from step k, none before that is beyond k.
+
+    Broken when a start names a step that had not been reached.
+    """
+    found: list[dict[str, Any]] = []
+    for event in lines(run):
+        if event["event"] == "start":
+            resumed = int(event.get("resumed_from") or 0)
+            reached = max((past["step"] for past in found if past["event"] == "step"), default=0)
+            require(resumed <= reached, f"resumed from step {resumed}, but only {reached} steps had been recorded")
+            found = [past for past in found if not resumed or past.get("step", 0) <= resumed] if resumed else []
+        found.append(event)
+    return found
+
+
+def last_step(run: Path) -> int:
+    return max((event["step"] for event in lines(run) if event["event"] == "step"), default=0)
+
+
+def whole_and_same(run: Path, reference: Path, *, exact: bool, rounding: float = ROUNDING) -> None:
+    """Broken unless the run is finished, and has every step of the reference once, with its values.
+
+    Args:
+        exact: bit for bit, the trained model included; else to rounding.
+    """
+    ours, theirs = history(run), history(reference)
+    steps = [event["step"] for event in ours if event["event"] == "step"]
+    wanted = [event["step"] for event in theirs if event["event"] == "step"]
+    require(steps == wanted, f"steps are {_spans(steps)}, not {_spans(wanted)}")
+    for kind in ("step", "evaluate"):
+        for one, other in zip(_of(ours, kind), _of(theirs, kind), strict=False):
+            _compare(kind, one, other, exact, rounding)
+    evaluated = [event["step"] for event in _of(ours, "evaluate")]
+    require(evaluated == [event["step"] for event in _of(theirs, "evaluate")], f"evaluations are of steps {evaluated}")
+    if exact:
+        texts = [[event["text"] for event in _of(events, "generate")] for events in (ours, theirs)]
+        require(texts[0] == texts[1], f"generated texts are {texts[0]}, not {texts[1]}")
+    finish = _of(ours, "finish")
+    require(bool(finish) and finish[-1]["status"] == "finished", "the last finish is not finished")
+    check_final(run, reference, exact=exact)
+
+
+def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], exact: bool, rounding: float) -> None:
+    names = (_EXACT if exact else _ROUNDED) if kind == "step" else ()
+    values = [(name, one[name], other[name]) for name in names]
+    if kind == "evaluate":
+        values = [("loss", one["metrics"]["loss"], other["metrics"]["loss"])]
+    for name, ours, theirs in values:
+        if exact:
+            require(ours == theirs, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}")
+        else:
+            close = math.isclose(ours, theirs, rel_tol=rounding)
+            require(close, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r} (to {rounding:g})")
+
+
+def check_final(run: Path, reference: Path, *, exact: bool) -> None:
+    """Broken unless the trained model is there, whole, and where it is to be exact the reference's."""
+    final, wanted = run / "final", reference / "final"
+    names = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
+    require(names == sorted(path.name for path in wanted.iterdir()), f"final/ has {names}")
+    for path in final.glob("*.safetensors"):
+        safetensors_header(path)
+        if exact:
+            require(path.read_bytes() == (wanted / path.name).read_bytes(), f"{path} is not the undisturbed run's")
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Steps of the directories that have a checkpoint's name."""
+    found = (run / "checkpoints").glob("step-*")
+    return sorted(int(path.name[5:]) for path in found if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
+
+
+def broken_checkpoint(path: Path) -> str | None:
+    """Why a checkpoint is not whole, by its manifest and its tensor files; None where it is."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        seal = manifest.pop("sha256")
+    except (OSError, ValueError, KeyError) as error:
+        return f"{path.name}/manifest.json: {error!r}"
+    if seal != hashlib.sha256(json.dumps(manifest).encode()).hexdigest():
+        return f"{path.name}/manifest.json is not as it was sealed"
+    names = {found.name for found in path.iterdir()} - {"manifest.json"}
+    if names != set(manifest["files"]):
+        return f"{path.name} has {sorted(names)}, its manifest {sorted(manifest['files'])}"
+    for name, expected in manifest["files"].items():
+        data = (path / name).read_bytes()
+        if len(data) != expected["size"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            return f"{path.name}/{name} is not as the manifest has it"
+    return None
+
+
+def checkpoints_whole(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
+    """Steps whose checkpoints are there and whole; Broken for one that is there and is not, `but` the damaged."""
+    found = [step for step in checkpoint_steps(run) if step not in but]
+    for step in found:
+        why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
+        require(why is None, f"a checkpoint is not whole: {why}")
+    return found
+
+
+def none_lost(run: Path) -> None:
+    """Broken when the newest checkpoint that the events tell of is not there and whole."""
+    written = [event["step"] for event in history(run) if event["event"] == "checkpoint"]
+    whole = checkpoints_whole(run)
+    if written:
+        require(written[-1] in whole, f"the checkpoint of step {written[-1]} was written, and {whole} are there")
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """A safetensors file's header; Broken when the file does not have the size that it says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        require(8 + length <= size, f"{path} is cut")
+        header: dict[str, Any] = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    if 8 + length + max(ends, default=0) != size:
+        raise Broken(f"{path} is {size} bytes, not what its header says")
+    return header
+
+
+def _spans(numbers: list[int]) -> str:
+    """1-4, 7: what of a list is in one run."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] + 1 == number:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans) or "none"

@@ -1,0 +1,21 @@
+"""What a trial can come to beside holding."""
+
+from __future__ import annotations
+
+
+class Broken(Exception):
+    """A promise was not kept; the message says which."""
+
+
+class Missed(Exception):
+    """The fault was not put in: the run had passed the moment. To be tried again."""
+
+
+class Skipped(Exception):
+    """This machine cannot have this fault."""
+
+
+def require(holds: object, otherwise: str) -> None:
+    """Broken with the message, unless it holds."""
+    if not holds:
+        raise Broken(otherwise)

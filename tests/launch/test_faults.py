@@ -1,0 +1,119 @@
+"""The bench that puts faults into real runs: it sees what is broken, and a sample of it holds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.commands import environment
+from tests.support.runs import Runs
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A module of the bench."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return lambda name: importlib.import_module(f"support.faults.{name}")
+
+
+def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    file = run / "events.jsonl"
+    events = change([json.loads(line) for line in file.read_text().splitlines()])
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def changed(kind: str, step: int, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    def change(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**e, **values} if (e["event"], e.get("step")) == (kind, step) else e for e in events]
+
+    return change
+
+
+def test_the_bench_sees_what_is_lost_repeated_or_wrong(runs: Runs, faults: Callable[[str], ModuleType]) -> None:
+    promises, broken = faults("promises"), faults("verdicts").Broken
+    good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
+    promises.whole_and_same(good, runs.copied(good), exact=True)
+    promises.none_lost(good)
+    loss = next(e["loss"] for e in promises.lines(good) if e["event"] == "step" and e["step"] == 3)
+
+    changes: list[tuple[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]] = [
+        ("steps are 1-2, 4, not 1-4", lambda events: [e for e in events if (e["event"], e.get("step")) != ("step", 3)]),
+        ("steps are 1-3, 3-4, not 1-4", lambda events: [e for e in events for _ in range(1 + (e.get("step") == 3))]),
+        ("step 3: loss is", changed("step", 3, loss=loss * (1 + 1e-14))),
+        ("step 2: tokens is", changed("step", 2, tokens=1)),
+        ("evaluate 4: loss is", changed("evaluate", 4, metrics={"loss": 0.5})),
+        ("not finished", changed("finish", 4, status="stopped")),
+        ("evaluations are of steps", lambda events: [e for e in events if e["event"] != "evaluate"]),
+        ("resumed from step 7", lambda events: [*events, {"event": "start", "resumed_from": 7}]),
+    ]
+    for message, change in changes:
+        run = runs.copied(good)
+        rewrite(run, change)
+        with pytest.raises(broken, match=message):
+            promises.whole_and_same(run, good, exact=True)
+    rounded = runs.copied(good)
+    rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
+    promises.whole_and_same(rounded, good, exact=False)
+    rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
+    with pytest.raises(broken, match="step 3: loss is"):
+        promises.whole_and_same(rounded, good, exact=False)
+
+
+def test_the_bench_sees_checkpoints_and_models_that_are_not_whole(
+    runs: Runs, faults: Callable[[str], ModuleType]
+) -> None:
+    promises, broken = faults("promises"), faults("verdicts").Broken
+    good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
+    newest = Path("checkpoints/step-00000004")
+    for name in ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml"):
+        run = runs.copied(good)
+        data = (run / newest / name).read_bytes()
+        (run / newest / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+        with pytest.raises(broken, match=name):
+            promises.none_lost(run)
+    for removed, message in ((newest / "state.json", "state.json"), (newest, "step 4 was written, and")):
+        run = runs.copied(good)
+        path = run / removed
+        path.unlink() if path.is_file() else path.rename(run / "elsewhere")
+        with pytest.raises(broken, match=message):
+            promises.none_lost(run)
+    run = runs.copied(good)
+    weights = run / "final" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(broken, match="not what its header says"):
+        promises.check_final(run, good, exact=False)
+
+
+def test_a_schedule_is_the_seeds(faults: Callable[[str], ModuleType]) -> None:
+    faults("catalogue")
+    kinds = faults("kinds")
+    trials = kinds.schedule(3, 300)
+    assert len(trials) == len(set(trials)) == 300
+    assert trials == kinds.schedule(3, 300) != kinds.schedule(4, 300)
+    assert {trial.kind for trial in trials} == set(kinds.KINDS)
+    # More of them are the same ones and others, and cases repeat only when all have been drawn.
+    assert set(trials) <= set(kinds.schedule(3, 600))
+    for kind in kinds.KINDS.values():
+        cases = [kind.case(3, ordinal) for ordinal in range(len(kind.cases))]
+        assert sorted(map(str, cases)) == sorted(map(str, kind.cases))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_sample_of_faults_holds(tmp_path: Path) -> None:
+    """Ten faults of ten kinds, as `bench/faults.py` draws them."""
+    where = ["--results", str(tmp_path / "faults.jsonl"), "--work", str(tmp_path / "work")]
+    command = [sys.executable, str(BENCH / "faults.py"), "--trials", "10", "--seed", "1", "--jobs", "2", *where]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 10
