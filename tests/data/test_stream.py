@@ -119,6 +119,20 @@ def test_shares_are_balanced_by_tokens() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
+def test_positions_begin_at_0_in_every_document(packed: bool) -> None:
+    data = dataset()
+    micros = stream(data, pack=64 if packed else None).global_batch(1).micro_batches
+    assert max(len(micro.examples) for micro in micros) > 1
+    for micro in micros:
+        batch = collate(data, micro, packed=packed, pad_token_id=0)
+        lengths = [data.length(example) for example in micro.examples]
+        if packed:
+            assert batch.position_ids.tolist() == [[place for length in lengths for place in range(length)]]
+        else:
+            assert batch.position_ids.tolist() == [list(range(max(lengths)))] * len(lengths)
+
+
+@pytest.mark.parametrize("packed", [True, False])
 def test_tensors_predict_each_target_one_position_before_it(packed: bool) -> None:
     data = dataset()
     for micro in stream(data, pack=64 if packed else None).global_batch(1).micro_batches:

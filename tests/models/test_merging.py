@@ -74,6 +74,33 @@ def test_modules_that_were_trained_whole_replace_the_bases(tmp_path: Path) -> No
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]], ids="+".join)
+@pytest.mark.parametrize("tied_in_adapter", [True, False])
+def test_a_head_or_embedding_that_was_trained_on_a_tied_base_is_kept(
+    modules: list[str], tied_in_adapter: bool, tmp_path: Path
+) -> None:
+    """Trained apart the two are two matrices, and the merged model is untied; trained as one they stay one."""
+    from peft import LoraConfig, get_peft_model
+
+    directory = base(tmp_path / "base", tie_word_embeddings=True)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=modules, ensure_weight_tying=tied_in_adapter,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        expected = theirs.eval()(input_ids=IDS).logits
+    theirs.save_pretrained(tmp_path / "adapter")
+    adapter = {"type": "lora", "start_from": str(tmp_path / "adapter")}
+    section = ModelSection.model_validate({"name": str(directory), "adapter": adapter})
+    merge(section, 0, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("quantisation", ["nf4", "int8"])
 def test_an_adapter_of_a_quantised_base_goes_into_the_whole_one(quantisation: str, tmp_path: Path) -> None:
     section, expected = trained(base(tmp_path / "base"), tmp_path / "adapter", quantisation=quantisation)

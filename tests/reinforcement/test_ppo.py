@@ -114,6 +114,25 @@ def test_advantages_are_sums_of_discounted_errors() -> None:
             assert float(found[goal, step, stream]) == pytest.approx(total, abs=1e-5)
 
 
+def test_rewards_that_are_all_raised_or_scaled_teach_the_same() -> None:
+    """Advantages are centred and scaled: to the policy it matters only how they differ."""
+    environment = make("bandit", arms=4, horizon=1, rewards="gaussian", noise=0.0)
+    means = torch.tensor([0.125, 0.75, 0.25, 0.5])
+    tasks = torch.stack([means, means + 4, 8 * means - 3])
+    settings = PpoSettings(
+        rollout_steps=10, batch_size=20, epochs=4, learning_rate=3e-3, value_coefficient=0.0, max_grad_norm=1e9
+    )
+    learner = Ppo(environment, tasks, torch.zeros(3, dtype=torch.int64), 4, settings)
+    before = [weight[:3].clone() for weight in learner.networks.weights]
+    recording = learner.learn(20)
+    for weight, was in zip(learner.networks.weights, before, strict=True):
+        for goal in (1, 2):
+            torch.testing.assert_close(weight[goal], weight[0], rtol=1e-5, atol=1e-6)
+        assert (weight[0] - was[0]).abs().max() > 1e-3
+    for goal in (1, 2):
+        assert (recording.goal(goal).actions == recording.goal(0).actions).all()
+
+
 def test_a_goal_learns_the_same_whichever_are_beside_it() -> None:
     environment = make("darkroom", size=3, horizon=5)
     settings = PpoSettings(rollout_steps=10, batch_size=10, epochs=2)

@@ -32,6 +32,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import build_task
 
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))  # without a process group
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -113,7 +114,15 @@ def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strateg
     return recipe, task, strategy
 
 
-def _train(world: World, overrides: Iterable[str], run: Path, until: int | None, directory: Path) -> dict[str, Any]:
+def trainer_of(
+    world: World, overrides: Iterable[str], run: Path, until: int | None = None, directory: Path | None = None
+) -> tuple[Trainer, list[Event]]:
+    """A trainer of `tiny` with these overrides, and the list that its events go to.
+
+    Args:
+        until: as of ``Case``.
+        directory: of the checkpoints; the run's if None.
+    """
     recipe, task, strategy = built(world, [f"logging.run_directory={run}", *overrides])
     seen: list[Event] = []
     trainer = Trainer(
@@ -122,16 +131,21 @@ def _train(world: World, overrides: Iterable[str], run: Path, until: int | None,
         task=task,
         strategy=strategy,
         schedule=Schedule(recipe.optimizer, len(task.stream)),
-        checkpoints=Checkpoints(directory, keep_last=1, keep_best=False),
+        checkpoints=Checkpoints(directory or run, keep_last=1, keep_best=False),
         events=EventLog(run / "events.jsonl" if world.is_main else None, [seen.append]),
         max_steps=len(task.stream),
         stop_requested=lambda: until is not None and trainer.progress.step + 1 >= until,
     )
-    steps = Checkpoints(directory, keep_last=1, keep_best=False).steps()
+    return trainer, seen
+
+
+def _train(world: World, overrides: Iterable[str], run: Path, until: int | None, directory: Path) -> dict[str, Any]:
+    trainer, seen = trainer_of(world, overrides, run, until, directory)
+    steps = trainer.checkpoints.steps()
     world.barrier()
     if steps:
         trainer.resume(Checkpoint.open(trainer.checkpoints.path(steps[-1])))
     trainer.run(run / "final")
-    shards = strategy.state().values()
+    shards = trainer.strategy.state().values()
     held = world.gather(sum(shard.local.numel() * shard.local.element_size() for shard in shards))
     return {"events": json.loads(json.dumps(seen, default=str)), "bytes": held}

@@ -1,0 +1,80 @@
+"""What a plan says is held of parameters, masters, Adam's moments and gradients, against what each strategy's paper or
+code says of them (ZeRO: arXiv 1910.02054, section 3; with fp32 gradients, as DeepSpeed accumulates them)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from trainwright.machine.describe import parse_machine
+from trainwright.planning.memory import Memory, memory_of
+from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.workload import Choice, Workload
+
+ARCHITECTURE = find_model("HuggingFaceTB/SmolLM2-135M").architecture()
+PARAMETERS = ARCHITECTURE.parameters().total
+PROCESSES = 4
+SHARD = 1 / PROCESSES
+BUCKET = 2**24 / PARAMETERS  # DeepSpeed's, elements of it for each parameter
+
+# Bytes a parameter: as computed with, fp32 masters, both moments, and gradients that are kept between micro-batches.
+FP32: dict[str, tuple[float, float, float, float]] = {
+    "single": (4, 0, 8, 4),
+    "ddp": (4, 0, 8, 4),
+    "fsdp": (4 * SHARD, 0, 8 * SHARD, 4 * SHARD),
+    "zero1": (4, 4 * SHARD, 8 * SHARD, 4 + 4 * BUCKET),
+    "zero2": (4, 4 * SHARD, 8 * SHARD, 4 * SHARD),
+    "zero3": (4 * SHARD, 0, 8 * SHARD, 4 * SHARD + 4 * BUCKET),
+}
+BF16: dict[str, tuple[float, float, float, float]] = {
+    "single": (2, 4, 8, 4),
+    "ddp": (2, 4, 8, 4),
+    "fsdp": (4 * SHARD, 0, 8 * SHARD, 4 * SHARD),  # its shards are the fp32 masters
+    "zero1": (2, 4 * SHARD, 8 * SHARD, 2 + 4),  # the backward pass's own, and the fp32 sums
+    "zero2": (2, 4 * SHARD, 8 * SHARD, 4 * SHARD),
+    "zero3": (2 * SHARD, 4 * SHARD, 8 * SHARD, 4 * SHARD + 4 * BUCKET),
+}
+CASES = [(name, "no") for name in FP32] + [(name, "bf16") for name in BF16]
+
+
+@lru_cache
+def predicted(strategy: str, precision: str, passes: int) -> Memory:
+    choice = Choice(
+        strategy=strategy,  # type: ignore[arg-type]
+        num_processes=1 if strategy == "single" else PROCESSES,
+        micro_batch_size=2,
+        gradient_accumulation_steps=passes,
+        mixed_precision=precision,  # type: ignore[arg-type]
+        activation_checkpointing="full",
+    )
+    workload = Workload(ARCHITECTURE, row_tokens=256, global_batch_rows=16)
+    return memory_of(workload, choice, parse_machine("4xA100-80GB"))
+
+
+@pytest.mark.parametrize(("strategy", "precision"), CASES)
+def test_parameters_masters_and_moments_are_what_each_rank_holds_of_them(strategy: str, precision: str) -> None:
+    parts = predicted(strategy, precision, 1).parts
+    expected = (BF16 if precision == "bf16" else FP32)[strategy]
+    for name, bytes_each in zip(("parameters", "master weights", "optimizer state"), expected, strict=False):
+        assert parts.get(name, 0) / PARAMETERS == pytest.approx(bytes_each, rel=0.01), name
+
+
+@pytest.mark.parametrize(("strategy", "precision"), CASES)
+def test_gradients_are_held_from_one_micro_batch_to_the_next(strategy: str, precision: str) -> None:
+    """A forward pass has them beside it from the second micro-batch on; what lasts lies in every phase."""
+    one, two = (predicted(strategy, precision, passes) for passes in (1, 2))
+    weights = sum(two.parts.get(name, 0) for name in ("parameters", "master weights", "optimizer state"))
+    lasting = two.phases["checkpoint"] - weights
+    found = (two.phases["forward"] - one.phases["forward"] + lasting) / PARAMETERS
+    assert found == pytest.approx((BF16 if precision == "bf16" else FP32)[strategy][3], rel=0.01)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), CASES)
+def test_a_backward_pass_ends_with_its_gradients(strategy: str, precision: str) -> None:
+    memory = predicted(strategy, precision, 1)
+    weights = sum(memory.parts.get(name, 0) for name in ("parameters", "master weights", "optimizer state"))
+    # fp32 gradients of a rank's part, or the whole model's in what the backward pass computes in.
+    whole = strategy in ("single", "ddp", "zero1")
+    least = PARAMETERS * ((2 if precision == "bf16" else 4) if whole else 4 * SHARD)
+    assert memory.phases["backward"] >= weights + least
