@@ -9,6 +9,7 @@ import typer
 from trainwright.text import say
 
 if TYPE_CHECKING:
+    from trainwright.machine.calibration import Calibration
     from trainwright.machine.catalogue import Card
     from trainwright.machine.describe import Cluster
     from trainwright.machine.detect import Machine
@@ -26,7 +27,7 @@ def show(
         typer.Option(
             metavar="MACHINE",
             help="Show this machine in place of the one at hand: [NODES x] DEVICES x CARD [@ NETWORK], "
-            "such as 8xH100 or 4x8xA100-40GB@8x200Gb.",
+            "such as 8xH100 or 4x8xA100-40GB@8x200Gb; or a FILE.json that --json wrote.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
@@ -34,20 +35,24 @@ def show(
     """Show devices, memory, rates and links: of this machine, or of one that --on describes."""
     if context.invoked_subcommand is not None:
         return
-    from trainwright.machine.describe import cluster_of, parse_machine
+    from trainwright.machine.describe import cluster_of
 
-    machine = None
+    machine = calibration = None
     if on is not None:
-        cluster = parse_machine(on)
+        from trainwright.machine.written import machine_of
+
+        cluster, calibration = machine_of(on)
     else:
+        from trainwright.machine.calibration import current_calibration
         from trainwright.machine.detect import detect
 
         machine = detect()
         cluster = cluster_of(machine)
+        calibration = current_calibration(machine)
     if as_json:
         import json
 
-        say(json.dumps(_values(cluster, machine), indent=2))
+        say(json.dumps(_values(cluster, calibration), indent=2))
         return
     for name, value in _lines(cluster):
         say(f"{name:<14}{value}")
@@ -174,12 +179,11 @@ def _calibration(machine: Machine) -> str:
     return text
 
 
-def _values(cluster: Cluster, machine: Machine | None) -> dict[str, Any]:
+def _values(cluster: Cluster, calibration: Calibration | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from trainwright.machine.calibration import as_json, current_calibration
+    from trainwright.machine.calibration import as_json
 
-    calibration = None if machine is None else current_calibration(machine)
     return {
         **asdict(cluster),
         "devices": cluster.devices,

@@ -40,7 +40,9 @@ def plan(
     on: Annotated[
         str | None,
         typer.Option(
-            metavar="MACHINE", help="Plan for this machine, such as 8xH100 or 4x8xA100-40GB, not the one at hand."
+            metavar="MACHINE",
+            help="Plan for this machine, such as 8xH100 or 4x8xA100-40GB, or a FILE.json that "
+            "`trainwright machine --json` wrote, not for the one at hand.",
         ),
     ] = None,
     tokens: Annotated[
@@ -131,13 +133,15 @@ def _facts(recipe: Recipe, full: bool) -> Facts:
 def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
     from dataclasses import replace
 
-    from trainwright.machine.describe import cluster_of, parse_machine
+    from trainwright.machine.describe import cluster_of
+    from trainwright.machine.written import machine_of
     from trainwright.planning.plan import installed, make_plan, wishes_of
     from trainwright.planning.resolve import possible
 
     here: dict[str, Any] = {}
     if on is not None:
-        cluster = parse_machine(on)
+        cluster, calibration = machine_of(on)
+        here = {"calibration": calibration}
     else:
         from trainwright.machine.calibration import current_calibration
         from trainwright.machine.detect import detect

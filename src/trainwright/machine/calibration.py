@@ -214,7 +214,21 @@ def load_calibration(file: Path) -> Calibration | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return from_json(content) if isinstance(content, dict) and content.get("form") == _FORM else None
+    return from_json(content) if _is_of_this_layout(content) else None
+
+
+def of_json(content: Any) -> Calibration:
+    """As ``from_json``, of a value that may be anything. Raises KeyError, TypeError or ValueError."""
+    if not _is_of_this_layout(content):
+        raise ValueError("of another version of Trainwright, or no calibration")
+    found = from_json(content)
+    if as_json(found) != content:  # it goes by no types, so what it was given has to come out again
+        raise ValueError("not as `trainwright machine --json` writes it")
+    return found
+
+
+def _is_of_this_layout(content: Any) -> bool:
+    return isinstance(content, dict) and content.get("form") == _FORM
 
 
 def current_calibration(machine: Machine, root: Path | None = None) -> Calibration | None:

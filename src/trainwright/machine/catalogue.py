@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import RequestError
-from trainwright.machine.links import Link, fabric, pcie
+from trainwright.machine.links import STRICT, Link, fabric, pcie
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 
@@ -26,6 +26,8 @@ _BRANDS = re.compile(r"nvidia|amd|geforce|tesla|instinct|quadro|generation|[^a-z
 @dataclass(frozen=True)
 class Source:
     """Where a card's numbers are published."""
+
+    __pydantic_config__ = STRICT
 
     title: str
     url: str
@@ -41,6 +43,8 @@ class Card:
     ``link``: to the other devices of a node. ``host_link``: to the node's memory. ``watts``: board power.
     ``network_adapters``: (count, bits a second each) of the vendor's reference server.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     vendor: str

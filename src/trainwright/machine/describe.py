@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from trainwright.errors import RequestError
 from trainwright.machine.catalogue import Card, card_of_gpu, cards, find_card
 from trainwright.machine.detect import Gpu, Machine
-from trainwright.machine.links import Link, network, pcie
+from trainwright.machine.links import STRICT, Link, network, pcie
 from trainwright.machine.processor import cpu_card
 
 FORM = "[NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100, 2xRTX4090 or 4x8xA100-40GB@8x200Gb"
@@ -37,6 +37,8 @@ class Cluster:
     device has left now; None for a described machine, where all is taken to be free.
     ``assumptions``: what was not said and not measured.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     nodes: int

@@ -19,6 +19,10 @@ _MOST_NVLINKS = 18
 _NAMES = {"nvlink": "NVLink", "infinity_fabric": "Infinity Fabric", "pcie": "PCIe"}
 
 
+# How pydantic reads a description of a machine back from JSON: only what was written, and as it was.
+STRICT: Any = {"extra": "forbid", "strict": True}
+
+
 @dataclass(frozen=True)
 class Link:
     """What a device sends through.
@@ -28,6 +32,8 @@ class Link:
     ``span``: how many devices of a node it joins; 0 for all that there are.
     ``direct``: whether devices write into each other's memory; otherwise the bytes go through the host's.
     """
+
+    __pydantic_config__ = STRICT
 
     kind: LinkKind
     bandwidth: float

@@ -15,6 +15,8 @@ from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 
+_MOST_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
+
 _EXPECTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -28,6 +30,8 @@ _EXPECTED = {
     "string_too_short": "text that is not empty",
     "list_type": "a list",
     "dict_type": "a mapping",
+    "mapping_type": "a mapping",
+    "dataclass_type": "a mapping",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
     "tuple_type": "a list",
@@ -45,11 +49,15 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     """Every problem of a recipe that did not validate; ``file`` is the place of what is written nowhere."""
     details = error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
-    suggested = {path: _nearest(path) for path in (field_path(item["loc"]) for item in unknown)}
+    suggested = {path: _nearest(path) for path in (field_path(item["loc"]) for item in unknown[:_MOST_UNKNOWN])}
     problems = [
         Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near)}")
         for path, near in suggested.items()
     ]
+    if len(unknown) > _MOST_UNKNOWN:
+        next_ = field_path(unknown[_MOST_UNKNOWN]["loc"])
+        more = f"{dotted(next_)}: and {len(unknown) - _MOST_UNKNOWN:,} more unknown keys"
+        problems.append(Problem(origin_of(next_, tree, file), more))
     problems += _mistaken_values(details, set(suggested.values()), tree, file)
     return problems + [_located(item, tree, file) for item in contradictions_in(error)]
 
@@ -115,13 +123,18 @@ def _mistaken_values(
             if path not in suggested:  # else its mistyped name is reported already
                 yield Problem(origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path)}".rstrip())
             continue
-        expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
-        value = items[0]["input"]
-        near = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        if expected.startswith("text") and isinstance(value, int | float):
-            hint = "; put it in quotes"
-        yield Problem(origin_of(path, tree, file), f"{dotted(path)}: expected {expected}, not {_shown(value)}{hint}")
+        yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {expected_and_found(*items)}")
+
+
+def expected_and_found(*items: ErrorDetails) -> str:
+    """The words for a value that is of none of the types it may be of; each of ``items`` is of one."""
+    expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
+    value = items[0]["input"]
+    near = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if expected.startswith("text") and isinstance(value, int | float):
+        hint = "; put it in quotes"
+    return f"expected {expected}, not {_shown(value)}{hint}"
 
 
 def _expected(item: ErrorDetails) -> str:

@@ -1,0 +1,109 @@
+"""A machine read back from what ``trainwright machine --json`` has written, to be planned for elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.machine.calibration import Calibration, of_json
+from trainwright.machine.describe import Cluster, parse_machine
+from trainwright.recipe.files import read_json
+
+# What follows from the other keys; written for readers.
+_DERIVED = ("devices", "device")
+_LEAST_ONE = (
+    "nodes",
+    "devices_per_node",
+    "host_memory_bytes",
+    "cpu_cores",
+    "card.memory_bytes",
+    "card.nominal_bytes",
+)
+_FIX = "`trainwright machine --json > FILE` writes such a file"
+
+
+def machine_of(text: str) -> tuple[Cluster, Calibration | None]:
+    """The machine that ``--on`` names: a file, or a description as ``parse_machine`` takes it. Raises RequestError."""
+    if text.endswith(".json") or Path(text).is_file():
+        return read_machine(Path(text).expanduser())
+    return parse_machine(text), None
+
+
+def read_machine(file: Path) -> tuple[Cluster, Calibration | None]:
+    """The machine in ``file``, and its calibration where that was written too.
+
+    Raises:
+        RequestError: what is wrong in it, a line each, with the key.
+    """
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise RequestError(f"{file}: not a machine, which is a JSON object; {_FIX}")
+    values = {key: value for key, value in content.items() if key not in (*_DERIVED, "calibration")}
+    cluster = _cluster(values, file)
+    _refuse(file, _impossible(cluster))
+    derived: Mapping[str, Any] = {"devices": cluster.devices, "device": cluster.device}
+    _refuse(
+        file,
+        (
+            f"{key}: {content[key]!r} contradicts the other keys, which make it {expected!r}"
+            for key, expected in derived.items()
+            if content.get(key, expected) != expected
+        ),
+    )
+    calibration = content.get("calibration")
+    if calibration is None:
+        return cluster, None
+    try:
+        return cluster, of_json(calibration)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise RequestError(f"{file}: calibration: {reason}; set it to null to plan without it") from None
+
+
+def _cluster(values: dict[str, Any], file: Path) -> Cluster:
+    from pydantic import TypeAdapter, ValidationError
+
+    from trainwright.recipe.problems import expected_and_found
+
+    try:
+        return TypeAdapter(Cluster).validate_json(json.dumps(values))
+    except ValidationError as error:
+        lines = []
+        for item in error.errors(include_url=False):
+            key = ".".join(map(str, item["loc"]))
+            if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+                lines.append(f"{key}: unknown key")
+            elif item["type"] in ("missing", "missing_argument"):
+                lines.append(f"{key}: is missing")
+            else:
+                lines.append(f"{key}: {expected_and_found(item)}")
+        raise RequestError("\n".join(f"{file}: {line}" for line in dict.fromkeys(lines)) + f"\n{_FIX}") from None
+
+
+def _impossible(cluster: Cluster) -> Iterator[str]:
+    """Numbers of the right type that no machine has."""
+    values: dict[str, float] = {}
+    for key in _LEAST_ONE:
+        value: Any = cluster
+        for part in key.split("."):
+            value = getattr(value, part)
+        values[key] = value
+    yield from (f"{key}: expected a number of at least 1, not {value}" for key, value in values.items() if value < 1)
+    links = {"link": cluster.link, "network": cluster.network, "card.link": cluster.card.link}
+    rates = {f"{name}.bandwidth": link.bandwidth for name, link in links.items() if link is not None}
+    rates |= {f"card.rates.{name}": rate for name, rate in cluster.card.rates.items()}
+    rates["card.memory_bandwidth"] = cluster.card.memory_bandwidth
+    for key, rate in rates.items():
+        if not (math.isfinite(rate) and rate > 0):
+            yield f"{key}: expected a finite number above 0, not {rate}"
+    if cluster.nodes > 1 and cluster.network is None:
+        yield f"network: is null, and {cluster.nodes} nodes need one"
+
+
+def _refuse(file: Path, lines: Iterator[str]) -> None:
+    if found := list(lines):
+        raise RequestError("\n".join(f"{file}: {line}" for line in found))
