@@ -79,6 +79,38 @@ def test_a_file_that_says_what_the_recipe_says_agrees(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        {"zero_optimization": {"stage": 2, "cpu_offload": False, "cpu_offload_param": False}},
+        {"zero_optimization": {"cpu_offload_use_pin_memory": False, "elastic_checkpoint": False}},
+        {"zero_optimization": {"zero_hpz_partition_size": 1, "zero_quantized_weights": False, "mics_shard_size": -1}},
+        {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True, "load_from_fp32_weights": True}},
+        {"fp16": {"enabled": False, "auto_cast": False, "consecutive_hysteresis": False}},
+        {"bf16": {"enabled": False, "immediate_grad_update": True}},
+        {"flops_profiler": {"enabled": False, "profile_step": 1}, "wandb": {"enabled": False}, "amp": {}},
+        {"communication_data_type": None, "data_types": {"grad_accum_dtype": None}, "sparse_gradients": False},
+        {"optimizer": {"params": {"bias_correction": True, "amsgrad": False}}},
+    ],
+)
+def test_unsupported_keys_at_deepspeeds_own_defaults_are_read(tmp_path: Path, content: dict[str, Any]) -> None:
+    check(recipe(tmp_path, content))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_what_passes_as_a_default_is_deepspeeds_default() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    section = "zero_optimization."
+    ours = {
+        key.removeprefix(section): value for key, value in deepspeed_config._HARMLESS.items() if key.startswith(section)
+    }
+    fields = {name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    deprecated = {name: False for name in ours if name.startswith("cpu_offload")}  # their default says: not given
+    known = {name: fields[name] for name in ours if not name.startswith("mics_")}  # those are of another class
+    assert known | deprecated == {name: ours[name] for name in known}
+
+
+@pytest.mark.parametrize(
     ("content", "key", "ours"),
     [
         ({"train_batch_size": 16}, "train_batch_size", "train.global_batch_size 8"),
@@ -105,6 +137,9 @@ def test_a_file_that_says_what_the_recipe_says_agrees(tmp_path: Path) -> None:
             "zero_optimization.offload_param.device",
             "nvme is not supported",
         ),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "zero_optimization.cpu_offload_param", "old name"),
+        ({"zero_optimization": {"cpu_offload": 0}}, "zero_optimization.cpu_offload", "old name"),
+        ({"wandb": {"enabled": True}}, "wandb", "not supported"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload", "parallel.offload_optimizer"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size", "remove"),
         ({"communication_data_type": "bf16"}, "communication_data_type", "fp32"),
@@ -125,7 +160,7 @@ def test_what_contradicts_the_recipe_is_refused_by_both_keys(
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
-    found = problems(tmp_path, {**OFFLOADED, "train_batch_size": 5, "wandb": {}})
+    found = problems(tmp_path, {**OFFLOADED, "train_batch_size": 5, "wandb": {"enabled": True}})
     assert {line.split(": ")[0] for line in found} == {
         "train_batch_size",
         "wandb",
@@ -153,7 +188,7 @@ def test_no_clipping_is_zero_there(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str, words: str) -> None:
     (problem,) = problems(tmp_path, content)
     assert str(tmp_path / "deepspeed.json") in problem and words in problem
-    with pytest.raises(RequestError, match=r"nowhere\.json cannot be read: No such file"):
+    with pytest.raises(RequestError, match=r"deepspeed_config: nowhere\.json: no such file"):
         read_file("nowhere.json")
 
 

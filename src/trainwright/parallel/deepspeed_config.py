@@ -8,13 +8,14 @@ The keys are those of https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import ParallelSection, Recipe
 
 if TYPE_CHECKING:
@@ -65,7 +66,11 @@ _PASSED_ZERO = {
 }
 # True of every run here whatever they say: full weights are always exported, any optimizer is allowed.
 _GRANTED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
-_GRANTED_ZERO = {"stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"}
+_GRANTED_ZERO = {
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",  # its name before DeepSpeed 0.6
+    "gather_16bit_weights_on_model_save",
+}
 _OFFLOAD = {"offload_optimizer": "parallel.offload_optimizer", "offload_param": "parallel.offload_parameters"}
 _OFFLOAD_KEYS = {"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
 # Keys whose one value is what runs anyway, as another would change the gradients.
@@ -74,6 +79,72 @@ _FIXED: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "communication_data_type": "fp32",
     "managed_gradient_accumulation": True,
+}
+# Keys that are not supported, at DeepSpeed's default: what runs here is the same as without them.
+_HARMLESS: dict[str, Any] = {
+    "communication_data_type": None,
+    "data_types.grad_accum_dtype": None,
+    "dataloader_drop_last": False,
+    "disable_allgather": False,
+    "disable_python_gc": False,
+    "fp32_allreduce": False,
+    "legacy_fusion": False,
+    "load_universal_checkpoint": False,
+    "seq_parallel_communication_data_type": "fp32",
+    "sparse_attention": None,
+    "sparse_gradients": False,
+    "use_data_before_expert_parallelism": False,
+    "vocabulary_size": None,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "bf16.check_grad_overflow": False,
+    "bf16.immediate_grad_update": True,
+    "fp16.auto_cast": False,
+    "fp16.consecutive_hysteresis": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "optimizer.legacy_fusion": False,
+    "optimizer.params.amsgrad": False,
+    "optimizer.params.bias_correction": True,
+    "optimizer.params.max_grad_norm": 0,
+    "scheduler.params.last_batch_iteration": -1,
+    "zero_optimization.compute_grad_norm": True,
+    "zero_optimization.cpu_offload": False,
+    "zero_optimization.cpu_offload_param": False,
+    "zero_optimization.cpu_offload_use_pin_memory": False,
+    "zero_optimization.elastic_checkpoint": False,
+    "zero_optimization.legacy_stage1": False,
+    "zero_optimization.load_from_fp32_weights": True,
+    "zero_optimization.mics_hierarchical_params_gather": False,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.override_module_apply": True,
+    "zero_optimization.pipeline_loading_checkpoint": False,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": False,
+    "zero_optimization.use_all_reduce_for_fetch_params": False,
+    "zero_optimization.zenflow": None,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False,
+    "zero_optimization.zero_quantized_weights": False,
+}
+# Sections of DeepSpeed's that do nothing while their `enabled` is false, which is their default.
+_OPTIONAL = {
+    "amp",
+    "autotuning",
+    "comet",
+    "comms_logger",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "hybrid_engine",
+    "progressive_layer_drop",
+    "quantize_training",
+    "tensorboard",
+    "torch_autocast",
+    "wandb",
+    "weight_quantization",
 }
 # What the recipe has a key of its own for.
 _ELSEWHERE = {
@@ -104,21 +175,17 @@ def read_file(path: str) -> dict[str, Any]:
     """The JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
     where = f"parallel.deepspeed_config: {path}"
     try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except OSError as error:
-        raise RequestError(f"{where} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where}:{error.lineno}:{error.colno} is not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where}: {error}") from error
+        content = read_json(Path(path).expanduser(), pairs=_once)
+    except RequestError as error:
+        raise RequestError(f"parallel.deepspeed_config: {error}") from None
     if not isinstance(content, dict):
         raise RequestError(f"{where} holds no JSON object")
     return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+    counts = Counter(key for key, _ in pairs)
+    if twice := sorted(key for key, count in counts.items() if count > 1):
         raise ValueError(f"{twice[0]} is given twice")
     return dict(pairs)
 
@@ -151,6 +218,8 @@ def _problems(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         "data_types": _data_types,
     }
     for key, value in content.items():
+        if _harmless(key, value):
+            continue
         if key in checks:
             if isinstance(value, dict):
                 yield from checks[key](value, recipe)
@@ -165,6 +234,13 @@ def _problems(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
             yield from _agrees(key, value, *_scalar(key, recipe))
         elif key not in _PASSED | _GRANTED:
             yield f"{key}: is not supported here; remove it"
+
+
+def _harmless(key: str, value: Any) -> bool:
+    """Whether the file says what runs without it. ``key``: dotted where it is inside a section."""
+    if key in _HARMLESS:
+        return type(value) is type(_HARMLESS[key]) and value == _HARMLESS[key]
+    return key in _OPTIONAL and isinstance(value, dict) and value.get("enabled", False) is False
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -233,7 +309,7 @@ def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in _parameters(section).items():
         if key in expected:
             yield from _agrees(f"optimizer.params.{key}", value, *expected[key])
-        else:
+        elif not _harmless(f"optimizer.params.{key}", value):
             yield f"optimizer.params.{key}: is not supported here; remove it"
 
 
@@ -259,7 +335,7 @@ def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in _parameters(section).items():
         if key in expected:
             yield from _agrees(f"scheduler.params.{key}", value, *expected[key])
-        else:
+        elif not _harmless(f"scheduler.params.{key}", value):
             yield f"scheduler.params.{key}: is not supported here; remove it"
 
 
@@ -269,7 +345,7 @@ def _parameters(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(name: str, section: dict[str, Any], known: set[str]) -> Iterator[str]:
-    for key in section.keys() - known:
+    for key in (key for key, value in section.items() if key not in known and not _harmless(f"{name}.{key}", value)):
         yield f"{name}.{key}: is not supported here; remove it"
 
 
@@ -284,6 +360,8 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
         # enabled, it does no harm.
         scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
         for key in section.keys() - {"enabled"}:
+            if _harmless(f"{name}.{key}", section[key]):
+                continue
             if key not in scaling or (ours == "fp16" and key == "loss_scale" and section[key] not in (0, AUTO)):
                 yield f"{name}.{key}: is not supported here; remove it"
 
@@ -292,6 +370,8 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
 
 def _data_types(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in section.items():
+        if _harmless(f"data_types.{key}", value):
+            continue
         if key != "grad_accum_dtype" or value not in (AUTO, "fp32", "float32"):
             yield f"data_types.{key}: {value} is not supported; gradients are summed in fp32. Remove it"
 
@@ -302,6 +382,8 @@ def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     if stage != AUTO and f"zero{stage}" != strategy:
         yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
     for key, value in section.items():
+        if _harmless(f"zero_optimization.{key}", value):
+            continue
         if key in _OFFLOAD:
             yield from _offload(key, value, recipe)
         elif key in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
