@@ -72,7 +72,7 @@ class Plan:
 def _check_script(script: str, module: bool) -> None:
     from importlib.util import find_spec
 
-    from trainwright.recipe.merging import missing_file
+    from trainwright.recipe.files import missing_file
 
     if not module:
         if not Path(script).is_file():

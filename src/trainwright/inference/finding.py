@@ -10,6 +10,7 @@ from typing import Any
 from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
 from trainwright.models.resolve import TOKENIZER_FILES
+from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
@@ -162,10 +163,7 @@ def _base_name(path: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{file} cannot be read: {error}") from error
+    values = read_json(file)
     return values if isinstance(values, dict) else {}
 
 

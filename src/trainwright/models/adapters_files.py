@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.resolve import resolve
+from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -212,11 +213,11 @@ class SavedAdapter:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no mapping")
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{START_FROM}: {file} cannot be read: {error}") from error
+        config = read_json(file)
+    except RequestError as error:
+        raise RequestError(f"{START_FROM}: {error}") from None
+    if not isinstance(config, dict):
+        raise RequestError(f"{START_FROM}: {file}: not an adapter's configuration, which is a JSON object")
     for key, known in _PLAIN.items():
         if key in config and config[key] not in known:
             raise RequestError(

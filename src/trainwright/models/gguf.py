@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
+from trainwright.recipe.model_sizes import check_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,7 @@ def _config(file: Path, facts: dict[str, Any]) -> Any:
         fields.pop(leftover, None)
     if "n_ctx" in fields:  # GPT-2's older name, which its configuration no longer reads
         fields["n_positions"] = fields.pop("n_ctx")
+    check_sizes(fields, str(file))
     config_class = type(AutoConfig.for_model(fields["model_type"]))
     known = {field.name for field in dataclasses.fields(config_class)}
     for key, name in _ALSO_READ.items():

@@ -14,6 +14,8 @@ from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.configuration import SPECIAL_IDS, fresh_config, set_dropout
 from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
 from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
+from trainwright.recipe.files import read_json
+from trainwright.recipe.model_sizes import check_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -220,6 +222,9 @@ def config_from(directory: Path) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    file = directory / "config.json"
+    if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
+        check_sizes(fields, f"model.name: {file}")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class

@@ -19,6 +19,8 @@ from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
 from trainwright.planning.operations import MicroBatch, traced
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
+from trainwright.recipe.files import read_json
+from trainwright.recipe.model_sizes import check_sizes
 
 if TYPE_CHECKING:
     from trainwright.data.row_files import Row
@@ -157,14 +159,10 @@ def full_rows(recipe: Recipe) -> Facts:
 
 def architecture_of_file(file: Path) -> Architecture:
     """The numbers in a config.json. Raises RequestError naming the file and what is wrong in it."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{file}: is not JSON: {error}") from error
+    content = read_json(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
+    check_sizes(content, str(file))
     return _architecture(content, str(file))
 
 
@@ -337,10 +335,11 @@ def _started(directory: str | None) -> dict[str, Any]:
     """The configuration of the adapter that training goes on from."""
     if directory is None:
         return {}
+    file = Path(directory).expanduser() / "adapter_config.json"
     try:
-        found: dict[str, Any] = json.loads((Path(directory).expanduser() / "adapter_config.json").read_text())
-        return found
-    except (OSError, ValueError):
+        found = read_json(file)
+        return found if isinstance(found, dict) else {}
+    except RequestError:
         return {}  # what is wrong with it is said where it is loaded
 
 

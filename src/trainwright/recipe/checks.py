@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.recipe.algorithm_distillation_checks import distillation
 from trainwright.recipe.contradiction import Contradiction
+from trainwright.recipe.model_sizes import absurd_sizes
 from trainwright.recipe.unlearn_checks import unlearning
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
             yield Contradiction(
                 ("model.config",), "needs a model_type, the name of a transformers architecture such as llama"
             )
+        for key, reason in absurd_sizes(model.config):
+            yield Contradiction((f"model.config.{key}",), reason)
         if model.tokenizer is None:
             yield Contradiction(
                 ("model.tokenizer", "model.config"),

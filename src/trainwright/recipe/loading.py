@@ -14,6 +14,8 @@ from trainwright.recipe.problems import explain, explain_hidden, unknown_keys
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, to_yaml
 
+_MOST_LINES = 100  # of a message
+
 
 class LoadedRecipe(NamedTuple):
     """A recipe and where each of its values was written; defaults are written nowhere."""
@@ -59,7 +61,9 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
         problems += explain(error, tree, file) + _behind_unknown_keys(error, tree, file)
     if problems:
         problems.sort(key=lambda problem: (problem.origin.source, problem.origin.line or 0))
-        raise RequestError("\n".join(dict.fromkeys(map(str, problems))))
+        lines = list(dict.fromkeys(map(str, problems)))
+        more = [f"and {len(lines) - _MOST_LINES:,} more problems"] if len(lines) > _MOST_LINES else []
+        raise RequestError("\n".join([*lines[:_MOST_LINES], *more]))
     return LoadedRecipe(recipe, tree.origins)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainwright.errors import RequestError
+from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value
 
 
@@ -24,6 +24,9 @@ class Override(str):
         return override
 
 
+# Files that a recipe may include in all, each as often as it is named, and how deep: includes of includes multiply.
+_MOST_INCLUDED, _DEEPEST_INCLUDE = 100, 20
+
 # Sections that may be written as one word, and the key that the word is the value of.
 _IN_ONE_WORD: dict[KeyPath, str] = {("model", "adapter"): "type"}
 
@@ -33,14 +36,15 @@ def read_merged(path: Path | None, overrides: Sequence[str]) -> Tree:
 
     Raises RequestError where a file cannot be read or is not YAML, or an override is malformed.
     """
-    tree = Tree() if path is None else _read_file(path, including=())
+    tree = Tree() if path is None else _read_file(path, (), [])
     for override in overrides:
         _merge(tree, *_read_override(override))
     return tree
 
 
-def _read_file(path: Path, including: tuple[Path, ...]) -> Tree:
-    own = parse_mapping(_text(path), str(path))
+def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
+    own = parse_mapping(read_text(path), str(path))
+    read.append(path)
     merged = Tree()
     for name, origin in _includes(own):
         target = Path(os.path.normpath(path.parent / Path(name).expanduser()))
@@ -50,8 +54,13 @@ def _read_file(path: Path, including: tuple[Path, ...]) -> Tree:
             own.problems.append(Problem(origin, f"include: goes round in a circle: {circle}"))
         elif not target.is_file():
             own.problems.append(Problem(origin, f"include: {missing_file(target)}"))
+        elif len(chain) > _DEEPEST_INCLUDE or len(read) > _MOST_INCLUDED:
+            raise RequestError(
+                f"{origin}: include: more than {_MOST_INCLUDED} files, or more than {_DEEPEST_INCLUDE} inside each "
+                "other; include fewer"
+            )
         else:
-            _merge(merged, _read_file(target, chain))
+            _merge(merged, _read_file(target, chain, read))
     # A section whose keys are all commented out takes nothing away from what is included.
     empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
     for key in empty:
@@ -72,29 +81,6 @@ def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
         return
     for index, name in enumerate(names or []):
         yield name, origins.get(("include", index), origins[("include",)])
-
-
-def _text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise RequestError(missing_file(path)) from None
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise RequestError(f"{path}:{line}: is not UTF-8 text") from None
-
-
-def missing_file(path: Path) -> str:
-    """Says that there is no file at ``path``, and names the one that was probably meant."""
-    directory = path.parent
-    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {directory / close[0]}?" if close else ""
-    return f"{path}: no such file{hint}"
 
 
 def _same_file(one: Path, other: Path) -> bool:
@@ -137,6 +123,7 @@ def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], 
             if isinstance(earlier, dict):
                 _merge_values(tree, earlier, value, place, depth)
                 continue
-        for known in [known for known in tree.origins if known[: len(place)] == place]:
-            del tree.origins[known]
+        if key in base:
+            for known in [known for known in tree.origins if known[: len(place)] == place]:
+                del tree.origins[known]
         base[key] = value

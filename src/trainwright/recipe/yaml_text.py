@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainwright.errors import RequestError
+from trainwright.recipe.files import DEEPEST
 
 KeyPath = tuple[str | int, ...]
 
-_DEEPEST = 64  # levels of mappings and lists; no recipe comes near
+_MOST_VALUES = 100_000  # read in seconds
+# Values that aliases may add to those that are written. They stand for what they name, so aliases of aliases multiply.
+_MOST_REPEATED = 10_000
 
 
 class Origin(NamedTuple):
@@ -110,18 +113,34 @@ class _Builder:
     def __init__(self, loader: _Loader, source: str, tree: Tree, has_lines: bool) -> None:
         self.loader, self.source, self.tree, self.has_lines = loader, source, tree, has_lines
         self.open: set[int] = set()
+        self.seen: set[int] = set()
+        self.repeated = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS[type(node)]:
             raise RequestError(f"{self._origin(node)}: YAML tag {node.tag!r} means nothing here; remove it")
+        self._count(node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if id(node) in self.open:
             raise RequestError(f"{self._origin(node)}: a YAML alias inside of what it stands for")
+        if len(self.open) == DEEPEST:
+            raise RequestError(f"{self._origin(node)}: not valid YAML: nested more than {DEEPEST} deep by aliases")
         self.open.add(id(node))
         value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
         self.open.remove(id(node))
         return value
+
+    def _count(self, node: yaml.Node) -> None:
+        if id(node) not in self.seen:
+            self.seen.add(id(node))
+            return
+        self.repeated += 1
+        if self.repeated > _MOST_REPEATED:
+            raise RequestError(
+                f"{self._origin(node)}: YAML aliases repeat more than {_MOST_REPEATED:,} values; write them out, or "
+                "leave them out"
+            )
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
@@ -170,15 +189,17 @@ def dotted(path: KeyPath) -> str:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
-    depth = 0
+    depth = values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As the base class, which takes any depth until Python's own stack is full."""
+        """As the base class, which takes any number of values, at any depth until Python's own stack is full."""
         self.depth += 1
-        if self.depth > _DEEPEST:
-            raise yaml.composer.ComposerError(
-                problem=f"nested more than {_DEEPEST} deep", problem_mark=self.peek_event().start_mark
-            )
+        self.values += 1
+        problem = f"nested more than {DEEPEST} deep" if self.depth > DEEPEST else None
+        if self.values > _MOST_VALUES:
+            problem = f"more than {_MOST_VALUES:,} keys and values"
+        if problem is not None:
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

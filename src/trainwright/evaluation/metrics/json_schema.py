@@ -8,6 +8,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.evaluation.libraries import require
+from trainwright.recipe.files import read_json
 
 
 class JsonSchema:
@@ -48,12 +49,7 @@ class JsonSchema:
 
 
 def _read(file: Path) -> Any:
-    try:
-        schema = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RequestError(f"{file}: not JSON: {error}") from None
+    schema = read_json(file)
     if not isinstance(schema, (dict, bool)):
         raise RequestError(f"{file}: no JSON Schema: it should be an object")
     return schema

@@ -6,7 +6,6 @@ and None, single quotes, commas before a closing bracket, comments.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.recipe.merging import missing_file
+from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Tree, parse_mapping
 
 Place = tuple[str, ...]
 
-_KEY = re.compile(r"""^[\s{]*["']?[A-Za-z_]\w*["']?\s*:""", re.MULTILINE)
+_KEY = re.compile(r"""^[ \t{]*["']?[A-Za-z_]\w*["']?\s*:""", re.MULTILINE)
 _OF_DEEPSPEED = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 _ENUMS = ("compute_environment", "distributed_type")
 
@@ -66,7 +65,7 @@ def read(path: Path) -> Source:
 
     Raises RequestError, with the line where there is one, when there is no such file or it has no mapping.
     """
-    text = _text(path)
+    text = read_text(path)
     if not text.strip():
         raise RequestError(f"{path}: is empty; `trainwright setup --config-file {path}` writes one")
     strict = _strict_json(text)
@@ -89,7 +88,7 @@ def read(path: Path) -> Source:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that an Accelerate file points to, as loose as those may be. Raises RequestError."""
-    text = _text(path)
+    text = read_text(path)
     strict = _strict_json(text)
     if strict is not None:
         return strict
@@ -110,21 +109,10 @@ def _deepspeed_file(path: Path) -> Source:
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise RequestError(missing_file(path)) from None
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise RequestError(f"{path}: is not UTF-8 text") from None
-
-
 def _strict_json(text: str) -> dict[str, Any] | None:
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
+        values = parse_json(text, "")
+    except RequestError:
         return None
     return values if isinstance(values, dict) else None
 
@@ -149,7 +137,8 @@ def _without_comments(text: str) -> str:
         return "\n" * found.count("\n") if found.startswith("/") else "  "
 
     return re.sub(
-        r""" "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' | //[^\n]* | /\*.*?\*/ | \t """,
+        # What is not closed is taken to its end: tried again from each of its characters it would take forever.
+        r""" "(?:\\.|[^"\\\n])*"? | '(?:\\.|[^'\\\n])*'? | //[^\n]* | /\*.*?(?:\*/|\Z) | \t """,
         replaced,
         text,
         flags=re.VERBOSE | re.DOTALL,

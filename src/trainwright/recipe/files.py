@@ -1,0 +1,79 @@
+"""Files of settings that users give, read with bounds: a wrong or hostile one is an error in words, never a crash."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+
+DEEPEST = 64  # levels of mappings and lists; no file that people write comes near
+# Bytes. YAML takes seconds a MiB to read; people write a few thousand bytes.
+_LARGEST_YAML, _LARGEST_JSON = 2**20, 16 * 2**20
+
+
+def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
+    """A file of settings as text. Raises RequestError where it cannot be read, is no text or is over ``most`` bytes."""
+    try:
+        with path.open("rb") as file:  # it may be a device or a pipe without an end
+            data = file.read(most + 1)
+    except FileNotFoundError:
+        raise RequestError(missing_file(path)) from None
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise RequestError(f"{path}: is larger than {most / 2**20:.0f} MiB, which no file of settings is")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise RequestError(f"{path}:{line}: is not UTF-8 text") from None
+
+
+def missing_file(path: Path) -> str:
+    """Says that there is no file at ``path``, and names the one that was probably meant."""
+    directory = path.parent
+    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {directory / close[0]}?" if close else ""
+    return f"{path}: no such file{hint}"
+
+
+def read_json(path: Path, source: str | None = None, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """As ``parse_json`` of the text of a file, which messages call ``source``, or by its path."""
+    return parse_json(read_text(path, _LARGEST_JSON), source or str(path), pairs)
+
+
+def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """The value that ``text`` is; ``source`` names it in messages. ``pairs`` makes an object of its keys and values.
+
+    Raises:
+        RequestError: it is not JSON, with line and column, or nested more than ``DEEPEST`` deep.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise _too_deep(source) from None
+    except ValueError as error:  # of `pairs`, and of numbers with thousands of digits
+        raise RequestError(f"{source}: {error}") from None
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [item for one in level for item in _items(one)]
+        if not level:
+            return value
+    raise _too_deep(source)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [item for item in value.values() if isinstance(item, dict | list)]
+    return [item for item in value if isinstance(item, dict | list)] if isinstance(value, list) else []
+
+
+def _too_deep(source: str) -> RequestError:
+    return RequestError(f"{source}: nested more than {DEEPEST} deep")
