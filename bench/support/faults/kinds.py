@@ -30,7 +30,8 @@ class Case:
 
     def __str__(self) -> str:
         strategy, processes = self.spread
-        return ", ".join(part for part in (f"{strategy} on {processes}", self.phase, self.variant) if part)
+        text = ", ".join(part for part in (f"{strategy} on {processes}", self.phase, self.variant) if part)
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
