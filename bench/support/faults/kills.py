@@ -95,7 +95,7 @@ def kill_shell(scene: Scene) -> None:
     os.kill(shell.pid, getattr(signal, scene.variant))
     deadline = time.monotonic() + RUN_SECONDS
     while shell.processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.2)
     ended = shell.wait(RUN_SECONDS)
     require("Traceback" not in ended.text, f"a traceback: {ended}")
     finished = any(event["event"] == "finish" and event["status"] == "finished" for event in promises.lines(scene.run))

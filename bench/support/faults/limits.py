@@ -78,7 +78,7 @@ def full_shared_memory(scene: Scene) -> None:
 @fault(
     "a cgroup with less memory than the run takes",
     spreads=ANY,
-    variants=("40", "80", "150", "220", "300", "380", "500", "700"),
+    variants=("120", "160", "220", "280", "340", "400", "500", "700"),
     share=3,
     needs=memory_cgroup_refused,
 )

@@ -53,7 +53,9 @@ def one_port(scene: Scene) -> None:
     second = _start(scene, port, "data.validation=13", run=str(other))
     ends = [[rank.wait(RUN_SECONDS) for rank in job] for job in (first, second)]
     finished = [all(rank.code == FINISHED for rank in job) for job in ends]
-    require(any(finished), f"neither job finished: {ends[0][0]}\n{ends[1][0]}")
+    codes = [[rank.code for rank in job] for job in ends]
+    failed = next((rank for job in ends for rank in job if rank.code != FINISHED), None)
+    require(any(finished), f"neither job finished, exit codes are {codes}: {failed}")
     for job, done, run in zip(ends, finished, (scene.run, other), strict=True):
         if not done:
             _all_refused(scene, job, str(port))
