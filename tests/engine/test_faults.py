@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import wait_for
+from tests.support.commands import descendants, wait_for
 from tests.support.runs import ON_ROWS, ROWS, Runs, column, events
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.parallel.shards import Shard
@@ -220,6 +221,25 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
     assert ended.stdout.count("No space left on device") == len(faults)
     assert column(run, "loss") == column(uninterrupted, "loss")
     assert (run / "final" / "model.safetensors").is_file()
+
+
+def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_is(runs: Runs) -> None:
+    settings = (processes(1), ON_ROWS, "train.max_steps=12", "checkpoint.every=4")
+    uninterrupted = runs.trained(*settings)
+    started = runs.train(*settings)
+    assert started.run is not None
+    wait_for((started.run / "checkpoints" / "step-00000004").exists, every=0.002)
+    for process in descendants(started.pid):
+        # As a quota: what is larger than so many bytes cannot be written.
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    ended = started.wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    newest = checkpoints(started.run).steps()[-1]
+    assert newest < 12
+    assert "final could not be written: File too large; the training is done, but" in ended.stderr
+    assert f"its newest checkpoint is of step {newest}: make room, then --resume" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert column(runs.resumed(started.run), "loss") == column(uninterrupted, "loss")
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,19 @@ def test_failure_keeps_the_directory_that_was_there(tmp_path: Path) -> None:
         save_model(tmp_path / "m", model.config, {"lm_head.weight": torch.zeros(3)}, tokenizer)
     assert {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()} == before
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_a_disk_without_room_is_an_error_of_the_system(tmp_path: Path) -> None:
+    model, tokenizer = load_model(section("llama"), seed=1), load_tokenizer(section("llama"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            save_model(tmp_path / "m", model.config, model.state_dict(), tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG and str(tmp_path) in str(caught.value)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_and_leftovers_of_a_killed_save_are_replaced(tmp_path: Path) -> None:

@@ -16,4 +16,5 @@ from support.faults import (  # noqa: F401
     ports,
     resuming,
     signals,
+    torchrun,
 )

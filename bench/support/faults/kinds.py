@@ -69,7 +69,7 @@ def fault(
     phases: Sequence[str] = ("",),
     variants: Iterable[str] = ("",),
     share: float = 1.0,
-    seconds: float = 240.0,
+    seconds: float = 420.0,
     needs: Callable[[], str | None] = lambda: None,
 ) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
     """Register the decorated function as a kind, to be tried in every combination of the rest."""

@@ -372,16 +372,24 @@ class Trainer:
             else:
                 if isinstance(done, Shortage):
                     raise TrainingError(
-                        f"memory ran out while {final} was written: {done.detail}; the training is done and "
-                        "checkpointed: --resume this run where there is more"
+                        f"memory ran out while {final} was written: {done.detail}; {self._kept()}: --resume this "
+                        "run where there is more"
                     )
         for _ in tensors:  # every rank takes part in gathering
             pass
         failure = self.world.broadcast(failure)
         if failure is not None:
-            raise TrainingError(f"{failure}; the training is done and checkpointed: make room, then --resume this run")
+            raise TrainingError(f"{failure}; {self._kept()}: make room, then --resume this run")
         if adapter:
             check_export(self.task, self.strategy, final, different)
+
+    def _kept(self) -> str:
+        """What of a run whose last step is done can be resumed."""
+        if self._saved_step == self.progress.step:
+            return "the training is done and checkpointed"
+        if self._saved_step is None:
+            return "the training is done, but no checkpoint could be written, so it begins anew"
+        return f"the training is done, but its newest checkpoint is of step {self._saved_step}"
 
     def _finish(self, status: str, begun: float, path: Path) -> None:
         seconds = time.monotonic() - begun

@@ -21,6 +21,7 @@ from torch import nn
 from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters_config import linear_names, matched, peft_config, saved_config
 from trainwright.models.adapters_files import START_FROM, WEIGHTS, BaseModel, SavedAdapter, base_model, start_from
+from trainwright.models.weight_files import write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -113,7 +114,7 @@ class Adapter:
         Raises:
             TrainingError: the adapter is not complete, adds nothing, or is not read as it was written.
         """
-        from safetensors.torch import load_file, save_file
+        from safetensors.torch import load_file
 
         from trainwright.models.save import replacing
 
@@ -131,7 +132,7 @@ class Adapter:
             config.inference_mode = True
             config.save_pretrained(temporary)
             # A tied matrix is one tensor with two names, which the format does not have.
-            save_file({key: tensor.clone() for key, tensor in weights.items()}, temporary / WEIGHTS, {"format": "pt"})
+            write_weights({key: tensor.clone() for key, tensor in weights.items()}, temporary / WEIGHTS)
             self._base.write(temporary)
             tokenizer.save_pretrained(temporary)
             found = load_file(temporary / WEIGHTS)

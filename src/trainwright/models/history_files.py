@@ -17,6 +17,7 @@ import torch
 from trainwright.errors import RequestError
 from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.save import replacing
+from trainwright.models.weight_files import write_weights
 
 WEIGHTS, ABOUT = "model.safetensors", "agent.json"
 
@@ -25,11 +26,9 @@ def save_history_model(
     directory: Path, shape: HistoryShape, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Write a model; ``about`` is ``environment`` and ``tried``."""
-    from safetensors.torch import save_file
-
     about = {"model": shape.as_json(), **about}
     with replacing(directory) as scratch:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
+        write_weights({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
         (scratch / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import TrainingError
 from trainwright.models.configuration import restore_source
+from trainwright.models.weight_files import write_weights
 
 if TYPE_CHECKING:
     import torch
@@ -126,8 +127,6 @@ def has_conversions(model: PreTrainedModel) -> bool:
 def _write_weights(
     directory: Path, items: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    from safetensors.torch import save_file
-
     weight_map: dict[str, int] = {}
     shard: dict[str, torch.Tensor] = {}
     count = size = total = 0
@@ -135,7 +134,7 @@ def _write_weights(
     def write() -> None:
         nonlocal count, size
         count += 1
-        save_file(shard, directory / f"shard-{count}", {"format": "pt"})
+        write_weights(shard, directory / f"shard-{count}")
         weight_map.update(dict.fromkeys(shard, count))
         shard.clear()
         size = 0

@@ -1,0 +1,49 @@
+"""The same run under torchrun, whose own messages and exit codes are not ours."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from support.faults import phases, promises
+from support.faults.commands import Command
+from support.faults.kinds import SEVERAL, fault
+from support.faults.scene import FINISHED, RUN_SECONDS, Scene
+from support.faults.verdicts import Missed, require
+
+
+@fault("a stop under torchrun", spreads=SEVERAL[:2], phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
+def stop_torchrun(scene: Scene) -> None:
+    """Its workers write a checkpoint of the step that they have come to."""
+    command = _started(scene)
+    command.send(getattr(signal, scene.variant))
+    ended = command.wait(RUN_SECONDS)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    reached, saved = promises.last_step(scene.run), promises.checkpoint_steps(scene.run)
+    require(not reached or (saved and saved[-1] == reached), f"stopped at {reached}, checkpoints of {saved}: {ended}")
+    scene.resumes()
+
+
+@fault("a worker killed under torchrun", spreads=SEVERAL[:2], phases=phases.TRAINING, share=0.7)
+def kill_under_torchrun(scene: Scene) -> None:
+    """The other one ends by itself and names it."""
+    command = _started(scene)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    command.send(signal.SIGKILL, workers[rank])
+    ended = command.wait(RUN_SECONDS)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    require(f"error: rank {rank}" in ended.text, f"nobody names rank {rank}: {ended}")
+    promises.none_lost(scene.run)
+    scene.resumes()
+
+
+def _started(scene: Scene) -> Command:
+    """The run under torchrun, in the phase of the case."""
+    processes = str(scene.case.spread[1])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    command = scene.command(sys.executable, *launcher, "-m", "trainwright.worker", *scene.asked())
+    scene.reach(command)
+    return command
