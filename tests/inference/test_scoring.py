@@ -53,6 +53,19 @@ def test_packed_is_as_padded() -> None:
     assert all(np.allclose(a.losses, b.losses, atol=1e-5) for a, b in zip(padded, packed, strict=True))
 
 
+def test_a_model_in_training_is_scored_without_dropout_and_goes_on_in_training() -> None:
+    dataset = rows_as_tokens()
+    lm = CausalLM(model_of("llama", positions=512), packed=False)
+    expected = score(lm, dataset, ALONE)
+    lm.config.attention_dropout = 0.5
+    for part in lm.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.5
+    found = score(lm.train(), dataset, ALONE)
+    assert all(np.array_equal(a.losses, b.losses) for a, b in zip(found, expected, strict=True))
+    assert lm.training
+
+
 def test_several_processes_give_what_one_gives(runs: Runs, tmp_path: Path) -> None:
     for processes in (1, 3):
         runs.function("tests.inference.test_scoring:in_process", str(tmp_path / str(processes)), processes=processes)

@@ -153,3 +153,33 @@ def test_gpt2_has_124_million_parameters() -> None:
 def test_parts_that_do_not_go_together_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         load_config(ModelSection(config={"model_type": "gpt", **config}, tokenizer="bytes"))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_dropout_is_of_training_alone(attention: str) -> None:
+    config = {"model_type": "gpt", **SMALL, "variant": "gpt2", "dropout": 0.5}
+    model = load_model(ModelSection(config=config, tokenizer="bytes"))
+    model.set_attn_implementation(attention)
+    plain = load_model(ModelSection(config={**config, "dropout": 0.0}, tokenizer="bytes"))
+    plain.set_attn_implementation(attention)
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
+        assert not torch.equal(model.train()(tokens()).logits, plain(tokens()).logits)
+
+
+def test_fresh_weights_onto_the_stream_are_smaller_the_deeper_the_model() -> None:
+    config = {"model_type": "gpt", **SMALL, "hidden_size": 128, "num_hidden_layers": 8, "variant": "gpt2"}
+    block = find_blocks(load_model(ModelSection(config=config, tokenizer="bytes")))[0]
+    for inward, onto in ((block.attention.qkv, block.attention.output), (block.mlp.up, block.mlp.down)):  # type: ignore[union-attr]
+        assert inward.weight.std().item() == pytest.approx(0.02, rel=0.03)  # type: ignore[union-attr, operator]
+        assert onto.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)  # type: ignore[union-attr, operator]
+
+
+@torch.no_grad()
+def test_tokens_behind_a_cache_are_where_they_would_be_without_it(section: ModelSection) -> None:
+    model = load_model(section)
+    model.set_attn_implementation("eager")
+    whole = model(tokens()).logits
+    first = model(tokens()[:, :12], use_cache=True)
+    later = model(tokens()[:, 12:], past_key_values=first.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(later, whole[:, 12:], rtol=1e-4, atol=1e-5)

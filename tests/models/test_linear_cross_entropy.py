@@ -66,6 +66,34 @@ def test_targets_count_as_much_as_their_weights_say(softcap: float | None, monke
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_z_loss_is_the_square_of_the_log_sum_exp(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 50 * 500 * 4)
+    hidden, weight, offset, targets = leaves()
+    assert offset is not None
+    settings = {"softcap": softcap, "logit_scale": 0.7}
+    total = linear_cross_entropy(hidden, weight, offset, targets, **settings, z_loss=0.1)  # type: ignore[arg-type]
+    logits = F.linear(hidden, weight, offset) * 0.7
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(logits, targets, reduction="sum") + 0.1 * logits.logsumexp(1).square().sum()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
+    got = torch.autograd.grad(total, [hidden, weight, offset])
+    want = torch.autograd.grad(expected, [hidden, weight, offset])
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_the_gradient_of_a_bf16_head_is_summed_over_chunks_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, targets = leaves(targets=2000, bias=False)
+    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    (whole,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, targets), weight)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 2 * 500 * 2)  # two targets a chunk
+    (parts,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, None, targets), weight)
+    # Each part is a product in bf16; a thousand of them summed in bf16 are off by several times this.
+    assert (parts.float() - whole.float()).norm() < 4e-3 * whole.float().norm()
+
+
 def test_tied_weights_get_both_gradients() -> None:
     _, weight, _, targets = leaves()
     total = linear_cross_entropy(F.embedding(targets, weight), weight, None, targets.flip(0))
