@@ -7,49 +7,33 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training import built
-from trainwright.engine import trainer as module
-from trainwright.engine.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.events import EventLog
+from tests.support.training import ALONE, trainer_of
+from trainwright.engine.checkpoint import Checkpoint
+from trainwright.engine.events import Event
 from trainwright.engine.loss_watch import Losses, Noise
-from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Progress, Trainer
-from trainwright.observe.reader import Event, read_events
 from trainwright.parallel.world import World
 
-ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
 NO_DROPOUT = "model.dropout=0"
 
-Make = Callable[..., Trainer]
+Make = Callable[..., tuple[Trainer, list[Event]]]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Trainers of the recipe `tiny` with some overrides, on one process."""
+    """A trainer of `tiny` with some overrides in training mode, and the list that its events go to."""
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+    directories = (tmp_path / f"run-{number}" for number in itertools.count())
 
-    def made(*overrides: str) -> Trainer:
-        recipe, task, strategy = built(ALONE, [*FEW, f"logging.run_directory={tmp_path}", *overrides])
-        names = (tmp_path / f"events-{number}.jsonl" for number in itertools.count())
-        trainer = Trainer(
-            recipe=recipe,
-            recipe_text="",
-            task=task,
-            strategy=strategy,
-            schedule=Schedule(recipe.optimizer, len(task.stream)),
-            checkpoints=Checkpoints(tmp_path / "checkpoints", keep_last=9, keep_best=True),
-            events=EventLog(next(name for name in names if not name.exists())),
-            max_steps=len(task.stream),
-            stop_requested=lambda: False,
-        )
+    def made(*overrides: str) -> tuple[Trainer, list[Event]]:
+        trainer, seen = trainer_of(ALONE, [*FEW, *overrides], next(directories))
         trainer.strategy.module.train()
-        return trainer
+        return trainer, seen
 
     return made
 
@@ -70,7 +54,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_shares_of_ranks_add_up_to_the_batch_with_the_passes_that_keep_others_company(make: Make) -> None:
-    trainer = make("train.micro_batch_size=1", "data.pack_length=null", "train.global_batch_size=4")
+    trainer, _ = make("train.micro_batch_size=1", "data.pack_length=null", "train.global_batch_size=4")
     batch = trainer.task.stream.global_batch(0)
     assert len(batch.micro_batches) == 4
     whole, norm, _ = trainer._passes(1, batch)
@@ -89,7 +73,7 @@ def test_shares_of_ranks_add_up_to_the_batch_with_the_passes_that_keep_others_co
 def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"Line {n} of some."}) + "\n" for n in range(60)))
-    trainer = make(
+    trainer, _ = make(
         "task=pretrain",
         f"data.train={text}",
         "data.limit=null",
@@ -109,7 +93,7 @@ def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path:
 
 
 def test_dropout_is_drawn_anew_for_every_step_and_micro_batch(make: Make) -> None:
-    trainer = make("model.dropout=0.5", "train.micro_batch_size=1", "data.pack_length=null")
+    trainer, _ = make("model.dropout=0.5", "train.micro_batch_size=1", "data.pack_length=null")
     batch = trainer.task.stream.global_batch(0)
     first, second = batch.micro_batches[:2]
 
@@ -124,30 +108,23 @@ def test_dropout_is_drawn_anew_for_every_step_and_micro_batch(make: Make) -> Non
 
 
 def test_validation_has_no_dropout_and_training_goes_on_with_it(make: Make) -> None:
-    trainer = make("model.dropout=0.5")
-    trainer._evaluate()
-    trainer._evaluate()
-    assert all(part.training for part in trainer.strategy.module.modules())
-    dropped = make("model.dropout=0.5")
-    plain = make(NO_DROPOUT)
-    before, after = (_validation_loss(each) for each in (dropped, plain))
-    assert before == pytest.approx(after, rel=1e-6)
+    found = []
+    for dropout in ("model.dropout=0.5", NO_DROPOUT):
+        trainer, seen = make(dropout)
+        trainer._evaluate()
+        assert all(part.training for part in trainer.strategy.module.modules())
+        assert trainer.progress.best_loss is None, "what is measured before the first step is no best"
+        found.append(last(seen, "evaluate")["metrics"]["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def _validation_loss(trainer: Trainer) -> float:
-    trainer._evaluate()
-    assert trainer.progress.best_loss is None, "what is measured before the first step is no best"
-    return _last(trainer, "evaluate")["metrics"]["loss"]
-
-
-def _last(trainer: Trainer, kind: str) -> Event:
-    assert trainer.events._file is not None
-    return [event for event in read_events(Path(trainer.events._file.name)) if event["event"] == kind][-1]
+def last(seen: list[Event], kind: str) -> Event:
+    return [event for event in seen if event["event"] == kind][-1]
 
 
 def test_every_validation_row_is_measured(make: Make) -> None:
     # Seven rows in batches of four: the last batch is smaller.
-    trainer = make(NO_DROPOUT, "data.validation=7", "train.global_batch_size=4", "data.pack_length=null")
+    trainer, seen = make(NO_DROPOUT, "data.validation=7", "train.global_batch_size=4", "data.pack_length=null")
     validation = trainer.task.validation
     assert validation is not None
     assert len(validation) == 2
@@ -159,11 +136,11 @@ def test_every_validation_row_is_measured(make: Make) -> None:
             (micro,) = validation.divide([example]).micro_batches
             loss, _, targets = trainer.task.statistics(trainer.strategy.module, micro, ALONE.device).tolist()
             total, weight = total + loss, weight + targets
-    assert _last(trainer, "evaluate")["metrics"]["loss"] == pytest.approx(total / weight, rel=1e-5)
+    assert last(seen, "evaluate")["metrics"]["loss"] == pytest.approx(total / weight, rel=1e-5)
 
 
 def test_only_a_lower_loss_is_a_new_best(make: Make) -> None:
-    trainer = make(NO_DROPOUT)
+    trainer, _ = make(NO_DROPOUT)
     trainer.progress.step = 1
     assert trainer._evaluate() is True
     assert trainer.progress.best_step == 1
@@ -180,15 +157,15 @@ def test_gradients_are_clipped_by_their_norm_whatever_the_loss_scale(make: Make,
     limit = 0.05
     settings = (NO_DROPOUT, f"optimizer.max_grad_norm={limit}", "optimizer.warmup_steps=0", "optimizer.weight_decay=0")
     # The update of AdamW's first step is the same for gradients of any size, but for eps.
-    trainer = make(*settings, "optimizer.eps=1.0")
+    trainer, seen = make(*settings, "optimizer.eps=1.0")
     before = weights(trainer)
-    plain = make(*settings)
+    plain, _ = make(*settings)
     _, norm, _ = plain._passes(1, plain.task.stream.global_batch(0))
     grads = gradients(plain)
     trainer.progress.loss_scale = scale
     trainer._step()
     assert norm > limit
-    assert _last(trainer, "step")["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert last(seen, "step")["grad_norm"] == pytest.approx(norm, rel=1e-4)
     rate = trainer.schedule(1)
     for name, tensor in trainer.strategy.parameters():
         clipped = grads[name] * (limit / norm)
@@ -197,39 +174,14 @@ def test_gradients_are_clipped_by_their_norm_whatever_the_loss_scale(make: Make,
 
 
 def test_gradients_below_the_limit_stay_as_they_are(make: Make) -> None:
-    trainer = make(NO_DROPOUT)
+    trainer, _ = make(NO_DROPOUT)
     assert trainer._clip(0.5) == 1.0
     assert trainer._clip(4.0) == 0.25
-    assert make(NO_DROPOUT, "optimizer.max_grad_norm=null")._clip(4.0) == 1.0
-
-
-def test_the_loss_scale_doubles_after_so_many_steps_and_counts_them_anew(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_GROW_LOSS_SCALE_EVERY", 3)
-    trainer = make("train.mixed_precision=fp16")
-    trainer.progress.loss_scale = 4.0
-    scales = []
-    for _ in range(7):
-        trainer._grow_loss_scale()
-        scales.append(trainer.progress.loss_scale)
-    assert scales == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]
-
-
-def test_an_overflow_halves_the_loss_scale_and_the_count_begins_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_GROW_LOSS_SCALE_EVERY", 3)
-    trainer = make("train.mixed_precision=fp16", NO_DROPOUT)
-    trainer.progress.steps_at_scale = 2
-    trainer.progress.loss_scale = 2.0**40  # more than fp16 can hold, several times over
-    trainer._step()
-    assert 1 < trainer.progress.loss_scale < 2.0**40
-    assert trainer.progress.steps_at_scale == 1, "the step that was done again is the first at its scale"
+    assert make(NO_DROPOUT, "optimizer.max_grad_norm=null")[0]._clip(4.0) == 1.0
 
 
 def test_a_skipped_spike_leaves_no_gradient_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, plain = (make(NO_DROPOUT, "train.skip_loss_spikes=6") for _ in range(2))
+    trainer, plain = (make(NO_DROPOUT, "train.skip_loss_spikes=6")[0] for _ in range(2))
     monkeypatch.setattr(trainer, "_is_spike", lambda step, loss: step == 1)
     before = weights(trainer)
     trainer._step()
@@ -241,7 +193,7 @@ def test_a_skipped_spike_leaves_no_gradient_behind(make: Make, monkeypatch: pyte
 
 
 def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
-    measured, plain = make(NO_DROPOUT, "train.gradient_noise_scale=1"), make(NO_DROPOUT)
+    measured, plain = make(NO_DROPOUT, "train.gradient_noise_scale=1")[0], make(NO_DROPOUT)[0]
     for _ in range(2):
         measured._step()
         plain._step()
@@ -250,7 +202,7 @@ def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
 
 
 def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> None:
-    trainer = make(NO_DROPOUT)
+    trainer, _ = make(NO_DROPOUT)
     trainer._step()
     trainer.progress = Progress(
         step=3,
@@ -267,7 +219,7 @@ def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> Non
     assert Progress.of(saved) == trainer.progress
     trainer.task.state["alpha"] = 0.25
     trainer._checkpoint(last_chance=True)
-    other: Any = make(NO_DROPOUT)
+    other, _ = make(NO_DROPOUT)
     other.resume(Checkpoint.open(trainer.checkpoints.path(3)))
     assert other.progress == trainer.progress
     assert other.task.state == {"alpha": 0.25}

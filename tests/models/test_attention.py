@@ -127,21 +127,9 @@ def test_dropout_drops_and_keeps_the_scale() -> None:
     assert F.mse_loss(output, torch.ones_like(output)) > 0
 
 
-def test_dropout_and_a_scale_of_the_models_own_reach_the_scores() -> None:
+def test_a_scale_of_the_models_own_reaches_the_scores() -> None:
     query, key, value = (x.detach() for x in inputs(torch.float32))
     told = {"cu_seq_lens_q": boundaries(), "max_length_q": max(LENGTHS)}
-
-    def attended(**more: float) -> torch.Tensor:
-        torch.manual_seed(0)
-        return document_attention(nn.Module(), query, key, value, None, **told, **more)[0]  # type: ignore[arg-type]
-
-    plainly = attended()
-    torch.testing.assert_close(
-        attended(scaling=0.5), plain(query * 2, key, value, None, None).float(), rtol=1e-4, atol=1e-5
-    )
-    dropped = attended(dropout=0.5)
-    assert not torch.allclose(dropped, plainly, atol=1e-2)
-    means = torch.stack(
-        [document_attention(nn.Module(), query, key, value, None, **told, dropout=0.5)[0] for _ in range(800)]
-    )  # type: ignore[arg-type]
-    assert (means.mean(0) - plainly).abs().mean() < 0.05
+    found, _ = document_attention(nn.Module(), query, key, value, None, scaling=0.5, **told)  # type: ignore[arg-type]
+    expected = plain(query * 2, key, value, None, None).float()  # of heads of 16 numbers the scale is a quarter
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

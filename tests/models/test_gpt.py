@@ -13,7 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.inference.loading import probe
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
 from trainwright.models.cut import cut_config
-from trainwright.models.gpt import GPT, TransformerBlock
+from trainwright.models.gpt import GPT, TransformerBlock, attention_in_words
 from trainwright.models.gpt_config import GPTConfig
 from trainwright.models.gpt_conversion import from_transformers
 from trainwright.models.gpt_variants import VARIANTS
@@ -183,3 +183,13 @@ def test_tokens_behind_a_cache_are_where_they_would_be_without_it(section: Model
     first = model(tokens()[:, :12], use_cache=True)
     later = model(tokens()[:, 12:], past_key_values=first.past_key_values, use_cache=True).logits
     torch.testing.assert_close(later, whole[:, 12:], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_in_words_lets_the_last_queries_see_all_keys_before_them() -> None:
+    query, key, value = (torch.randn(2, heads, length, 8) for heads, length in ((4, 3), (2, 7), (2, 7)))
+    found, _ = attention_in_words(torch.nn.Identity(), query, key, value, None, scaling=0.3)
+    allowed = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,96 @@
+"""What an agent is shown of its past, which tasks it is trained and tried on, and what its trials come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.learners import write_histories
+from trainwright.models.history_model import HistoryModel, HistoryShape
+from trainwright.models.history_objective import HistoryObjective, Weights
+from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
+from trainwright.reinforcement.environments import make
+from trainwright.reinforcement.histories import Histories
+from trainwright.tasks.algorithm_distillation.goals import find_goals
+from trainwright.tasks.algorithm_distillation.in_context import Trial, play, try_out
+from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
+
+SHAPE = HistoryShape((4, 4), 5, 16, 1, 2, "transition", "rotary", steps=16)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_histories(tmp_path_factory.mktemp("histories") / "tiny.h5")
+
+
+@pytest.mark.parametrize(("regions", "region_before"), [(1, False), (2, True)])
+def test_a_step_shows_what_was_done_before_it_and_nothing_of_its_own(
+    file: Path, regions: int, region_before: bool
+) -> None:
+    cut = Cut(subsample=1, steps=24, regions=regions, last_only=False, region_before=region_before, shortest=8)
+    with Histories(file) as histories:
+        windows = HistoryWindows(histories, [0, 3], cut, SHAPE)
+    batch = windows.batch(range(len(windows)))
+    lengths = {windows.length(row) for row in range(len(windows))}
+    assert len(lengths) > 1, "some rows are filled up"
+    ends = 0
+    for row in range(len(windows)):
+        begin, length = int(windows._begins[row]), windows.length(row)
+        of = {name: values[begin : begin + length] for name, values in windows._steps.items()}
+        real = batch.real[row].nonzero().flatten()
+        assert real.tolist() == list(range(int(real[0]), int(real[0]) + length))
+        assert batch.targets[row].tolist() == batch.real[row].tolist()
+        assert batch.actions[row][real].tolist() == of["actions"].tolist()
+        assert batch.steps.states[row][real].tolist() == of["states"].tolist()
+        assert batch.steps.before_actions[row][real].tolist() == [5, *of["actions"][:-1].tolist()]
+        assert batch.steps.before_rewards[row][real].tolist() == [0.0, *of["rewards"][:-1].tolist()]
+        assert batch.steps.before_dones[row][real].tolist() == [False, *of["dones"][:-1].tolist()]
+        ends += int(of["dones"].sum())
+    assert ends and batch.rewards.any()
+
+
+@pytest.mark.parametrize("train_tasks", [None, 3])
+def test_no_task_that_an_agent_is_tried_on_is_trained_on(file: Path, train_tasks: int | None) -> None:
+    environment = make("darkroom", size=4, horizon=8)
+    given = environment.tasks()[[1, 6, 9]]
+    section = AlgorithmDistillationSection.model_validate(
+        {"histories": str(file), "train_tasks": train_tasks, "test_tasks": given.tolist()}
+    )
+    with Histories(file) as histories:
+        goals = find_goals(section, environment, histories)
+    trained = {tuple(task) for task in goals.train_tasks.tolist()}
+    assert not trained & {tuple(task) for task in given.tolist()}
+    assert goals.tried.tolist() == given.tolist()
+    assert goals.held_back == [1, 6, 9]
+    assert len(goals.train) == (train_tasks or 13)
+    assert not set(goals.train) & set(goals.held_back)
+
+
+def test_returns_are_those_of_the_episode_in_which_they_were_had() -> None:
+    environment = make("darkroom", size=4, horizon=5)
+    tasks, seeds = environment.tasks(), torch.arange(16)
+    walks = torch.randint(environment.action_count, (15, 16), generator=torch.Generator().manual_seed(0))
+    left = iter(walks)
+    found = play(lambda step: next(left), environment, tasks, 3, seeds, torch.device("cpu"))
+    copies = environment.vector(tasks, "cpu", seeds)
+    copies.reset()
+    rewards = torch.stack([copies.step(actions)[1] for actions in walks]).view(3, 5, 16)
+    assert rewards[:, -1].any(), "some are had with the last step of an episode"
+    assert found.tolist() == rewards.sum(1).T.tolist()
+
+
+def test_an_agent_that_is_all_but_cold_is_greedy() -> None:
+    environment = make("darkroom", size=4, horizon=8)
+    module = HistoryObjective(HistoryModel(SHAPE, seed=3), Weights()).eval()
+    alone: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather=lambda own: [own])
+    tasks = environment.tasks()[:8]
+    cold, greedy, warm = (
+        try_out(module, environment, tasks, Trial(4, 2, temperature), alone) for temperature in (1e-6, 0.0, 1.0)
+    )
+    assert np.array_equal(cold, greedy)
+    assert not np.array_equal(warm, greedy)
