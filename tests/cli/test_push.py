@@ -58,7 +58,7 @@ def test_no_path_of_the_machine_is_in_the_card(run: Path) -> None:
     more = "{name: /home/somebody/secret/base, adapter: {type: lora, start_from: /home/somebody/secret/before}}"
     recipe = RECIPE.replace("/home/somebody/secret/rows.jsonl", parts).replace("{name: some/base}", more)
     (run / "recipe.yaml").write_text(recipe)
-    (run / "final" / "adapter_config.json").write_text("{}")
+    (run / "final" / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/somebody/secret/base"}')
     shown = invoke(str(run), "me/model", "--dry-run")
     assert "secret/" not in shown.replace("/home/somebody/secret/rows.jsonl", "") and "base_model: " not in shown
     assert "source: a.jsonl" in shown and "source: b.jsonl" in shown and "start_from: before" in shown
@@ -66,10 +66,11 @@ def test_no_path_of_the_machine_is_in_the_card(run: Path) -> None:
 
 
 def test_an_adapter_is_said_to_be_one(run: Path) -> None:
-    (run / "final" / "adapter_config.json").write_text("{}")
+    (run / "final" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     (run / "recipe.yaml").write_text(RECIPE.replace("{name: some/base}", "{name: some/base, adapter: dora}"))
     shown = invoke(str(run), "me/model", "--dry-run")
     assert "library_name: peft" in shown and "base_model_relation: adapter" in shown
+    assert 'base = AutoModelForCausalLM.from_pretrained("some/base")' in shown
     assert 'PeftModel.from_pretrained(base, "me/model")' in shown and "An adapter (dora)" in shown
 
 

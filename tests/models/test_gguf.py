@@ -192,3 +192,14 @@ def test_smollm2_from_its_package() -> None:
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_the_tokenizer_has_no_token_without_an_embedding(tmp_path: Path, cache: Path) -> None:
+    """The reader of transformers adds an unknown token to vocabularies that have none."""
+    model = llama()
+    write_gguf(tmp_path / "small.gguf", model, GGMLQuantizationType.F16)
+    tokenizer = load_tokenizer(ModelSection(name=str(tmp_path / "small.gguf")))
+    assert len(tokenizer) == model.config.vocab_size == 260
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == ("<|im_end|>", "<|pad|>", None)
+    assert tokenizer("abc<|im_end|>")["input_ids"][-1] == 258
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi<|im_end|>"

@@ -143,6 +143,15 @@ def test_the_first_losses_of_ipo_and_kto(runs: Runs, data: Path) -> None:
     assert metrics(kto)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize(("loss", "first"), [("dpo", math.log(2)), ("ipo", 25.0), ("kto", 0.5)])
+def test_the_reference_is_computed_without_dropout(runs: Runs, data: Path, loss: str, first: float) -> None:
+    """What is evaluated drops nothing either, so before the first step the two are the same model."""
+    run = run_of(runs, data, f"dpo.loss={loss}", "model.dropout=0.3", processes(1), steps=1)
+    assert metrics(run)[0]["loss"] == pytest.approx(first, rel=1e-5)
+    assert metrics(run)[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert column(run, "loss")[0] != pytest.approx(first, rel=1e-5)  # a training step does drop
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_pairs_that_can_be_told_apart_are(runs: Runs, data: Path, loss: str) -> None:
     faster = "optimizer.learning_rate=5e-3"

@@ -45,7 +45,7 @@ def merge(
     say(f"{result.directory}: {result.changed} matrices merged, none of them the base's")
     say(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
     say(f"it writes: {result.sample!r}")
-    say(f'use it: AutoModelForCausalLM.from_pretrained("{result.directory}")')
+    _show_usage(result.directory)
 
 
 def export(
@@ -98,7 +98,8 @@ def _export_whole(found: Found, out: Path, dtype: str | None) -> None:
     if out.exists():
         raise RequestError(f"--out: {out} exists; give a new directory")
     _write_whole(found, out, dtype)
-    say(f'{out}: AutoModelForCausalLM.from_pretrained("{out}")')
+    say(f"{out}: the whole model")
+    _show_usage(out)
 
 
 def _export_adapter(found: Found, out: Path) -> None:
@@ -113,7 +114,16 @@ def _export_adapter(found: Found, out: Path) -> None:
         raise RequestError(f"--out: {out} exists; give a new directory")
     with replacing(out) as temporary:
         copytree(source, temporary, dirs_exist_ok=True)
-    say(f'{out}: PeftModel.from_pretrained(base, "{out}")')
+    say(f"{out}: the adapter")
+    _show_usage(out)
+
+
+def _show_usage(directory: Path) -> None:
+    from trainwright.models.usage import loading
+
+    lines = loading(directory, str(directory))
+    if lines is not None:
+        say("use it:\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines.splitlines()), end="")
 
 
 def _plain_directory(found: Found) -> Path | None:

@@ -16,7 +16,7 @@ from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
 
 _RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
-_ADAPTER, _BASE = "adapter_config.json", "base_model.json"
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,27 @@ def _of_adapter(path: Path) -> Found:
     run = path.resolve().parent
     if path.resolve().name == _FINAL and (run / _RECIPE).is_file():
         return _final(run)
-    base = _base_name(path)
-    return replace(_with_adapter(Found(base, ModelSection(name=base)), str(path)), origin=f"{path} on {base}")
+    base = _base_section(path)
+    return replace(_with_adapter(Found(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
 
 
-def _base_name(path: Path) -> str:
-    for file, key in ((path / _BASE, "name"), (path / _ADAPTER, "base_model_name_or_path")):
-        name = _json(file).get(key) if file.is_file() else None
-        if isinstance(name, str) and name:
-            return name
-    raise RequestError(f"{path}/{_ADAPTER} does not say of which model it is; name the model, and it with --adapter")
+def _base_section(path: Path) -> ModelSection:
+    """The model that an adapter was trained on, as it says itself."""
+    from trainwright.models.base_model import BaseModel
+
+    recorded = BaseModel.read(path)
+    name = recorded.name if recorded is not None else _json(path / _ADAPTER).get("base_model_name_or_path")
+    other = "name the model, and the adapter with --adapter"
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{path}/{_ADAPTER} does not say of which model it is; {other}")
+    if recorded is not None and recorded.is_fresh and not Path(name).expanduser().exists():
+        raise RequestError(
+            f"{path} is an adapter of a model without files ({name}); name the run, which can make it again"
+        )
+    if Path(name).is_absolute() and not Path(name).exists():
+        details = "" if recorded is None else f" ({recorded.details})"
+        raise RequestError(f"{path} is an adapter of {name}{details}, which is not there; {other}")
+    return ModelSection(name=name, gguf_file=None if recorded is None else recorded.gguf_file)
 
 
 def _json(file: Path) -> dict[str, Any]:

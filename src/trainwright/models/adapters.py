@@ -20,7 +20,8 @@ from torch import nn
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters_config import linear_names, matched, peft_config, saved_config
-from trainwright.models.adapters_files import START_FROM, WEIGHTS, BaseModel, SavedAdapter, base_model, start_from
+from trainwright.models.adapters_files import START_FROM, WEIGHTS, SavedAdapter, start_from
+from trainwright.models.base_model import BaseModel, base_model
 from trainwright.models.weight_files import write_weights
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.adapters_files import START_FROM, BaseModel, SavedAdapter, start_from
+from trainwright.models.adapters_files import START_FROM, SavedAdapter, start_from
+from trainwright.models.base_model import BaseModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         return _new_config(adapter, model, base)
     saved.check_settings(adapter)
     config = saved_config(saved)
-    config.base_model_name_or_path = base.name
+    config.base_model_name_or_path = base.path or base.name
     config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
         asked, found = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
@@ -86,7 +87,7 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         ensure_weight_tying=tied,
         fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base.name,
+        base_model_name_or_path=base.path or base.name,
     )
 
 

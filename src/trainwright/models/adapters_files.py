@@ -2,7 +2,7 @@
 
 adapter_config.json           PEFT's settings
 adapter_model.safetensors     the trained tensors
-base_model.json               of which weights it is an adapter: their name, and a fingerprint of what they are
+base_model.json               of which weights it is an adapter (models/base_model.py)
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.resolve import resolve
+from trainwright.models.base_model import BaseModel
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
     import torch
 
-    from trainwright.recipe.model_schema import AdapterSection, ModelSection
+    from trainwright.recipe.model_schema import AdapterSection
 
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 START_FROM = "model.adapter.start_from"
 
-_SAMPLED = 16  # elements of every tensor that a fingerprint is made of
+logger = logging.getLogger(__name__)
+
 # Settings of PEFT that change what is computed in a way that is not known here, and the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -46,51 +49,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "megatron_config": (None,),
 }
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The weights beneath an adapter. ``name``: as a recipe has it, or where they were; of fresh ones, in words."""
-
-    name: str
-    fingerprint: str
-
-    def __str__(self) -> str:
-        return f"{self.name} (weights {self.fingerprint})"
-
-    def write(self, directory: Path) -> None:
-        (directory / BASE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
-def base_model(model: ModelSection, seed: int) -> BaseModel:
-    """The weights that ``model`` names, or that ``seed`` makes of its configuration. Reads a few bytes of each tensor.
-
-    Equal weights have equal fingerprints wherever they lie, and in however many files.
-    """
-    source = resolve(model)
-    if source.directory is None:
-        made_from = json.dumps([model.config, model.tokenizer, seed], sort_keys=True, default=str)
-        return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
-    local = model.name is not None and Path(model.name).expanduser().is_dir()
-    name = str(Path(str(model.name)).expanduser().resolve()) if local else str(model.name)
-    return BaseModel(name, _fingerprint(source.directory))
-
-
-def _fingerprint(directory: Path) -> str:
-    import torch
-    from safetensors import safe_open
-
-    samples: dict[str, bytes] = {}
-    for file in directory.glob("model*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                tensor = tensors.get_tensor(name)
-                sample = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].to(torch.float32)
-                samples[f"{name} {tuple(tensor.shape)}"] = sample.contiguous().numpy().tobytes()
-    digest = hashlib.sha256()
-    for name in sorted(samples):
-        digest.update(name.encode() + samples[name])
-    return digest.hexdigest()[:16]
 
 
 def check_libraries(adapter: AdapterSection) -> None:
@@ -172,22 +130,37 @@ class SavedAdapter:
         return digest.hexdigest()[:16]
 
     def check_base(self, base: BaseModel) -> None:
-        """Raise RequestError unless this is an adapter of ``base``."""
-        recorded = self.directory / BASE
-        if recorded.is_file():
-            own = BaseModel(**json.loads(recorded.read_text(encoding="utf-8")))
-            if own.fingerprint != base.fingerprint:
-                raise RequestError(
-                    f"{START_FROM}: {self.directory} is an adapter of {own}, and model.name is {base}; "
-                    "set model.name to the model it was trained on"
-                )
-            return
-        # Made elsewhere: a name is all there is, and one model may lie in several places.
+        """Warn where this adapter was trained on other weights of the model that ``base`` is.
+
+        Raises:
+            RequestError: it is an adapter of another model.
+        """
+        own = BaseModel.read(self.directory)
+        if own is None:
+            self._check_name(base)
+        elif own.fingerprint != base.fingerprint and not (own.is_same_model(base) and own.file != base.file):
+            raise RequestError(
+                f"{START_FROM}: {self.directory} is an adapter of {own}, and model.name is {base}; "
+                "set model.name to the model it was trained on"
+            )
+        elif own.fingerprint != base.fingerprint or own.quantisation != base.quantisation:
+            _warn_once(
+                f"{self.directory} was trained on {own}; here it is on {base}: other weights, with which it computes "
+                "something else than was trained and measured"
+            )
+
+    def _check_name(self, base: BaseModel) -> None:
+        """Of one that was made elsewhere: a name is all there is, and one model may lie in several places."""
         name = str(self.config.get("base_model_name_or_path") or "")
-        if name and Path(name).name.lower() != Path(base.name).name.lower():
+        if name and Path(name).name.lower() not in {Path(each).name.lower() for each in (base.name, base.path)}:
             raise RequestError(
                 f"{START_FROM}: {self.directory} is an adapter of {name}, and model.name is {base.name}; set "
                 f"model.name to the model it was trained on, or correct base_model_name_or_path in its {CONFIG}"
+            )
+        if name and base.file is not None and Path(name).name.lower() != Path(base.path).name.lower():
+            _warn_once(
+                f"{self.directory} names {name} as its base; here it is on {base}, which are other weights than those "
+                "published under that name"
             )
 
     def check_settings(self, section: AdapterSection) -> None:
@@ -209,6 +182,12 @@ class SavedAdapter:
                     f"the key out{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to "
                     "train a new adapter on top of it"
                 )
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    """An adapter is looked at several times before and while it is loaded."""
+    logger.warning("%s", message)
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:

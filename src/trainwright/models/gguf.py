@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-CONVERTER = "2"  # part of the fingerprint: a change of what is written here makes older conversions unused
+CONVERTER = "3"  # part of the fingerprint: a change of what is written here makes older conversions unused
 # A quantised value is scale * integer + offset, 15 bits and more of it significant: fp32 keeps it, bf16 (8
 # bits) would quantise a second time. Above this size of the fp32 file bf16 is stored all the same, and the
 # run says so.
@@ -48,21 +48,60 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
     return directory, _stored_precision(directory)
 
 
+@dataclasses.dataclass(frozen=True)
+class GgufFacts:
+    """Which file it is: the SHA-256 of its content, and the precision of its weights, such as Q4_K_M."""
+
+    sha256: str
+    precision: str
+
+
+def gguf_facts(file: Path) -> GgufFacts:
+    """What tells ``file`` from others of the same model. Raises RequestError for a file that is damaged."""
+    digest = _remembered(file, cache_root() / "models", "sha256", lambda: _digest(file, "sha256"))
+    return GgufFacts(digest, _precision(file))
+
+
+def _precision(file: Path) -> str:
+    """As llama.cpp names the kind of file; without that, the type of most of its numbers."""
+    from gguf import GGMLQuantizationType, LlamaFileType
+    from transformers.integrations.gguf.reader import GgufHeader
+
+    kind = _metadata(file, "model.name").get("general.file_type")
+    if kind in set(LlamaFileType):
+        return LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    sizes: dict[int, int] = {}
+    for tensor in GgufHeader.from_file(str(file)).tensors:
+        sizes[tensor.ggml_type] = sizes.get(tensor.ggml_type, 0) + tensor.nbytes
+    return GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
+
+
 def _fingerprint(file: Path, models: Path) -> str:
-    """The content's hash; remembered by path, size and time, as hashing takes a second a gigabyte."""
+    def made() -> str:
+        content = _digest(file, "blake2b")
+        return hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
+
+    return _remembered(file, models, CONVERTER, made)
+
+
+def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
+    """Of the file's content; remembered by path, size and time, as hashing takes a second a gigabyte."""
     stat = file.stat()
-    identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{CONVERTER}"
+    identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
     memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     if memo.exists():
         return memo.read_text()
-    with file.open("rb") as stream:
-        content = hashlib.file_digest(stream, "blake2b").hexdigest()
-    fingerprint = hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
-    memo.parent.mkdir(exist_ok=True)
+    made = make()
+    memo.parent.mkdir(parents=True, exist_ok=True)
     temporary = memo.with_suffix(f".{os.getpid()}")
-    temporary.write_text(fingerprint)
+    temporary.write_text(made)
     temporary.rename(memo)
-    return fingerprint
+    return made
+
+
+def _digest(file: Path, name: str) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, name).hexdigest()
 
 
 def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:
@@ -147,6 +186,7 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+    tokenizer = _of_the_file(tokenizer, facts["tokenizer.ggml.tokens"])
     kind = facts.get("tokenizer.ggml.pre", "default")
     if facts.get("tokenizer.ggml.model") != "gpt2" or kind in GGUF_PRE_TOKENIZER_SPLITS:
         return tokenizer
@@ -157,6 +197,24 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
     elif kind not in GPT2_PRE_TOKENIZERS:
         notify(f"{file.name}: its pre-tokenizer {kind!r} is not known, GPT-2's is used; set model.tokenizer to be sure")
     return tokenizer
+
+
+def _of_the_file(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
+    """Without the tokens that transformers adds to the ``size`` of the file: the model has no embeddings for them."""
+    import json
+
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    foreign = {token["content"] for token in state["added_tokens"] if token["id"] >= size}
+    if not foreign:
+        return tokenizer
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if token not in foreign}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), chat_template=tokenizer.chat_template, **special
+    )
 
 
 def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

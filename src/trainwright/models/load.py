@@ -45,7 +45,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     elif model.tokenizer is not None and is_trained(model.tokenizer):
         tokenizer = trained_tokenizer(model.tokenizer)
     elif model.tokenizer is not None:
-        directory, _ = locate(model.tokenizer, "model.tokenizer", weights=False)
+        directory = locate(model.tokenizer, "model.tokenizer", weights=False).directory
         tokenizer = tokenizer_from(directory, "model.tokenizer")
     else:
         source = resolve(model, weights=False)

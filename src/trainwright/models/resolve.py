@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
 
@@ -50,11 +50,24 @@ class ModelSource:
         directory: a plain ``transformers`` directory with safetensors weights; None for a fresh model.
         config: the configuration of a fresh model as the recipe gives it; None for a directory.
         origin: what weights these are, in words for the user.
+        gguf: the GGUF file that the directory was converted from; None where its weights are its own.
+        package: the distribution that carries the file.
     """
 
     directory: Path | None
     config: dict[str, Any] | None
     origin: str
+    gguf: Path | None = None
+    package: str | None = None
+
+
+class Located(NamedTuple):
+    """Where a model was found: as in ``ModelSource``."""
+
+    directory: Path
+    origin: str
+    gguf: Path | None = None
+    package: str | None = None
 
 
 def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = True) -> ModelSource:
@@ -71,14 +84,14 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
         return ModelSource(None, dict(model.config), f"fresh {kind}, initialised from the seed")
     if model.name is None:
         raise RequestError("model: neither name nor config is given; set model.name or model.config")
-    directory, origin = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
-    check_directory(directory, "model.name", weights=weights)
-    return ModelSource(directory, None, origin)
+    found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
+    check_directory(found.directory, "model.name", weights=weights)
+    return ModelSource(found.directory, None, found.origin, found.gguf, found.package)
 
 
 def locate(
     name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
-) -> tuple[Path, str]:
+) -> Located:
     """The directory that holds model ``name`` (without ``weights``: its tokenizer), and the origin in words.
 
     ``key`` is the recipe key that errors name.
@@ -91,7 +104,7 @@ def locate(
         return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
     if path.is_dir():
         if gguf_file is None:
-            return path, f"local directory {path}"
+            return Located(path, f"local directory {path}")
         file = _existing(path / gguf_file, "model.gguf_file")
         return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
     if not _may_be_id(name):
@@ -161,27 +174,28 @@ def _check_safetensors(file: Path, key: str) -> None:
         raise RequestError(f"{key}: {file} is truncated: {size:,} bytes of {expected:,}; get it again")
 
 
-def _from_gguf(file: Path, key: str, origin: str, say: Notify) -> tuple[Path, str]:
+def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:
     from trainwright.models.gguf import convert_gguf
 
     directory, precision = convert_gguf(file, key, say)
-    return directory, f"{origin}, dequantised to {precision}"
+    return Located(directory, f"{origin}, dequantised to {precision}", file, package)
 
 
-def _from_id(name: str, key: str, weights: bool, say: Notify) -> tuple[Path, str]:
+def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
     cached = _hub_snapshot(name, weights)
     if cached is not None:
-        return cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}"
+        return Located(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
     file, package = _packaged(name)
     if file is not None:
-        return _from_gguf(file, key, f"{name} from the package {package} ({file.name})", say)
+        origin = f"{name} from the package {package} ({file.name})"
+        return _from_gguf(file, key, origin, say, package.partition(" ")[0])
     tried = [
         "no such local path",
         "not whole in the Hugging Face cache",
         f"not in an installed package{_near(name)}",
     ]
     directory = _download(name, key, weights, tried, say)
-    return directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}"
+    return Located(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
 
 
 def _hub_snapshot(name: str, weights: bool) -> Path | None:

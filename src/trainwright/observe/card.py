@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import __version__, text
+from trainwright.models.base_model import BaseModel
+from trainwright.models.usage import asking, loading
 from trainwright.observe.reader import Event, read_events
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
@@ -27,28 +29,31 @@ def model_card(run: Path, name: str, weights: Path) -> str:
     recipe, events = load_recipe(run / "recipe.yaml"), read_events(run / "events.jsonl")
     start = next((event for event in reversed(events) if event["event"] == "start"), {})
     is_adapter = (weights / "adapter_config.json").is_file()
+    base = BaseModel.read(weights) if is_adapter else None
     sections = [
-        "\n".join(["---", *_front_matter(recipe, is_adapter), "---"]),
+        "\n".join(["---", *_front_matter(recipe, start, is_adapter), "---"]),
         f"# {name}",
-        _introduction(recipe, start, is_adapter),
-        "## Use\n\n" + _usage(recipe, name, is_adapter),
+        _introduction(recipe, start, is_adapter, base),
+        "## Use\n\n" + _usage(recipe, name, weights),
         "## Measured\n\n" + "\n".join(_metrics(events)),
         "## Loss\n\n" + "\n".join(_curve(events)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
         f"## Recipe\n\n```yaml\n{dump_recipe(recipe).strip()}\n```",
         f"Trained with Trainwright {__version__}.",
     ]
-    return _without_paths("\n\n".join(sections) + "\n", recipe)
+    return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
 
 
-def _front_matter(recipe: Recipe, is_adapter: bool) -> Iterator[str]:
+def _front_matter(recipe: Recipe, start: Event, is_adapter: bool) -> Iterator[str]:
     if recipe.has_texts:
         yield f"library_name: {'peft' if is_adapter else 'transformers'}"
         yield "pipeline_tag: text-generation"
     else:
         yield "pipeline_tag: reinforcement-learning"
     name = recipe.model.name
-    if name is not None and not (Path(name).expanduser().is_absolute() or Path(name).exists()):
+    # What a package carries under a name of the Hub is a file of its own, and not the weights published there.
+    other = recipe.model.gguf_file is None and "dequantised" in start.get("weights", "")
+    if name is not None and not (Path(name).expanduser().is_absolute() or Path(name).exists() or other):
         yield f"base_model: {name}"
         yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
     yield "tags:"
@@ -56,9 +61,13 @@ def _front_matter(recipe: Recipe, is_adapter: bool) -> Iterator[str]:
     yield f"- {recipe.task}"
 
 
-def _introduction(recipe: Recipe, start: Event, is_adapter: bool) -> str:
+def _introduction(recipe: Recipe, start: Event, is_adapter: bool, base: BaseModel | None) -> str:
     what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
-    of = recipe.model.name or start.get("weights", "a fresh model")
+    name = recipe.model.name
+    is_gguf = "dequantised" in start.get("weights", "")
+    of = start.get("weights", "a fresh model") if name is None or is_gguf else name
+    if base is not None:
+        of = str(base)
     steps, devices = start.get("max_steps"), start.get("world_size", 1)
     return (
         f"{what} made from {of} by {recipe.task}: {steps:,} steps of {recipe.train.global_batch_size} examples on "
@@ -68,19 +77,16 @@ def _introduction(recipe: Recipe, start: Event, is_adapter: bool) -> str:
     )
 
 
-def _usage(recipe: Recipe, name: str, is_adapter: bool) -> str:
+def _usage(recipe: Recipe, name: str, weights: Path) -> str:
     if not recipe.has_texts:
         return f"```sh\nhf download {name} --local-dir agent\ntrainwright eval agent\n```"
-    if not is_adapter:
+    lines = loading(weights, name, published=True)
+    if lines is None:
         return (
-            "```python\nfrom transformers import AutoModelForCausalLM\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{name}")\n```'
+            "The adapter's base is a fresh model that only its run can make again. Merge the adapter into it, and "
+            "publish that: `trainwright merge RUN --out DIRECTORY`."
         )
-    return (
-        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{recipe.model.name}")\n'
-        f'model = PeftModel.from_pretrained(base, "{name}")\n```'
-    )
+    return f"```python\n{lines}\n\n{asking(weights)}\n```"
 
 
 def _metrics(events: Sequence[Event]) -> Iterator[str]:
@@ -109,9 +115,9 @@ def _curve(events: Sequence[Event]) -> Iterator[str]:
         yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
 
 
-def _without_paths(card: str, recipe: Recipe) -> str:
+def _without_paths(card: str, recipe: Recipe, *more: str) -> str:
     """The card without where things lay on the machine that trained it: of a path, its last name stays."""
-    for path in sorted(_paths(recipe.model_dump()), key=len, reverse=True):
+    for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
         card = card.replace(path, Path(path).name)
     return card
 

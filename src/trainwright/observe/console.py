@@ -119,7 +119,7 @@ class ConsoleObserver:
             model = event["path"]
             rows.append(("model", f"{model}/"))
             if (Path(model) / "adapter_config.json").is_file():
-                rows.append(("use it", f'PeftModel.from_pretrained(base, "{model}")'))
+                rows.append(("use it", f"trainwright generate {self._run}"))
             elif (Path(model) / "agent.json").is_file():
                 rows.append(("use it", f"trainwright eval {self._run}"))
             else:

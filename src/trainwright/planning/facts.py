@@ -263,7 +263,7 @@ def _located(model: ModelSection) -> Path:
 
     assert model.name is not None
     try:
-        return locate(model.name, "model.name", model.gguf_file, weights=False)[0]
+        return locate(model.name, "model.name", model.gguf_file, weights=False).directory
     except RequestError as error:
         near = nearest_models(model.name)
         raise RequestError(f"{error}{f' Did you mean {near}?' if near else ''}") from error

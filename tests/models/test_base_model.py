@@ -1,0 +1,162 @@
+"""Which weights an adapter was trained on, and what is said where it meets others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_merging import base, trained
+from trainwright.errors import RequestError
+from trainwright.inference.finding import find_model
+from trainwright.models.adapters import check_adapter
+from trainwright.models.gguf_export import export_gguf
+from trainwright.models.merging import merge
+from trainwright.recipe.model_schema import ModelSection
+
+RIGHT = '{"name": "a", "fingerprint": "b", %s}'
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of F16 numbers, beside the model that it was made of: small/, whose numbers are others."""
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+    export_gguf(base(tmp_path / "small", vocab_size=264), tmp_path / "small.gguf", "f16")
+    return tmp_path / "small.gguf"
+
+
+def recorded(adapter: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((adapter / "base_model.json").read_text())
+    return values
+
+
+def warnings(caplog: pytest.LogCaptureFixture, section: ModelSection) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        check_adapter(section, 0)
+        check_adapter(section, 0)
+    return [record.getMessage() for record in caplog.records]
+
+
+def on(model: Path, adapter: Path, **more: Any) -> ModelSection:
+    return ModelSection.model_validate(
+        {"name": str(model), "adapter": {"start_from": str(adapter), "type": "lora"} | more}
+    )
+
+
+def test_a_gguf_base_is_named_with_its_file_digest_and_precision(gguf: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trained(gguf, tmp_path / "adapter")
+    found = recorded(tmp_path / "adapter")
+    assert (found["name"], found["file"], found["precision"]) == (str(gguf), "small.gguf", "F16")
+    assert found["sha256"] == hashlib.sha256(gguf.read_bytes()).hexdigest()
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    theirs = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
+    rounded = {
+        name: tensor.half().float() for name, tensor in load_file(tmp_path / "small" / "model.safetensors").items()
+    }
+    assert all(torch.equal(tensor, rounded[name]) for name, tensor in theirs.state_dict().items() if name in rounded)
+    assert find_model(str(tmp_path / "adapter")).section.name == str(gguf)
+
+
+def test_a_plain_and_a_quantised_base_are_named_with_their_precision(gguf: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "small"
+    for name, adapter, quantisation in (("lora", {}, "none"), ("qlora", {"quantisation": "nf4"}, "nf4")):
+        trained(plain, tmp_path / name, **adapter)
+        found = recorded(tmp_path / name)
+        assert (found["name"], found["file"], found["precision"]) == (str(plain), None, "fp32")
+        assert found["quantisation"] == quantisation and found["double_quantisation"] == (name == "qlora")
+
+
+def test_other_weights_of_the_model_are_warned_of_and_another_model_is_refused(
+    gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(gguf, tmp_path / "on-gguf")
+    assert warnings(caplog, on(gguf, tmp_path / "on-gguf")) == []
+    (said,) = warnings(caplog, on(tmp_path / "small", tmp_path / "on-gguf"))
+    assert (
+        "file small.gguf, SHA-256 " in said
+        and "dequantised from F16" in said
+        and f"here it is on {tmp_path}/small" in said
+    )
+    trained(tmp_path / "small", tmp_path / "on-plain")
+    (said,) = warnings(caplog, on(gguf, tmp_path / "on-plain"))
+    assert "dequantised from F16" in said.partition("here it is on")[2]
+    trained(tmp_path / "small", tmp_path / "on-nf4", quantisation="nf4")
+    (said,) = warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4"))
+    assert "quantised to nf4" in said
+    assert warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4", quantisation="nf4")) == []
+    other = Path(shutil.copytree(tmp_path / "small", tmp_path / "retrained" / "small"))
+    weights = {name: tensor + 0.01 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match=r"is an adapter of .*small .*and model.name is .*retrained/small"):
+        check_adapter(on(other, tmp_path / "on-plain"), 0)
+
+
+def test_it_is_warned_of_where_it_is_merged_and_generated_with(
+    gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trainwright.inference.loading import load
+
+    trained(gguf, tmp_path / "adapter")
+    found = find_model(str(tmp_path / "small"), str(tmp_path / "adapter"))
+    with caplog.at_level(logging.WARNING, "trainwright"):
+        merge(found.section, 0, tmp_path / "merged")
+        trained(gguf, tmp_path / "another")
+        load(find_model(str(tmp_path / "small"), str(tmp_path / "another")), torch.float32, torch.device("cpu"))
+    said = [record.getMessage() for record in caplog.records if "other weights" in record.getMessage()]
+    assert [line.partition(" was trained on")[0] for line in said] == [
+        str(tmp_path / name) for name in ("adapter", "another")
+    ]
+
+
+def test_an_adapter_of_elsewhere_that_names_a_model_is_warned_of_on_a_gguf_file_of_it(
+    gguf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "small", tmp_path / "adapter")
+    (tmp_path / "adapter" / "base_model.json").unlink()
+    section = on(tmp_path / "files" / "small", tmp_path / "adapter")
+    (tmp_path / "files" / "small").mkdir(parents=True)
+    shutil.copy(gguf, tmp_path / "files" / "small" / "small-f16.gguf")
+    (said,) = warnings(caplog, section.model_copy(update={"gguf_file": "small-f16.gguf"}))
+    assert f"names {tmp_path}/small as its base" in said and "file small-f16.gguf" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1",
+        "[]",
+        "3",
+        '{"name": 3}',
+        '{"name": "a", "fingerprint": null}',
+        RIGHT % '"file": 3',
+        RIGHT % '"quantisation": "x"',
+    ],
+)
+def test_a_damaged_record_is_refused_by_its_name(gguf: Path, tmp_path: Path, content: str) -> None:
+    trained(gguf, tmp_path / "adapter")
+    (tmp_path / "adapter" / "base_model.json").write_text(content)
+    for look in (
+        lambda: check_adapter(on(gguf, tmp_path / "adapter"), 0),
+        lambda: find_model(str(tmp_path / "adapter")),
+    ):
+        with pytest.raises(RequestError, match=r"base_model\.json:"):
+            look()
+
+
+def test_an_adapter_whose_base_is_gone_says_which_it_was(gguf: Path, tmp_path: Path) -> None:
+    trained(gguf, tmp_path / "adapter")
+    gguf.unlink()
+    with pytest.raises(
+        RequestError, match=r"is an adapter of .*small.gguf \(.*SHA-256 .*, which is not there; name the"
+    ):
+        find_model(str(tmp_path / "adapter"))

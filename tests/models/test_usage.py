@@ -1,0 +1,149 @@
+"""The Python of cards and messages is run as it stands, offline, by transformers and peft alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.test_merging import IDS, base, logits_of, trained
+from tests.support.commands import environment
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.gguf_export import export_gguf
+from trainwright.models.gpt_config import register
+from trainwright.models.load import load_config, load_model
+from trainwright.models.merging import merge
+from trainwright.models.save import save_model
+from trainwright.models.usage import loading
+from trainwright.observe.card import model_card
+from trainwright.recipe.model_schema import ModelSection
+
+GPT = {"model_type": "gpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+EVENTS = [
+    {"event": "start", "max_steps": 2, "world_size": 1, "device": "a CPU", "strategy": "single",
+     "mixed_precision": "no", "parameters": 1, "trainable_parameters": 1, "weights": "here"},
+    {"event": "evaluate", "step": 2, "metrics": {"loss": 2.25}},
+]  # fmt: skip
+# Executes every block of a file of them, and keeps the logits of the model that each leaves.
+RUNNER = """
+import json, sys, torch
+found, ids = {}, torch.tensor(json.loads(sys.argv[2]))
+for name, block in json.load(open(sys.argv[1])).items():
+    left = {}
+    exec(compile(block, name, "exec"), left)
+    with torch.no_grad():
+        found[name] = left["model"].eval()(input_ids=ids).logits.float()
+    assert left["tokenizer"]("a")["input_ids"], name
+torch.save(found, sys.argv[3])
+"""
+
+
+def card_of(directory: Path, weights: Path, model: Mapping[str, Any], task: str = "sft") -> str:
+    """The card of a run of ``model`` that left ``weights``."""
+    directory.mkdir(parents=True)
+    data = {"forget": "forget.jsonl", "retain": "retain.jsonl"} if task == "unlearn" else {"train": "rows.jsonl"}
+    recipe = {"task": task, "model": dict(model), "data": data, "train": {"max_steps": 2}}
+    (directory / "recipe.yaml").write_text(json.dumps(recipe))
+    (directory / "events.jsonl").write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in EVENTS))
+    return model_card(directory, f"me/{weights.name}", weights)
+
+
+def block_of(card: str) -> str:
+    (block,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    return str(block)
+
+
+def executed(blocks: Mapping[str, str], cwd: Path) -> dict[str, torch.Tensor]:
+    (cwd / "blocks.json").write_text(json.dumps(blocks))
+    command = [sys.executable, "-c", RUNNER, "blocks.json", json.dumps(IDS.tolist()), "logits.pt"]
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, torch.Tensor] = torch.load(cwd / "logits.pt", weights_only=True)
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
+    place = tmp_path / "anywhere"  # with the model under its name, and beside it the bases that are not published
+    (place / "me").mkdir(parents=True)
+    plain = base(place / "plain-base", intermediate_size=128)  # bitsandbytes wants whole blocks of 64
+    export_gguf(plain, place / "small.gguf", "f16")
+    blocks, expected, cards = {}, {}, {}
+
+    def add(name: str, model: dict[str, Any], logits: torch.Tensor, task: str = "sft") -> None:
+        cards[name] = card_of(tmp_path / "runs" / name, place / "me" / name, model, task)
+        blocks[name], expected[name] = block_of(cards[name]), logits
+
+    whole = {"name": str(plain)}
+    shutil.copytree(plain, place / "me" / "whole")
+    add("whole", whole, logits_of(plain))
+    shutil.copytree(plain, place / "me" / "unlearnt")
+    add("unlearnt", whole, logits_of(plain), task="unlearn")
+    section = ModelSection(config=GPT, tokenizer="bytes")
+    register()
+    own = load_model(section, torch.float32, 0)
+    save_model(place / "me" / "gpt", load_config(section), own.state_dict(), bytes_tokenizer(), own.generation_config)
+    add("gpt", {"config": GPT, "tokenizer": "bytes"}, own(input_ids=IDS).logits.detach(), task="pretrain")
+    adapters = {
+        "adapter": (plain, {}),
+        "dora": (plain, {"type": "dora"}),
+        "nf4": (plain, {"quantisation": "nf4"}),
+        "nf4-once": (plain, {"quantisation": "nf4", "double_quantisation": False}),
+        "int8": (plain, {"quantisation": "int8"}),
+        "gguf": (place / "small.gguf", {}),
+    }
+    for name, (of, adapter) in adapters.items():
+        saved, logits = trained(of, place / "me" / name, **adapter)
+        add(name, saved.model_dump(exclude_defaults=True), logits)
+    saved, logits = trained(plain, tmp_path / "to-merge")
+    merge(saved, 0, place / "me" / "merged")
+    add("merged", whole, logits)
+
+    found = executed(blocks, place)
+    for name, logits in expected.items():
+        # LLM.int8() rounds activations as well, which training on its weights does not.
+        rtol, atol = (0.2, 0.2) if name == "int8" else (1e-3, 1e-3)
+        torch.testing.assert_close(
+            found[name], logits, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert str(tmp_path) not in "".join(cards.values())
+    said = " ".join(cards["gguf"].split())
+    digest = re.search(r"SHA-256 ([0-9a-f]{64})", said)
+    assert digest is not None and "small.gguf" in said and "F16" in said
+    assert "base_model:" not in said
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_messages_say_runs_from_anywhere(tmp_path: Path) -> None:
+    plain = base(tmp_path / "plain")
+    export_gguf(plain, tmp_path / "small.gguf", "f32")
+    (tmp_path / "elsewhere").mkdir()
+    places = {"whole": plain, "adapter": tmp_path / "adapter", "gguf": tmp_path / "gguf"}
+    expected = {"whole": logits_of(plain)}
+    expected["adapter"] = trained(plain, places["adapter"])[1]
+    expected["gguf"] = trained(tmp_path / "small.gguf", places["gguf"])[1]
+    blocks = {name: str(loading(place, str(place))) for name, place in places.items()}
+    for name, logits in executed(blocks, tmp_path / "elsewhere").items():
+        torch.testing.assert_close(logits, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_on_fresh_weights_is_said_to_need_its_run(tmp_path: Path) -> None:
+    section = {"config": {"model_type": "llama"}, "tokenizer": "bytes", "adapter": {"type": "lora"}}
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "adapter_config.json").write_text('{"base_model_name_or_path": "fresh llama"}')
+    (tmp_path / "final" / "base_model.json").write_text('{"name": "fresh llama", "fingerprint": "0", "path": ""}')
+    card = card_of(tmp_path / "run", tmp_path / "final", section)
+    assert "```python" not in card and "trainwright merge RUN" in card
