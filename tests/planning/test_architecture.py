@@ -155,3 +155,13 @@ def test_what_is_missing_or_wrong_is_named(config: dict[str, Any], said: str) ->
     with pytest.raises(RequestError, match=re.escape(said)) as raised:
         from_config(config, "models/mine/config.json")
     assert str(raised.value).startswith("models/mine/config.json: ")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size"])
+def test_sizes_that_no_machine_has_room_for_are_refused(key: str) -> None:
+    """A plan of them would not come to an end."""
+    for model_type in ("llama", "qwen3_moe"):
+        with pytest.raises(RequestError, match=r"config\.json: these sizes make .* parameters"):
+            from_config({"model_type": model_type, **SMALL, **EXPERTS, "vocab_size": 10**13, key: 10**13})
+    found = from_config({"model_type": "llama", **SMALL, "hidden_size": 65536, "intermediate_size": 2**18})
+    assert found is not None and found.parameters().total > 10**11

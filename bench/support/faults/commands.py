@@ -118,7 +118,7 @@ class Command:
     def workers(self) -> dict[int, int]:
         """The process of each rank, known by the log that it writes to."""
         found = {}
-        for pid in _session(self.pid):
+        for pid in self.processes():
             with contextlib.suppress(OSError):
                 log = re.fullmatch(r"rank-(\d+)\.log", Path(os.readlink(f"/proc/{pid}/fd/1")).name)
                 if log:
@@ -156,18 +156,6 @@ class Command:
             self.send(signal.SIGKILL)
             while not self.ended and time.monotonic() < deadline:
                 time.sleep(0.02)
-
-
-def _session(leader: int) -> list[int]:
-    """The processes of a session: those that a command started, as long as none begins a session of its own."""
-    found = []
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (directory / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == leader:
-                    found.append(int(directory.name))
-    return found
 
 
 def environment(home: Path, temporary: Path, cache: Path) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from support.faults.kinds import fault
@@ -115,7 +115,10 @@ def hostile_recipe(scene: Scene) -> None:
 @fault("a hostile value", variants=[text[:60] for text in _OVERRIDES], share=4)
 def hostile_value(scene: Scene) -> None:
     """The same of a value on the command line."""
-    _look(scene, next(text for text in _OVERRIDES if text[:60] == scene.variant))
+    value = next(text for text in _OVERRIDES if text[:60] == scene.variant)
+    # Only a plan knows which sizes agree, and only the model's own code what an activation is called.
+    looks = _LOOKS if not value.startswith("model.config.") else _LOOKS[3:] if "hidden_act" in value else _LOOKS[1:]
+    _look(scene, value, looks=looks)
 
 
 @fault("a recipe that is no file", variants=("/dev/zero", "a directory", "a pipe", "a name of escapes"), share=0.8)
@@ -129,8 +132,8 @@ def no_recipe(scene: Scene) -> None:
     scene.refused(command.wait(REFUSAL_SECONDS), ())
 
 
-def _look(scene: Scene, *overrides: str) -> None:
-    words = scene.draw.choice(_LOOKS)
+def _look(scene: Scene, *overrides: str, looks: Sequence[tuple[str, ...]] = _LOOKS) -> None:
+    words = scene.draw.choice(looks)
     where = (f"logging.run_directory={scene.run}",) if words[0] == "train" else ()
     command = scene.trainwright(*words, scene.recipe.name, *where, *overrides)
     # What no machine has room for may be the machine's fault rather than the request's.

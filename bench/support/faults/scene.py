@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,10 @@ class Scene:
         def all_there() -> bool:
             found.clear()
             found.update(command.workers())
-            return len(found) == self.case.spread[1]
+            if len(found) == self.case.spread[1]:
+                return True
+            time.sleep(0.02)  # it is a look at all processes of the machine
+            return False
 
         phases.wait_until(command, all_there)
         return found

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainwright.errors import RequestError
 from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.planning.families import architecture_fields
 from trainwright.planning.gpt_family import gpt_fields
+
+# A hundred times the largest models there are. A plan goes over buckets and shards of parameters one by one, so what
+# is far beyond that would take it minutes.
+_MOST_PARAMETERS = 10**14
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,14 @@ def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Archi
     mean to transformers, but those that make the model's size have to be there.
     Raises RequestError, which begins with ``origin``, naming the keys that are missing or wrong.
     """
-    if config.get("model_type") == MODEL_TYPE:
-        return Architecture(**gpt_fields(config, origin))
-    fields = architecture_fields(config, origin)
-    return None if fields is None else Architecture(**fields)
+    ours = config.get("model_type") == MODEL_TYPE
+    fields = gpt_fields(config, origin) if ours else architecture_fields(config, origin)
+    if fields is None:
+        return None
+    found = Architecture(**fields)
+    if (count := found.parameters().total) > _MOST_PARAMETERS:
+        raise RequestError(
+            f"{origin}: these sizes make {count:.1e} parameters, more than any machine trains; look at hidden_size, "
+            "intermediate_size and the like"
+        )
+    return found
