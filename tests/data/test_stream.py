@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,17 @@ def test_every_example_comes_once_an_epoch_over_epoch_borders() -> None:
     for epoch in range(4):
         assert sorted(seen[epoch * 50 : (epoch + 1) * 50]) == list(range(50))
     assert seen[:50] != seen[50:100]
+
+
+def test_the_order_is_of_the_seed_and_the_data() -> None:
+    data, other = dataset(50), replace(dataset(50), fingerprint="other")
+    orders = [
+        Stream(each, global_batch_size=50, seed=seed, rows=1).examples(0) for each in (data, other) for seed in (0, 1)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    assert Stream(data, global_batch_size=50, seed=0, rows=1).examples(0) == orders[0]
+    unshuffled = Stream(data, global_batch_size=50, seed=0, rows=1, shuffle=False)
+    assert unshuffled.examples(0) == list(range(50))
 
 
 def test_a_stream_with_an_end_gives_a_smaller_last_batch_and_nothing_after() -> None:

@@ -106,10 +106,11 @@ def test_a_part_of_the_documents_is_held_back_by_their_content_and_the_seed(shar
     assert len(others) > 1
 
 
-def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize("validation", [0.4, 0.33, 13])
+def test_equal_documents_are_on_one_side(tmp_path: Path, validation: float | int) -> None:
     texts = [text(50, seed % 5) for seed in range(40)]
     shards = made(tmp_path / "out", rows(tmp_path / "rows.jsonl", texts))
-    train, held = divided(shards, 16, 0.4, 0, contiguous=False, key="data.train")
+    train, held = divided(shards, 16, validation, 0, contiguous=False, key="data.train")
     index = {int(end): texts[i] for i, end in enumerate(shards.ends)}
     sides = [{index[int(end)] for end in side.ends} for side in (train, held)]
     assert sides[0] and sides[1]

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoint import Checkpoint
+from trainwright.engine.evaluate import _statistics
 from trainwright.engine.events import Event
 from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.trainer import Progress, Trainer
@@ -90,6 +91,35 @@ def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path:
         trainer.world = World(rank, 3, rank, 3, torch.device("cpu"))
         sums = [a + b for a, b in zip(sums, trainer._passes(1, batch)[2], strict=True)]
     assert sums == pytest.approx(whole)
+
+
+def test_shares_of_ranks_add_up_to_the_metrics_of_the_validation_split(make: Make) -> None:
+    trainer, _ = make(NO_DROPOUT, "data.validation=7", "train.micro_batch_size=1", "data.pack_length=null")
+    whole = _statistics(trainer.task, trainer.strategy)
+    sums = [0.0] * len(whole)
+    for rank in range(3):  # seven rows: two of the three ranks keep the other company in a pass
+        trainer.strategy.world = World(rank, 3, rank, 3, torch.device("cpu"))
+        sums = [a + b for a, b in zip(sums, _statistics(trainer.task, trainer.strategy), strict=True)]
+    assert sums == pytest.approx(whole)
+
+
+def test_a_run_that_is_resumed_sees_the_same_rows_at_the_same_rates(make: Make) -> None:
+    settings = ("optimizer.warmup_steps=2", "train.max_steps=5", "model.dropout=0.1")
+    whole, expected = make(*settings)
+    for _ in range(5):
+        whole._step()
+    first, _ = make(*settings)
+    for _ in range(2):
+        first._step()
+    first._checkpoint(last_chance=True)
+    resumed, seen = make(*settings)
+    resumed.resume(Checkpoint.open(first.checkpoints.path(2)))
+    for _ in range(3):
+        resumed._step()
+    for name in ("step", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens"):
+        found = [event[name] for event in seen if event["event"] == "step"]
+        assert found == [event[name] for event in expected if event["event"] == "step"][2:], name
+    assert_close(weights(resumed), weights(whole), rtol=0)
 
 
 def test_dropout_is_drawn_anew_for_every_step_and_micro_batch(make: Make) -> None:

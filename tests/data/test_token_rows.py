@@ -1,0 +1,66 @@
+"""Which tokens are targets, where long documents are split, and what tells tokens of one kind from another."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from tests.data.test_tokenize import made, rows, text
+from trainwright.data.shards import tokenizer_fingerprint
+from trainwright.data.templates import ChatEncoder, _flags
+from trainwright.data.token_rows import windows_of
+from trainwright.data.windows import WindowDataset, divided, everything
+from trainwright.models.bytes_tokenizer import bytes_tokenizer
+
+
+@pytest.mark.parametrize("longest", [2, 3, 7])
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 13, 14, 20])
+def test_windows_of_a_document_predict_every_token_but_the_first_once(length: int, longest: int) -> None:
+    predicted = []
+    for begin, end in windows_of(length, longest):
+        assert 2 <= end - begin <= longest
+        predicted += range(begin + 1, end)  # nothing precedes a window's first token
+    assert predicted == list(range(1, length))
+
+
+def test_a_token_belongs_to_a_turn_with_the_space_in_front_of_it() -> None:
+    # "Q: yes no." in tokens Q, :, yes, no, . whose offsets leave the spaces out; the turn is " yes no".
+    offsets = [(0, 1), (1, 2), (3, 6), (7, 9), (9, 10)]
+    assert _flags(offsets, [(2, 9)]) == [False, False, True, True, False]
+    assert _flags(offsets, [(2, 3)]) == [False, False, True, False, False]  # the space alone
+    assert _flags([(0, 1), (1, 1), (2, 5)], [(1, 2)]) == [False, False, True]
+    assert _flags(offsets, [(0, 1), (9, 10)]) == [True, False, False, False, True]
+
+
+def test_a_prompt_begins_as_the_rows_of_the_training_do() -> None:
+    tokenizer = bytes_tokenizer()
+    begin = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{tokenizer.pad_token} $A", special_tokens=[(tokenizer.pad_token, begin)]
+    )
+    assert tokenizer("a")["input_ids"][0] == begin, "the tokenizer opens every text"
+    encoder = ChatEncoder(tokenizer)
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
+    (ids, targets), (prompt,) = encoder.encode([turns])[0], encoder.prompts([turns[:1]])
+    assert ids[: len(prompt)] == prompt
+    assert targets.index(True) == len(prompt)
+
+
+def test_tokens_are_known_by_what_ends_a_text() -> None:
+    tokenizer = bytes_tokenizer()
+    before = tokenizer_fingerprint(tokenizer)
+    assert tokenizer_fingerprint(bytes_tokenizer()) == before
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = other.pad_token
+    assert tokenizer_fingerprint(other) != before
+
+
+def test_windows_are_known_by_their_length_and_where_they_begin(tmp_path: Path) -> None:
+    shards = made(tmp_path / "out", rows(tmp_path / "rows.jsonl", [text(300, seed) for seed in range(6)]))
+    sides = divided(shards, 16, 2, 0, contiguous=False, key="data.train")
+    spans = [everything(shards, length, contiguous=contiguous) for length in (16, 17) for contiguous in (True, False)]
+    found = {WindowDataset.of([each], None).fingerprint for each in (*spans, *sides)}
+    assert len(found) == 6
