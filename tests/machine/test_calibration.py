@@ -124,6 +124,7 @@ def test_processes_are_measured_from_one_to_one_a_core(cores: int, counts: tuple
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("this_machine")
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     machine = detect()
     found = calibrate(machine, seconds=0.0)  # one round over everything, in haste

@@ -127,6 +127,7 @@ def test_nodes_like_this_one_share_a_network() -> None:
     assert cluster.network is not None and cluster.network.bandwidth == pytest.approx(100e9 / 8 / 2)
 
 
+@pytest.mark.usefixtures("this_machine")
 def test_this_machine_is_described() -> None:
     found = detect()
     cluster = cluster_of(found)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,13 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
+from trainwright.machine.processor import Processor
 from trainwright.planning.candidates import Wishes, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory import memory_of
 from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan, wishes_of
 from trainwright.planning.rates import rates_of
-from trainwright.planning.search import Judge, search
+from trainwright.planning.search import AS_FAST, Judge, search
 from trainwright.planning.step_time import step_time
 from trainwright.planning.table import table
 from trainwright.planning.workload import Adapter, Choice, Workload
@@ -34,8 +36,13 @@ def plan(
     return make_plan(Wishes(fixed or {}), work(name, rows, tokens, **more), parse_machine(on))
 
 
-def two_cores(memory: int = 24 * 2**30) -> Cluster:
-    return cluster_of(Machine("here", "a CPU", 2, memory, (), memory_free_bytes=memory))
+def of_cores(count: int, *instructions: str, clock: float = 2.5e9) -> Cluster:
+    memory, processor = 24 * 2**30, Processor("GenuineIntel", 6, instructions, clock)
+    return cluster_of(Machine("here", "a CPU", count, memory, (), memory_free_bytes=memory, processor=processor))
+
+
+AVX2, AVX512, BF16 = ("avx2",), ("avx2", "avx512f"), ("avx2", "avx512f", "avx512_bf16")
+AMX = (*BF16, "amx_bf16")
 
 
 def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
@@ -68,27 +75,12 @@ def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     assert made.chosen.needed_bytes <= made.chosen.available_bytes < parse_machine("1xA100-80GB").usable_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "on", "tokens", "fixed"),
-    [
-        (SMALL, "2xRTX4090", 1024, {}),
-        (SMALL, "2xT4", 2048, {"mixed_precision": "no"}),
-        ("Qwen/Qwen2.5-1.5B", "2xA100-40GB", 4096, {}),
-        (LARGE, "4xA100-80GB", 4096, {}),
-        (LARGE, "2x8xV100-32GB", 512, {"strategy": "fsdp"}),
-        (LARGE, "8xL4", 1024, {"num_processes": 8, "micro_batch_size": 1}),
-        (SMALL, "2xRTX4090", 512, {"padded": True}),
-        (SMALL, None, 256, {}),
-        (SMALL, None, 256, {"padded": True}),
-    ],
-)
-def test_nothing_that_was_not_looked_at_is_faster(
-    name: str, on: str | None, tokens: int, fixed: dict[str, Any]
-) -> None:
-    padded = {"packed": False, "document_tokens": tokens / 3} if "padded" in fixed else {}
-    workload = work(name, 16, tokens, **padded)
-    wishes = Wishes({key: value for key, value in fixed.items() if key != "padded"})
-    cluster = parse_machine(on) if on else two_cores()
+PADDED = {"packed": False, "document_tokens": 90.0}
+
+
+def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) -> None:
+    """Compare what is found with everything that could be chosen."""
+    wishes = Wishes(fixed)
     judge = Judge(workload, cluster, rates_of(cluster))
     every = [
         choice_of(layout, processes, size, recompute, wishes, cluster)
@@ -97,11 +89,86 @@ def test_nothing_that_was_not_looked_at_is_faster(
         for recompute in recomputations(workload, wishes)
         for size in micro_batches(workload, processes, wishes)
     ]
-    times = [judge.seconds(choice) for choice in every if judge.fit(choice).fits]
-    best = search(judge, wishes).best
-    assert (best is None) == (not times)
-    if best is not None:
-        assert judge.seconds(best.choice) <= 1.02 * min(times)
+    fitting = [choice for choice in every if judge.fit(choice).fits]
+    found = search(judge, wishes)
+    assert (found.best is None) == (not fitting)
+    if found.best is not None:
+        # Keeping numbers in the host's memory costs time, and is not looked at where something fits without.
+        seconds = [judge.seconds(choice) for choice in fitting if found.best.layout.offloads or not offloads(choice)]
+        assert found.fastest == pytest.approx(min(seconds), rel=1e-9)
+        assert judge.seconds(found.best.choice) <= (1 + AS_FAST[cluster.device]) * found.fastest
+
+
+def offloads(choice: Choice) -> bool:
+    return choice.offload_parameters or choice.offload_optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "rows", "tokens", "fixed", "more"),
+    [
+        (SMALL, "2xRTX4090", 16, 1024, {}, {}),
+        (SMALL, "2xT4", 16, 2048, {"mixed_precision": "no"}, {}),
+        ("Qwen/Qwen2.5-1.5B", "2xA100-40GB", 16, 4096, {}, {}),
+        (LARGE, "4xA100-80GB", 16, 4096, {}, {}),
+        (LARGE, "2x8xV100-32GB", 16, 512, {"strategy": "fsdp"}, {}),
+        (LARGE, "8xL4", 16, 1024, {"num_processes": 8, "micro_batch_size": 1}, {}),
+        (SMALL, "2xRTX4090", 16, 512, {}, PADDED),
+        # A micro-batch that is the whole share of a device fits, and half of it, accumulated, does not.
+        (LARGE, "4xA100-40GB", 7, 256, {}, PADDED),
+        ("Qwen/Qwen2.5-1.5B", "4xT4", 7, 512, {}, PADDED),
+        (LARGE, "8xH100", 64, 512, {}, PADDED),
+    ],
+)
+def test_nothing_that_was_not_looked_at_is_faster_on_gpus(
+    name: str, on: str, rows: int, tokens: int, fixed: dict[str, Any], more: dict[str, Any]
+) -> None:
+    check_search(work(name, rows, tokens, **more), parse_machine(on), fixed)
+
+
+@pytest.mark.parametrize("more", [{}, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    ("cores", "instructions", "clock", "fixed"),
+    [
+        (2, AVX2, 3.5e9, {}),
+        (2, BF16, 2.0e9, {}),
+        (2, BF16, 2.5e9, {}),
+        (2, AMX, 2.2e9, {}),
+        (16, AVX512, 2.7e9, {"mixed_precision": "bf16"}),
+        (128, AMX, 2.0e9, {"mixed_precision": "no"}),
+    ],
+)
+def test_nothing_that_was_not_looked_at_is_faster_on_cores(
+    cores: int, instructions: tuple[str, ...], clock: float, fixed: dict[str, Any], more: dict[str, Any]
+) -> None:
+    check_search(work(SMALL, 16, 256, **more), of_cores(cores, *instructions, clock=clock), fixed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_that_was_not_looked_at_is_faster_on_any_machine(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(25):
+        tokens = draw.choice([128, 256, 512, 2048])
+        more = {"packed": False, "document_tokens": tokens / draw.choice([1.1, 2, 3, 8])} if draw.random() < 0.5 else {}
+        fixed = {"mixed_precision": draw.choice(["no", "bf16"])} if draw.random() < 0.2 else {}
+        if draw.random() < 0.5:
+            cluster = of_cores(draw.choice([1, 2, 4, 8, 16, 48, 128]), *draw.choice([AVX2, AVX512, BF16, AMX]))
+            name, rows = SMALL, draw.choice([1, 3, 7, 16, 64])
+        else:
+            cluster = parse_machine(
+                draw.choice(["1xRTX4090", "4xA100-40GB", "8xH100", "4xT4", "1xMI300X", "2x8xV100-32GB"])
+            )
+            name, rows = draw.choice([SMALL, "Qwen/Qwen2.5-1.5B", LARGE]), draw.choice([1, 7, 16, 64, 100, 256])
+        check_search(work(name, rows, tokens, **more), cluster, fixed)
+
+
+def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
+    # Of one process and of two, of small micro-batches and of large ones: within five per cent of the fastest of all.
+    for clock in range(20, 40):
+        cluster = of_cores(2, *BF16, clock=clock * 1e8)
+        found = search(Judge(work(SMALL, 16, 256, **PADDED), cluster, rates_of(cluster)), Wishes({}))
+        assert found.best is not None and found.best.time is not None
+        assert found.best.time.seconds <= (1 + AS_FAST["cpu"]) * found.fastest
 
 
 def test_fewer_devices_are_left_out_where_their_peak_rate_is_too_slow() -> None:
@@ -193,7 +260,7 @@ def test_a_quantised_base_fits_where_nothing_else_does() -> None:
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    judged = make_plan(Wishes({"num_processes": 2}), work(SMALL, 4, 512), two_cores()).found.judged
+    judged = make_plan(Wishes({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).found.judged
     assert {one.choice.threads for one in judged} == {1}
     for one in judged:
         assert one.needed_bytes == 2 * one.memory.total
@@ -273,7 +340,7 @@ def test_a_model_that_takes_no_adapter_is_offered_none_and_a_fixed_length_no_sho
 
 
 def test_a_machine_without_gpus_is_told_of_one_that_would_do() -> None:
-    made = make_plan(Wishes({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), two_cores())
+    made = make_plan(Wishes({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), of_cores(2))
     assert [way.change for way in made.ways_out] == ["a machine such as 1xL4"]
 
 

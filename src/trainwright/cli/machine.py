@@ -189,4 +189,5 @@ def _values(cluster: Cluster, calibration: Calibration | None) -> dict[str, Any]
         "devices": cluster.devices,
         "device": cluster.device,
         "calibration": None if calibration is None else as_json(calibration),
+        "machine": None if machine is None else asdict(machine),
     }

@@ -108,6 +108,8 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     A GPU that is not in the catalogue has the rates of the one in it that is most like it.
     """
     assumptions: list[str] = []
+    if machine.described_by is not None:
+        assumptions.append(f"this machine is as {machine.described_by} describes it (TRAINWRIGHT_MACHINE)")
     gpus = machine.gpus
     card = _card_of(min(gpus, key=lambda gpu: gpu.memory_bytes), assumptions) if gpus else cpu_card(machine)
     if len({gpu.name for gpu in gpus}) > 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainwright.machine.links import Link, detect_links
+from trainwright.machine.processor import Processor, detect_processor
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Machine:
     """The machine a run starts on. ``cpu_cores`` and ``memory_bytes`` respect affinity and cgroup limits.
 
     ``memory_free_bytes``: of the memory, what could be had now. ``disk_free_bytes``: where the command was run.
+    ``described_by``: the file that says all this, None where the machine itself was looked at.
     """
 
     hostname: str
@@ -43,17 +44,19 @@ class Machine:
     gpus: tuple[Gpu, ...]
     memory_free_bytes: int | None = None
     disk_free_bytes: int | None = None
+    processor: Processor = field(default_factory=Processor)
+    described_by: str | None = None
 
     @property
     def device(self) -> str:
         return "cuda" if self.gpus else "cpu"
 
-    @cached_property
+    @property
     def has_bf16(self) -> bool:
         """Whether bf16 matrix products are computed by the hardware rather than emulated."""
         if self.gpus:
             return all(gpu.capability >= (8, 0) for gpu in self.gpus)
-        return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+        return self.processor.has_bf16
 
     def describe(self) -> str:
         if self.gpus:
@@ -62,7 +65,16 @@ class Machine:
 
 
 def detect() -> Machine:
-    """Look at the machine this process runs on."""
+    """The machine this process runs on, or the one that ``$TRAINWRIGHT_MACHINE`` describes in its place.
+
+    Raises RequestError where that is set to a file that describes no machine.
+    """
+    from trainwright.machine.described import described_machine
+
+    return described_machine() or _look()
+
+
+def _look() -> Machine:
     memory_bytes = _memory_bytes()
     return Machine(
         hostname=platform.node(),
@@ -72,15 +84,8 @@ def detect() -> Machine:
         gpus=_gpus(),
         memory_free_bytes=_memory_free_bytes(memory_bytes),
         disk_free_bytes=shutil.disk_usage(".").free,
+        processor=detect_processor(),
     )
-
-
-def cpu_flags() -> set[str]:
-    """The instruction sets of the CPU, by the names that the kernel gives them."""
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith(("flags", "Features")):
-            return set(line.partition(":")[2].split())
-    return set()
 
 
 def _cpu_cores() -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainwright.machine.catalogue import Card
-from trainwright.machine.detect import Machine, cpu_flags
 from trainwright.machine.links import memory
+
+if TYPE_CHECKING:
+    from trainwright.machine.detect import Machine
 
 # Multiply-adds of fp32 a core finishes in a cycle, times two; two vector units.
 _AVX512, _AVX2, _NEON = 64, 32, 16
@@ -16,13 +20,57 @@ _BYTES_PER_CORE, _MOST_BYTES = 10e9, 200e9  # a server's core alone, and its who
 _CLOCK = 2.5e9  # where the kernel does not tell
 _WATTS_PER_CORE = 5
 _FIRST_AMD_WITH_WIDE_UNITS = 26  # the family of Zen 5; Zen 4 does 512 bits in two passes
+# The instruction sets that rates depend on; an Arm processor's bf16 has that name too.
+_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_INSTRUCTIONS = _BF16 | {"avx2", "avx512f"}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What the rates of a core depend on, by the names of Linux's /proc/cpuinfo. ``clock``: in Hz, of the fastest."""
+
+    vendor: str = ""
+    family: int = 0
+    instructions: tuple[str, ...] = ()
+    clock: float = _CLOCK
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies in bf16 rather than converting to fp32."""
+        return not _BF16.isdisjoint(self.instructions)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Peak operations a second of one core, by precision."""
+        if "avx512f" in self.instructions:
+            narrow = self.vendor == "AuthenticAMD" and 0 < self.family < _FIRST_AMD_WITH_WIDE_UNITS
+            single = _AVX2 if narrow else _AVX512
+        else:
+            single = _AVX2 if "avx2" in self.instructions else _NEON
+        per_cycle = {"fp32": single}
+        if "amx_bf16" in self.instructions:
+            per_cycle["bf16"] = _AMX_BF16
+        elif self.has_bf16:
+            per_cycle["bf16"] = 2 * single
+        return {precision: count * self.clock for precision, count in per_cycle.items()}
+
+
+def detect_processor() -> Processor:
+    """The one that this process runs on, as far as the kernel tells of it."""
+    text = _read("/proc/cpuinfo")
+    flags = (_field(text, "flags") or _field(text, "Features")).split()
+    clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
+    family = _field(text, "cpu family")
+    return Processor(
+        vendor=_field(text, "vendor_id"),
+        family=int(family) if family.isdigit() else 0,
+        instructions=tuple(sorted(_INSTRUCTIONS.intersection(flags))),
+        clock=max(map(float, clocks)) * 1e6 if clocks else _CLOCK,
+    )
 
 
 def cpu_card(machine: Machine) -> Card:
     """All cores that ``machine`` lets this process use, as one device. Nominal: measuring is better."""
-    text = _read("/proc/cpuinfo")
-    per_cycle = _operations_per_cycle(text)
-    speed = machine.cpu_cores * _clock(text)
     bandwidth = min(_MOST_BYTES, _BYTES_PER_CORE * machine.cpu_cores)
     return Card(
         name=machine.cpu_name,
@@ -32,32 +80,17 @@ def cpu_card(machine: Machine) -> Card:
         memory_bytes=machine.memory_bytes,
         nominal_bytes=machine.memory_bytes,
         memory_bandwidth=bandwidth,
-        rates={precision: count * speed for precision, count in per_cycle.items()},
+        rates={precision: rate * machine.cpu_cores for precision, rate in machine.processor.rates.items()},
         link=memory(bandwidth),
         host_link=memory(bandwidth),
         watts=_WATTS_PER_CORE * machine.cpu_cores,
     )
 
 
-def _operations_per_cycle(text: str) -> dict[str, int]:
-    flags = cpu_flags()
-    if "avx512f" in flags:
-        family = re.search(r"^cpu family\s*:\s*(\d+)", text, re.MULTILINE)
-        narrow = "AuthenticAMD" in text and family and int(family[1]) < _FIRST_AMD_WITH_WIDE_UNITS
-        single = _AVX2 if narrow else _AVX512
-    else:
-        single = _AVX2 if "avx2" in flags else _NEON
-    rates = {"fp32": single}
-    if "amx_bf16" in flags:
-        rates["bf16"] = _AMX_BF16
-    elif flags & {"avx512_bf16", "bf16"}:
-        rates["bf16"] = 2 * single
-    return rates
-
-
-def _clock(text: str) -> float:
-    found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
-    return max(float(value) for value in found) * 1e6 if found else _CLOCK
+def _field(text: str, name: str) -> str:
+    """The value of the first line of ``text`` with this name."""
+    found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def _read(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from trainwright.machine.describe import Cluster
@@ -21,16 +21,18 @@ from trainwright.planning.candidates import (
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import Rates
 from trainwright.planning.step_time import StepTime, least_seconds, step_time
-from trainwright.planning.workload import Choice, Recompute, Workload
+from trainwright.planning.workload import Choice, Workload
 
 # Of what is free, this part is left alone: predictions are right to a few per cent, and the longest batch of a run
 # may be one that nothing told of.
 SAFETY_MARGIN = {"cuda": 0.06, "cpu": 0.15}
 # What is nearer to the limit than this is tried before it is trusted.
 _THIN = 0.10
-# Step times nearer to each other than this are taken for equal, and the simpler one wins. Micro-batches of one layout
-# are not told apart as exactly on a CPU, where every further one costs more than is counted.
-_AS_FAST, _AS_FAST_IN_LAYOUT = 0.02, {"cpu": 0.05, "cuda": 0.02}
+# Layouts whose fastest step is within this of the fastest of all count as equally fast, and the simplest one wins.
+_AS_FAST = 0.02
+# The choice within that layout is the simplest whose step is within this of the fastest of all. On a CPU it is larger,
+# as every further micro-batch takes more time there than is predicted.
+AS_FAST = {"cpu": 0.05, "cuda": _AS_FAST}
 # What is further from fitting than this with all recomputed does not fit with less of it.
 _NEAR = 1.1
 # Micro-batches that are timed for one layout: the largest ones that fit. Where small ones save padding, or stay in a
@@ -82,12 +84,14 @@ class Judged:
 class Found:
     """``best``: the choice to run, None where nothing fits. ``judged``: the best of every layout and world.
 
+    ``fastest``: seconds of the fastest step of all that fits. ``best`` is within ``AS_FAST`` of it.
     ``slower``: numbers of processes that were not looked at, as a step would take longer than the best even at the
     devices' peak rate; with the seconds that it would take so.
     """
 
     best: Judged | None
     judged: tuple[Judged, ...]
+    fastest: float = math.inf
     slower: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -166,9 +170,22 @@ class Judge:
         return self._times[choice]
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """A layout on a number of processes: the choices that fit, and the one that needs least where none does."""
+
+    fitting: tuple[Choice, ...]
+    least: Judged
+    fastest: float = math.inf
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.fitting) and self.least.missing is None
+
+
 def search(judge: Judge, wishes: Wishes) -> Found:
     """The fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast."""
-    judged: list[Judged] = []
+    tried: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
     for processes in worlds(judge.workload, judge.cluster, wishes):
@@ -177,67 +194,82 @@ def search(judge: Judge, wishes: Wishes) -> Found:
             slower[processes] = bound
             continue
         all_layouts = tuple(layouts(processes, judge.cluster, wishes))
-        found = _bests(judge, [layout for layout in all_layouts if not layout.offloads], processes, wishes)
+        found = _try(judge, [layout for layout in all_layouts if not layout.offloads], processes, wishes)
         # Keeping numbers in the host's memory costs time, so it is looked at where nothing fits without.
         if not any(one.runs for one in found):
-            found += _bests(judge, [layout for layout in all_layouts if layout.offloads], processes, wishes)
-        judged += found
-        fastest = min([fastest, *(judge.seconds(one.choice) for one in found if one.runs)])
-    running = {one.choice: one for one in judged if one.runs}
-    return Found(running[_fastest(judge, running)] if running else None, tuple(judged), slower)
+            found += _try(judge, [layout for layout in all_layouts if layout.offloads], processes, wishes)
+        tried += found
+        fastest = min([fastest, *(one.fastest for one in found if one.runs)])
+    judged = [_best_of(judge, one, fastest) for one in tried]
+    equal = [best for one, best in zip(tried, judged, strict=True) if one.runs and _is_as_fast(one, fastest)]
+    best = min(equal, key=lambda one: _simplicity(one.choice), default=None)
+    return Found(best, tuple(judged), fastest, slower)
 
 
-def _bests(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -> list[Judged]:
-    """Of each layout."""
-    bests = (_best_of(judge, layout, processes, wishes) for layout in some)
-    return [best for best in bests if best is not None]
+def _is_as_fast(one: _Tried, fastest: float) -> bool:
+    return one.fastest <= fastest * (1 + _AS_FAST)
 
 
-def _best_of(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> Judged | None:
-    """The fastest that fits of a layout; where none does, the one that needs least."""
+def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
+    """The simplest of a layout's fastest choices; where none fits, the one that needs least.
+
+    ``fastest``: of all layouts. It decides for those that are as fast, so that the differences do not add up.
+    """
+    if not one.fitting:
+        return one.least
+    limit = (fastest if _is_as_fast(one, fastest) else one.fastest) * (1 + AS_FAST[judge.cluster.device])
+    chosen = min((choice for choice in one.fitting if judge.seconds(choice) <= limit), key=_simplicity)
+    return judge.timed(judge.fit(chosen))
+
+
+def _try(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -> list[_Tried]:
+    found = (_try_layout(judge, layout, processes, wishes) for layout in some)
+    return [one for one in found if one is not None]
+
+
+def _try_layout(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> _Tried | None:
+    """What fits of a layout and may be its fastest."""
     sizes = micro_batches(judge.workload, processes, wishes)
     if not sizes:
         return None
-
-    def choices(recompute: Recompute, end: int) -> list[Choice]:
-        return [choice_of(layout, processes, size, recompute, wishes, judge.cluster) for size in sizes[:end]]
-
     options = recomputations(judge.workload, wishes)
-    least = judge.fit(choices(options[-1], len(sizes))[-1])
+    rows = {
+        option: [choice_of(layout, processes, size, option, wishes, judge.cluster) for size in sizes]
+        for option in options
+    }
+    least = _least(judge, rows[options[-1]])
     if not least.fits and least.shortfall < _NEAR:
-        least = min((judge.fit(choices(option, len(sizes))[-1]) for option in options), key=lambda one: one.shortfall)
+        least = min((_least(judge, rows[option]) for option in options), key=lambda one: one.shortfall)
     if not least.fits:
-        return least
-    fitting: list[Choice] = []
-    end = len(sizes)
-    timed = _PER_ROW if judge.workload.packed and judge.cluster.device == "cuda" else end
-    for recompute in options:
-        some = choices(recompute, end)
-        if not some or not judge.fit(some[-1]).fits:
-            continue
-        first = _largest_that_fits(judge, some)
-        fitting += some[first : first + timed]
-        if recompute == options[0]:
-            end = first  # what recomputes takes longer, but for a larger micro-batch than fits without
-    return judge.timed(judge.fit(_fastest(judge, fitting, _AS_FAST_IN_LAYOUT[judge.cluster.device])))
+        return _Tried((), least)
+    timed = _PER_ROW if judge.workload.packed and judge.cluster.device == "cuda" else len(sizes)
+    whole = _fitting(judge, rows[options[0]])
+    fitting = whole[:timed]
+    done = {choice.micro_batch_size for choice in whole}  # with recomputation they take longer
+    for option in options[1:]:
+        fitting += _fitting(judge, [choice for choice in rows[option] if choice.micro_batch_size not in done])[:timed]
+    return _Tried(tuple(fitting), least, min(map(judge.seconds, fitting)))
 
 
-def _largest_that_fits(judge: Judge, choices: list[Choice]) -> int:
-    """The first index that fits; they need less and less memory, and the last one is known to fit."""
-    low, high = 0, len(choices) - 1
+def _least(judge: Judge, choices: list[Choice]) -> Judged:
+    """The one that needs least memory: the smallest micro-batch, or the one without accumulation."""
+    return min((judge.fit(choices[0]), judge.fit(choices[-1])), key=lambda one: one.shortfall)
+
+
+def _fitting(judge: Judge, choices: list[Choice]) -> list[Choice]:
+    """Those of ``choices`` that fit; their micro-batches get smaller and smaller.
+
+    With them the memory does, but for the first: without accumulation no gradients are kept between micro-batches.
+    """
+    once = [choice for choice in choices[:1] if choice.gradient_accumulation_steps == 1]
+    low, high = len(once), len(choices)
     while low < high:
         middle = (low + high) // 2
         if judge.fit(choices[middle]).fits:
             high = middle
         else:
             low = middle + 1
-    return low
-
-
-def _fastest(judge: Judge, choices: Collection[Choice], as_fast: float = _AS_FAST) -> Choice:
-    """The simplest of those within ``as_fast`` of the shortest step."""
-    limit = min(map(judge.seconds, choices)) * (1 + as_fast)
-    return min((choice for choice in choices if judge.seconds(choice) <= limit), key=_simplicity)
+    return [choice for choice in once if judge.fit(choice).fits] + choices[low:]
 
 
 _STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
