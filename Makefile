@@ -31,9 +31,9 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 
 # How many files of tests run side by side (0: one after the other, in one process, for a debugger). Tests start several
-# processes; each with threads for every core would only get in the others' way, and compiled modules are to be kept.
-TEST_PROCESSES ?= 2
-TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# processes each. tests/conftest.py puts the files that take longest first.
+TEST_PROCESSES ?= $(shell getconf _NPROCESSORS_ONLN | awk '{n = int($$1 / 2); print n < 2 ? 2 : n > 8 ? 8 : n}')
+TEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,10 +54,10 @@ quickstart: $(STAMP)  ## fine-tune a small chat model, some minutes on two cores
 	$(BIN)/trainwright train recipes/sft/quickstart.yaml $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## run the tests (PYTEST_ARGS="tests/recipe -x" for some of them)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(TEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## run the tests that take a minute or more each
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -q -m slow --timeout 1800 $(PYTEST_ARGS)
+test-slow: $(STAMP)  ## run the tests that take longer, and say how long each took
+	$(TEST) -m slow --timeout 1800 --durations 0 --durations-min 1 $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## check style, types and the layers of imports
 	$(BIN)/ruff format --check .

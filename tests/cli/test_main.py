@@ -14,7 +14,8 @@ from trainwright import __version__
 
 
 def test_version(tmp_path: Path) -> None:
-    result = trainwright("--version", cwd=tmp_path)
+    command = [sys.executable, "-m", "trainwright", "--version"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"trainwright {__version__}\n")
 
 

@@ -5,27 +5,38 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import all_gone, descendants, environment, started, wait_for
+from tests.support.commands import all_gone, descendants, wait_for
+from tests.support.forked import Finished, Started, fork_server
 
-ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
+
+def start(kind: str, logs: Path, processes: int = 2, **variables: str) -> Started:
+    """Launch workers that do what `kind` names; see launch_entries.py."""
+    arguments = [kind, str(processes), str(logs)]
+    request = {"function": "tests.support.launch_entries:main", "arguments": arguments, "cores": None}
+    return fork_server().start({**request, "environment": variables}, logs.with_name(f"{logs.name}-command"))
 
 
-def run(kind: str, logs: Path, processes: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ENTRIES, kind, str(processes), str(logs)],
-        cwd=logs.parent,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def run(kind: str, logs: Path, processes: int = 2, **variables: str) -> Finished:
+    with running(kind, logs, processes, **variables) as launcher:
+        return launcher.wait(100)
+
+
+@contextmanager
+def running(kind: str, logs: Path, processes: int = 2, **variables: str) -> Iterator[Started]:
+    """As `start`; what is left of it is killed in the end."""
+    launcher = start(kind, logs, processes, **variables)
+    try:
+        yield launcher
+    finally:
+        if not launcher.ended:
+            launcher.kill()
 
 
 def ready(logs: Path, processes: int = 2) -> None:
@@ -34,7 +45,7 @@ def ready(logs: Path, processes: int = 2) -> None:
 
 def test_workers_finish_and_each_rank_has_its_log(tmp_path: Path) -> None:
     result = run("finish", tmp_path / "logs", processes=3)
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.stderr
     for rank in range(3):
         log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         assert f"library noise of rank {rank}, 1 threads" in log
@@ -48,15 +59,15 @@ def test_workers_finish_and_each_rank_has_its_log(tmp_path: Path) -> None:
 
 def test_launch_itself_takes_a_moment_and_forks_a_parent_without_threads(tmp_path: Path) -> None:
     result = run("finish", tmp_path / "logs")
-    found = re.search(r"launched in ([\d.]+) s from (\d+) threads", result.stdout)
+    found = re.search(r"launched in ([\d.]+) s of processor time from (\d+) threads", result.stdout)
     assert found, result.stdout + result.stderr
-    assert float(found[1]) < 3
+    assert float(found[1]) < 3  # a worker that imports torch and transformers takes that alone
     assert int(found[2]) == 1
 
 
 def test_first_traceback_is_shown_once_with_its_rank(tmp_path: Path) -> None:
     result = run("raise", tmp_path / "logs")
-    assert result.returncode == 4
+    assert result.code == 4
     assert result.stderr.count("Traceback") == 1
     assert result.stderr.startswith("error: rank 1 failed\n")
     assert "ValueError: boom in rank 1" in result.stderr
@@ -65,16 +76,16 @@ def test_first_traceback_is_shown_once_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_worker_that_sleeps_is_taken_down_when_another_fails(tmp_path: Path) -> None:
-    begun = time.monotonic()
     result = run("raise-sleeping", tmp_path / "logs")
-    assert result.returncode == 4
+    failed = (tmp_path / "logs" / "rank-1.error.json").stat().st_mtime
+    assert result.code == 4
     assert "boom while the others sleep" in result.stderr
-    assert time.monotonic() - begun < 25  # the agent's own patience is 30 s
+    assert time.time() - failed < 25  # the agent's own patience is 30 s
 
 
 def test_known_error_is_a_message_without_traceback(tmp_path: Path) -> None:
     result = run("raise-known", tmp_path / "logs")
-    assert result.returncode == 4
+    assert result.code == 4
     assert "Traceback" not in result.stderr
     assert result.stderr.startswith("error: the loss is not finite at step 3\n")
     assert "rank 1" in result.stderr
@@ -82,14 +93,14 @@ def test_known_error_is_a_message_without_traceback(tmp_path: Path) -> None:
 
 def test_refused_request_keeps_its_exit_code_and_only_its_message(tmp_path: Path) -> None:
     result = run("raise-everywhere", tmp_path / "logs")
-    assert result.returncode == 2
+    assert result.code == 2
     assert result.stderr == "error: data.train: refused by every rank\n"
 
 
 @pytest.mark.parametrize("round", range(2))
 def test_killed_worker_is_explained_and_not_its_peers(tmp_path: Path, round: int) -> None:
     result = run("die", tmp_path / "logs")
-    assert result.returncode == 4
+    assert result.code == 4
     assert result.stderr.startswith("error: rank 1 was killed"), result.stderr
     assert "memory" in result.stderr
     assert "Traceback" not in result.stderr
@@ -97,30 +108,30 @@ def test_killed_worker_is_explained_and_not_its_peers(tmp_path: Path, round: int
 
 def test_silent_exit_is_explained(tmp_path: Path) -> None:
     result = run("exit", tmp_path / "logs")
-    assert result.returncode == 4
+    assert result.code == 4
     assert result.stderr.startswith("error: rank 1 exited with code 9"), result.stderr
 
 
 def test_two_launches_at_once_use_different_ports(tmp_path: Path) -> None:
-    outputs = [tmp_path / f"out-{i}" for i in range(2)]
     logs = [tmp_path / f"logs-{i}" for i in range(2)]
     with (
-        started(ENTRIES, "train", "2", str(logs[0]), cwd=tmp_path, output=outputs[0]) as one,
-        started(ENTRIES, "train", "2", str(logs[1]), cwd=tmp_path, output=outputs[1]) as two,
+        running("train", logs[0]) as one,
+        running("train", logs[1]) as two,
     ):
         for directory in logs:
             ready(directory)
         for process in (one, two):
-            process.send_signal(signal.SIGTERM)
-        assert [one.wait(30), two.wait(30)] == [75, 75]
-    ports = {re.search(r"port (\d+)", output.read_text())[1] for output in outputs}  # type: ignore[index]
+            os.kill(process.pid, signal.SIGTERM)
+        ended = [process.wait(60) for process in (one, two)]
+    assert [each.code for each in ended] == [75, 75]
+    ports = {re.search(r"port (\d+)", each.stdout)[1] for each in ended}  # type: ignore[index]
     assert len(ports) == 2
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of sockets")
 def test_nothing_listens_outside_loopback(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path) as process:
+    with running("train", logs) as process:
         ready(logs)
         import psutil
 
@@ -133,28 +144,28 @@ def test_nothing_listens_outside_loopback(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_signal_lets_workers_write_a_checkpoint(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     logs = tmp_path / "logs"
-    with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path, CHECKPOINT_SECONDS="1") as process:
+    with running("train", logs, CHECKPOINT_SECONDS="1") as process:
         ready(logs)
         if to_group:
             os.killpg(process.pid, number)
         else:
-            process.send_signal(number)
-        assert process.wait(30) == 75
+            os.kill(process.pid, number)
+        assert process.wait(60).code == 75
     assert all((logs / f"checkpoint-{rank}").exists() for rank in range(2))
 
 
 def test_second_interrupt_kills(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    with started(ENTRIES, "train", "2", str(logs), cwd=tmp_path, CHECKPOINT_SECONDS="600") as process:
+    with running("train", logs, CHECKPOINT_SECONDS="600") as process:
         ready(logs)
         workers = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         time.sleep(0.2)
-        process.send_signal(signal.SIGINT)  # the same request, sent on by a wrapper
+        os.kill(process.pid, signal.SIGINT)  # the same request, sent on by a wrapper
         time.sleep(1.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 75
+        assert not process.ended
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60).code == 75
         assert all_gone(workers)
     assert not (logs / "checkpoint-0").exists()
 
@@ -162,9 +173,9 @@ def test_second_interrupt_kills(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sleep", "train"])
 def test_workers_die_with_a_killed_parent(tmp_path: Path, kind: str) -> None:
     logs = tmp_path / "logs"
-    with started(ENTRIES, kind, "2", str(logs), cwd=tmp_path) as process:
+    with running(kind, logs) as process:
         ready(logs)
         workers = descendants(process.pid)
         assert len(workers) >= 2
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
         assert all_gone(workers)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,11 +28,21 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def trainwright(*arguments: str, cwd: Path, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `trainwright ARGUMENTS` in `cwd` to its end."""
-    command = [sys.executable, "-m", "trainwright", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=timeout
-    )
+    """Run `trainwright ARGUMENTS` in `cwd` to its end, in a forked process."""
+    from tests.support.forked import fork_server
+
+    files = Path(tempfile.mkdtemp(prefix="trainwright-command-"))
+    try:
+        request = {"arguments": arguments, "cores": None, "environment": variables}
+        running = fork_server().start(request, files / "files", cwd)
+        try:
+            ended = running.wait(timeout)
+        finally:
+            if not running.ended:
+                running.kill()
+    finally:
+        shutil.rmtree(files)
+    return subprocess.CompletedProcess(arguments, ended.code, ended.stdout, ended.stderr)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A process that has imported everything once and forks whatever a test asks to run; see runs.py.
+"""A process that has imported everything once and forks whatever a test asks to run; see forked.py.
 
 It reads one JSON object a line and answers each with the pid of the child it started. A child leads a process group
 of its own, and its exit code is written to the file `status` when it ends.
@@ -6,6 +6,7 @@ of its own, and its exit code is written to the file `status` when it ends.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -40,13 +41,25 @@ def main() -> None:
         _reap(started)
 
 
+# What runs import by and by, on the way to their first step; transformers' own modules are loaded when they are used.
+_MODULES = (
+    *(f"trainwright.{name}" for name in ("cli.main", "launch.local", "launch.worker", "tasks.sft.task", "worker")),
+    *(f"trainwright.{name}" for name in ("observe.tensorboard", "observe.console", "planning.table", "data.check")),
+    *(f"transformers.models.{name}" for name in ("llama.modeling_llama", "gpt2.modeling_gpt2")),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "multiprocessing.queues", "peft"),
+)
+
+
 def _import_everything() -> None:
     """Without starting a thread or running an operation: what is forked must be as good as new."""
     from trainwright.launch.process import preload_libraries
 
     preload_libraries()
-    for name in ("cli.main", "launch.local", "launch.worker", "tasks.sft.task", "worker", "observe.tensorboard"):
-        importlib.import_module(f"trainwright.{name}")
+    for name in _MODULES:
+        with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
+            importlib.import_module(name)
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "importing has started a thread"
 
 
 def _child(request: dict[str, Any]) -> None:
@@ -56,6 +69,7 @@ def _child(request: dict[str, Any]) -> None:
         os.setsid()
         _redirect(request)
         os.chdir(request["cwd"])
+        os.environ.clear()
         os.environ.update(request["environment"])
         tempfile.tempdir = None  # some library has asked for it already, and it may be another one in this environment
         if request["cores"] is not None:

@@ -1,24 +1,16 @@
-"""Training runs of real worker processes, forked from one process that has imported the libraries already.
-
-A forked run is the command line as a user runs it, without the seconds that importing takes: the launcher itself
-forks its workers from a parent in just this state.
-"""
+"""Training runs of real worker processes, forked from one process that has imported the libraries already."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.commands import ROOT, environment, wait_for
+from tests.support.commands import ROOT
+from tests.support.forked import Started, fork_server
 from trainwright.observe.reader import Event, read_events
 
 TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
@@ -27,90 +19,20 @@ ROWS = ROOT / "tests" / "engine" / "golden" / "rows.jsonl"
 ON_ROWS = f"data.train={ROWS}"
 
 
-@dataclass(frozen=True)
-class Finished:
-    """How a command ended, and what it wrote."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
-@dataclass
-class Started:
-    """A command that is running, in a process group of its own."""
-
-    pid: int
-    files: Path
-    run: Path | None = None
-
-    def wait(self, seconds: float = 200) -> Finished:
-        """Its end; AssertionError when it does not come."""
-        status = self.files / "status"
-        wait_for(status.exists, seconds)
-        out, err = (self.files / name for name in ("stdout", "stderr"))
-        return Finished(int(status.read_text()), out.read_text(), err.read_text())
-
-    @property
-    def ended(self) -> bool:
-        return (self.files / "status").exists()
-
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to every process of the command at once; with SIGKILL, see them gone."""
-        os.killpg(self.pid, number)
-        if number == signal.SIGKILL:
-            wait_for(self._gone)
-
-    def _gone(self) -> bool:
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    def wait_for_step(self, step: int, seconds: float = 100) -> None:
-        """Until the events of the run have this step."""
-        assert self.run is not None
-        wanted = '"event": "step"', f'"step": {step},'
-        events = self.run / "events.jsonl"
-
-        def reached() -> bool:
-            lines = events.read_text().splitlines() if events.exists() else []
-            return any(all(part in line for part in wanted) for line in lines)
-
-        wait_for(lambda: reached() or self.ended, seconds, every=0.002)
-        assert not self.ended, f"the run ended before step {step}:\n{self.wait()}"
-
-
 @dataclass
 class Runs:
     """Starts commands; close it at the end. `directory` holds everything they write."""
 
     directory: Path
-    _server: subprocess.Popen[str] = field(init=False)
     _count: int = 0
     _memory: dict[tuple[str, ...], Path] = field(default_factory=dict)
     _started: list[Started] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server"],
-            cwd=ROOT,
-            env=environment(TRAINWRIGHT_CACHE=str(self.directory / "cache")),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._read() == "ready"
-
     def close(self) -> None:
-        """End the server, and what a failed test has left running."""
+        """End what a failed test has left running."""
         for started in self._started:
             if not started.ended:
                 started.kill()
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(30)
 
     def command(self, *arguments: str, cwd: Path | None = None, cores: int | None = None, **variables: str) -> Started:
         """Start `trainwright ARGUMENTS`. `cores` limits it to that many."""
@@ -182,19 +104,9 @@ class Runs:
 
     def _start(self, request: dict[str, Any], cwd: Path | None) -> Started:
         files = self.new_directory("command")
-        files.mkdir()
-        paths = {name: str(files / name) for name in ("stdout", "stderr", "status")}
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps({**request, **paths, "cwd": str(cwd or files)}, default=str) + "\n")
-        self._server.stdin.flush()
-        self._started.append(Started(int(self._read()), files))
+        variables = {"TRAINWRIGHT_CACHE": str(self.directory / "cache"), **request["environment"]}
+        self._started.append(fork_server().start({**request, "environment": variables}, files, cwd))
         return self._started[-1]
-
-    def _read(self) -> str:
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
-        assert line, "the server has ended"
-        return line.strip()
 
 
 def events(run: Path, kind: str) -> list[Event]:
