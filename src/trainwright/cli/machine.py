@@ -52,7 +52,7 @@ def show(
     if as_json:
         import json
 
-        say(json.dumps(_values(cluster, calibration), indent=2))
+        say(json.dumps(_values(cluster, calibration, machine), indent=2))
         return
     for name, value in _lines(cluster):
         say(f"{name:<14}{value}")
@@ -179,7 +179,7 @@ def _calibration(machine: Machine) -> str:
     return text
 
 
-def _values(cluster: Cluster, calibration: Calibration | None) -> dict[str, Any]:
+def _values(cluster: Cluster, calibration: Calibration | None, machine: Machine | None) -> dict[str, Any]:
     from dataclasses import asdict
 
     from trainwright.machine.calibration import as_json

@@ -15,6 +15,8 @@ from trainwright.recipe.files import read_json
 
 # What follows from the other keys; written for readers.
 _DERIVED = ("devices", "device")
+# What the cluster was made of, for machine/described.py.
+_DETECTED = "machine"
 _LEAST_ONE = (
     "nodes",
     "devices_per_node",
@@ -42,7 +44,7 @@ def read_machine(file: Path) -> tuple[Cluster, Calibration | None]:
     content = read_json(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a machine, which is a JSON object; {_FIX}")
-    values = {key: value for key, value in content.items() if key not in (*_DERIVED, "calibration")}
+    values = {key: value for key, value in content.items() if key not in (*_DERIVED, "calibration", _DETECTED)}
     cluster = _cluster(values, file)
     _refuse(file, _impossible(cluster))
     derived: Mapping[str, Any] = {"devices": cluster.devices, "device": cluster.device}
