@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from trainwright.text import printable, say
+from trainwright.text import change, plural, printable, say, times, wrapped
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,46 @@ def test_what_is_said_is_printable_in_the_encoding_of_the_stream() -> None:
     wide = io.StringIO()
     say("größer \x07", file=wide, end="")
     assert wide.getvalue() == "größer \\x07"
+
+
+RUN = "runs/tiny-20261122-110556"
+LINES = [
+    f"stopped after a checkpoint; continue with: trainwright train --resume {RUN}",
+    f'  use it         AutoModelForCausalLM.from_pretrained("{RUN}/final")',
+    f"  curves         tensorboard --logdir {RUN}/tensorboard",
+    "chosen         parallel.strategy ddp: the fastest that fits; fsdp 1.62 times the step time: communication",
+    f"error: {RUN}/rows.jsonl: no such file; write it with `trainwright data prepare raw.json --out {RUN}` first",
+]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 100])
+@pytest.mark.parametrize("line", LINES)
+def test_lines_are_broken_at_spaces_and_never_inside_a_command(line: str, width: int) -> None:
+    shown = wrapped(line, width)
+    assert " ".join(shown.split()) == " ".join(line.split())  # nothing is lost, and no word is broken
+    command = next((part for part in (f"train --resume {RUN}", f"--logdir {RUN}", f"raw.json --out {RUN}")), "")
+    assert command not in line or command in shown
+    assert len(shown.splitlines()) == 1 or len(line) > width
+    assert all(len(part) <= width for part in shown.splitlines() if part.strip().count(" ") > 3 and "`" not in part)
+
+
+def test_what_is_continued_stands_under_its_own_text() -> None:
+    shown = wrapped(LINES[3], 60).splitlines()
+    assert shown[0].startswith("chosen         parallel.strategy") and shown[1].startswith(" " * 15 + "f")
+    assert wrapped("short\n\n  as it is", 40) == "short\n\n  as it is"
+
+
+def test_counts_have_their_nouns() -> None:
+    assert [plural(n, "row") for n in (0, 1, 2, 1200)] == ["0 rows", "1 row", "2 rows", "1,200 rows"]
+    assert plural(3, "batch", "batches") == "3 batches"
+
+
+def test_no_percentage_is_absurd() -> None:
+    assert [change(2.0, last) for last in (1.5, 4.0, 5.2, 844.0)] == [
+        "-25.0%",
+        "+100.0%",
+        "2.6 times as much",
+        "422 times as much",
+    ]
+    assert change(0.0, 1.0) == change(-1.0, 1.0) == change(1.0, float("nan")) == ""
+    assert [times(ratio) for ratio in (0.384, 2.64, 421.8)] == ["0.38", "2.6", "422"]

@@ -17,8 +17,9 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
+from trainwright.activity import Activity
 from trainwright.errors import TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.joined import run_joined
@@ -38,15 +39,20 @@ def prepare(run: Path) -> None:
     from trainwright.recipe.loading import load_recipe
     from trainwright.tasks.registry import prepare_task
 
-    if (stream := console()) is not None:  # what takes long says so
-        logging.getLogger("trainwright").addHandler(_Said(stream))
-        logging.getLogger("trainwright").setLevel(logging.INFO)
-    prepare_task(load_recipe(run / RECIPE), cache_root())
+    with Activity(console(), "preparing the model and the data") as activity:
+        if console() is not None:  # what takes long says so
+            logging.getLogger("trainwright").addHandler(_Said(activity))
+            logging.getLogger("trainwright").setLevel(logging.INFO)
+        prepare_task(load_recipe(run / RECIPE), cache_root())
 
 
-class _Said(logging.StreamHandler[TextIO]):
+class _Said(logging.Handler):
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self._activity = activity
+
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record), file=self.stream)
+        self._activity.say(self.format(record))
 
 
 def work(run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, Any] | None = None) -> int:

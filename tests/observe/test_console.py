@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import wait_for
 from trainwright import text
 from trainwright.observe.console import ConsoleObserver
 
@@ -58,7 +61,7 @@ def shown(*events: dict[str, Any], seconds: float = 5.0, terminal: bool = False)
 
 def test_banner_says_what_runs_and_why() -> None:
     output = shown(start())
-    for part in ("134.5M, all trained", "2 on cpu, strategy ddp, 1 threads each", "fp32", "250.0k tokens"):
+    for part in ("134.5M, all trained", "2 on cpu, strategy ddp, 1 thread each", "fp32", "250.0k tokens"):
         assert part in output
     assert "24 examples a step: micro-batches of 4, accumulated 3 times" in output
     assert "12 truncated" in output
@@ -78,6 +81,35 @@ def test_lines_are_few_and_the_first_and_last_step_are_among_them() -> None:
     assert [line.split()[1] for line in lines] == ["1/10", "10/10"]
     assert "loss 2.5000  12.3k tokens/s" in lines[0]
     assert "left" in lines[0]
+
+
+def test_batch_is_told_as_it_is_run() -> None:
+    auto = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "accumulation_asked": 4, "batch_varies": True}
+    assert "micro-batches of 1, accumulated 2 times in the first step; train.gradient_accumulation_steps is 4" in shown(
+        start(**auto)
+    )
+    once = {"global_batch_size": 1, "gradient_accumulation_steps": 1}
+    assert "1 example a step: micro-batches of 4, not accumulated" in shown(start(**once))
+
+
+def test_summary_of_a_resumed_run_is_of_the_whole_run(tmp_path: Path) -> None:
+    def evaluate(step: int, loss: float, at: float) -> dict[str, Any]:
+        return {"event": "evaluate", "time": at, "step": step, "metrics": {"loss": loss}, "seconds": 1.0}
+
+    before = [
+        {**start(), "time": 100.0},
+        evaluate(0, 5.0, 110.0),
+        *({**step(number), "time": 110.0 + number} for number in range(1, 8)),
+        evaluate(6, 1.0, 120.0),  # done over: the run goes on from step 5
+        {"event": "fault", "kind": "checkpoint", "time": 900.0, "detail": "told before the launch has begun"},
+    ]
+    again = {**start(resumed_from=5, run_directory=str(tmp_path)), "time": 1000.0}
+    lines = [json.dumps(event) for event in [*before, again]]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    finish = {"event": "finish", "status": "finished", "step": 10, "seconds": 40.0, "path": "final"}
+    output = shown(again, step(10), evaluate(10, 2.0, 1039.0), finish)
+    assert "finished at step 10 after 1:00, 0:40 of it since it was resumed at step 5" in output
+    assert "5.0000 -> 2.0000  (-60.0%)" in output
 
 
 def test_lines_come_again_after_a_while() -> None:
@@ -188,3 +220,55 @@ def test_what_was_predicted_is_shown_beside_what_was_measured() -> None:
     assert "2.0 GiB predicted" in shown(start(predicted=predicted), step(1), {**finish, "measured": on_gpu})
     unplanned = shown(start(predicted={}), step(1), {**finish, "measured": measured})
     assert "peak memory" in unplanned and "predicted" not in unplanned
+
+
+def test_far_from_the_plan_is_told_in_times_with_what_is_known_of_why() -> None:
+    predicted = {"step_time": 0.01, "tokens_per_second": 1000.0, "memory_bytes": 100, "threads": 4, "calibrated": 0.0}
+    measured = {"step_time": 4.218, "tokens_per_second": 2.4, "memory_bytes": 130, "steps": 0, "threads": 1}
+    finish = {"event": "finish", "status": "finished", "step": 1, "seconds": 3.0, "path": "final"}
+
+    def rows(**more: float) -> list[str]:
+        output = shown(start(predicted=predicted), step(1), {**finish, "measured": {**measured, **more}})
+        return [" ".join(line.split()) for line in output.splitlines()]
+
+    found = rows(waited=0.85, throttled=0.4, stolen=0.2)
+    assert "step time 0.01 s predicted, 4.22 s measured (422 times the plan)" in found
+    assert "speed 1,000 tokens/s predicted, 2 tokens/s measured (0.0024 times the plan)" in found
+    told = "\n".join(found)
+    for part in ("waited for a core 85%", "limit on CPU time", "virtual machine gave 20%", "1 thread a process where"):
+        assert part in told
+    assert "only the first steps" in told and "`trainwright machine calibrate`" in told
+    assert "waited for a core" not in "\n".join(rows(waited=0.02))
+    assert "thread a process where" not in "\n".join(rows(threads=4))
+    assert "why" not in "\n".join(row.split(" ")[0] for row in rows(step_time=0.012))
+
+
+def test_a_bar_fits_into_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for width in (20, 40, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        output = shown(start(max_steps=1), step(1), terminal=True)
+        drawn = [
+            part for part in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)) if "step 1/1" in part
+        ]
+        assert drawn and all(len(part) <= width for part in drawn), drawn
+
+
+@pytest.mark.parametrize("term", ["dumb", "", "unknown"])
+def test_nothing_is_drawn_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    monkeypatch.setenv("TERM", term)
+    output = shown(start(max_steps=1), step(1), terminal=True)
+    assert "step 1/1  loss 2.5000" in output and "\x1b" not in output and "\r" not in output
+
+
+def test_what_takes_long_is_said_and_what_does_not_is_not() -> None:
+    stream = io.StringIO()
+    console = ConsoleObserver(stream)
+    console(start())
+    console({"event": "phase", "doing": "evaluating", "step": 5})
+    console({"event": "evaluate", "step": 5, "metrics": {"loss": 2.0}})
+    console({"event": "phase", "doing": "writing a checkpoint", "step": 5})
+    wait_for(lambda: "writing" in stream.getvalue(), seconds=60)
+    console({"event": "checkpoint", "step": 5, "path": "p", "seconds": 1.0})
+    console.close()
+    assert "step 5: writing a checkpoint …\n" in stream.getvalue() and "evaluating" not in stream.getvalue()

@@ -21,9 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a child: this checkout's package, one thread a process, no colours, no hub."""
+    """The environment of a child: this checkout's package, one thread a process, no colours, no hub.
+
+    What takes long is not said, as how long it takes is up to the machine.
+    """
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     fixed = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    fixed["TRAINWRIGHT_QUIET"] = "1"
     return {**os.environ, **fixed, "PYTHONPATH": path, **more}
 
 

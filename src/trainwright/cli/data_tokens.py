@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.text import say
+from trainwright.text import draw, is_terminal, say
 
 Sources = Annotated[
     list[str],
@@ -117,8 +117,8 @@ def _shown() -> Iterator[_Shown]:
     try:
         yield _Shown()
     finally:
-        if sys.stderr.isatty():
-            _write("\r\x1b[K")
+        if is_terminal(sys.stderr):
+            draw("", sys.stderr)
 
 
 class _Shown:
@@ -130,18 +130,13 @@ class _Shown:
 
     def __call__(self, characters: int, tokens: int, documents: int) -> None:
         self._first = characters if self._first is None else self._first
-        now, terminal = time.monotonic(), sys.stderr.isatty()
+        now, terminal = time.monotonic(), is_terminal(sys.stderr)
         if now - self._shown < (_SECONDS if terminal else 10 * _SECONDS):
             return
         self._shown = now
         speed = (characters - self._first) / (now - self._begun) / 1e6
         line = f"{documents:,} documents, {tokens:,} tokens, {characters / 1e6:,.1f} MB of text, {speed:.1f} MB/s"
         if terminal:
-            _write(f"\r\x1b[K{line}")
+            draw(line, sys.stderr)
         else:
             say(line, file=sys.stderr)
-
-
-def _write(drawn: str) -> None:
-    sys.stderr.write(drawn)
-    sys.stderr.flush()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainwright.activity import Activity, doing
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -146,15 +147,17 @@ def _talk(asked: _Asked, machine: Machine, prompt: str | None) -> None:
     from trainwright.launch.process import limit_threads
 
     limit_threads(machine.cpu_cores, 1)
-    import torch
+    with Activity(sys.stderr, "importing torch and transformers"):
+        import torch
 
-    from trainwright.inference.chat import HELP, Speaker, chat, typed
-    from trainwright.inference.finding import find_model
-    from trainwright.inference.loading import DTYPES, check_fits, load
+        from trainwright.inference.chat import HELP, Speaker, chat, typed
+        from trainwright.inference.finding import find_model
+        from trainwright.inference.loading import DTYPES, check_fits, load
 
-    found = find_model(asked.model, asked.adapter, asked.checkpoint)
-    check_fits(found, DTYPES[asked.dtype], machine, 1)
-    loaded = load(found, DTYPES[asked.dtype], torch.device(machine.device))
+        doing("reading the model")
+        found = find_model(asked.model, asked.adapter, asked.checkpoint)
+        check_fits(found, DTYPES[asked.dtype], machine, 1)
+        loaded = load(found, DTYPES[asked.dtype], torch.device(machine.device))
     plain = _is_plain(asked, loaded.chat)
     speaker = Speaker(loaded, _sampling(asked), _say, plain=plain, system=asked.system)
     if prompt is not None:

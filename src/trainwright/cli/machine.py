@@ -52,7 +52,7 @@ def show(
     if as_json:
         import json
 
-        say(json.dumps(_values(cluster, calibration, machine), indent=2))
+        say(json.dumps(_values(cluster, calibration, machine), indent=2), wrap=False)
         return
     for name, value in _lines(cluster):
         say(f"{name:<14}{value}")
@@ -83,7 +83,7 @@ def calibrate(
     file = calibration_file(machine)
     save_calibration(found, file)
     if as_json:
-        say(json.dumps(values(found), indent=1))
+        say(json.dumps(values(found), indent=1), wrap=False)
         return
     for line in lines(found):
         say(line)

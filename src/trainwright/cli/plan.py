@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.activity import Activity
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -59,8 +61,9 @@ def plan(
 
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """
-    recipe = _asked(arguments or [], model, sequence_length, global_batch_size, steps)
-    facts = _facts(recipe, full=model is not None)
+    with Activity(sys.stderr, "reading the recipe, its model and its data"):
+        recipe = _asked(arguments or [], model, sequence_length, global_batch_size, steps)
+        facts = _facts(recipe, full=model is not None)
     if price is not None and tokens is None:
         raise RequestError("--price: is of a budget; give --tokens too, such as 20x")
     budget = None
@@ -71,7 +74,8 @@ def plan(
             raise RequestError("--tokens, --steps: both say how long the run is; give one")
         budget = tokens_of(tokens, facts.workload)
         facts = facts._replace(workload=with_budget(facts.workload, budget))
-    made = _made(recipe, facts, on)
+    with Activity(sys.stderr, "planning"):
+        made = _made(recipe, facts, on)
     if chart is not None:
         from trainwright.planning.chart import draw
 
@@ -84,7 +88,7 @@ def plan(
             from trainwright.planning.budget import cost
 
             found["budget"] = cost(made, budget, price)
-        say(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2), wrap=False)
     else:
         _show(made, compare)
         if budget is not None:

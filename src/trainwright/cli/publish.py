@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainwright.activity import Activity
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -38,7 +40,7 @@ def merge(
     from trainwright.inference.loading import for_users
     from trainwright.models.merging import merge as merged
 
-    with for_users():
+    with for_users(), Activity(sys.stderr, "reading the model"):
         found = find_model(model, adapter)
         _check_finished(found)
         result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
@@ -67,7 +69,7 @@ def export(
     if dtype is not None and dtype not in _PRECISIONS.get(to, ()):
         known = " or ".join(_PRECISIONS.get(to, ())) or "none, as an adapter is written as it is"
         raise RequestError(f"--dtype: {dtype} is not for {to}; it takes {known}")
-    with for_users():
+    with for_users(), Activity(sys.stderr, "reading the model"):
         found, out = find_model(model, None, checkpoint), out.expanduser()
         if to == "adapter":
             _export_adapter(found, out)

@@ -57,7 +57,7 @@ def schema() -> None:
 
     from trainwright.recipe.json_schema import recipe_json_schema
 
-    say(json.dumps(recipe_json_schema(), indent=2))
+    say(json.dumps(recipe_json_schema(), indent=2), wrap=False)
 
 
 @app.command()

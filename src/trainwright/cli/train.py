@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from trainwright.activity import Activity, doing
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, RequestError
 from trainwright.text import say
 
@@ -82,11 +83,13 @@ def train(
     count = nodes or 1
     refuse_worker("train", count)
     place = _meeting_place(count, node_rank, rendezvous, rendezvous_timeout)
-    request = read_request(words, resume, meaning)
-    machine = detect()
-    request = for_nodes(request, machine, count)
-    resolved = resolve_request(request, machine, count)
-    check_request(request, resolved.recipe, creates=not node_rank)
+    with Activity(sys.stderr, "reading the recipe"):
+        request = read_request(words, resume, meaning)
+        machine = detect()
+        request = for_nodes(request, machine, count)
+        doing("planning")
+        resolved = resolve_request(request, machine, count)
+        check_request(request, resolved.recipe, creates=not node_rank)
     if dry_run:
         _show(resolved)
     if not force:
@@ -193,10 +196,11 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             return run, text
 
         def get_ready() -> None:
-            preload_libraries()
-            # Imported here, to be forked: each worker would import them again otherwise.
-            import_module("trainwright.launch.worker")
-            import_module(f"trainwright.tasks.{resolved.recipe.task}.task")
+            with Activity(sys.stderr, "importing torch and transformers"):
+                preload_libraries()
+                # Imported here, to be forked: each worker would import them again otherwise.
+                import_module("trainwright.launch.worker")
+                import_module(f"trainwright.tasks.{resolved.recipe.task}.task")
             log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
             run_in_child(functools.partial(prepare, run), log, stopping)
             if stopping.requested:

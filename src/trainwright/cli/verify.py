@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainwright.activity import Activity, doing
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import RequestError
 
@@ -36,13 +37,15 @@ def verify(
     refuse_worker("verify")
     words = [str(recipe), *(overrides or [])]
     meaning = None if accelerate_config is None else _meaning(accelerate_config, words)
-    request = read_request(words, None, meaning)
-    machine = detect()
-    resolved = resolve_request(request, machine).recipe
-    # Before the first side runs: nobody wants to wait for that and hear then that the second one cannot.
-    check_request(request, resolved, creates=False)
-    from trainwright.doctor.verify import verify as compare
-    from trainwright.worker import prepare
+    with Activity(sys.stderr, "planning"):
+        request = read_request(words, None, meaning)
+        machine = detect()
+        resolved = resolve_request(request, machine).recipe
+        # Before the first side runs: nobody wants to wait for that and hear then that the second one cannot.
+        check_request(request, resolved, creates=False)
+        doing("importing torch and transformers")
+        from trainwright.doctor.verify import verify as compare
+        from trainwright.worker import prepare
 
     raise typer.Exit(compare(resolved, machine, steps, prepare, sys.stdout))
 

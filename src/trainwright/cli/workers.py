@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from trainwright.activity import Activity, doing
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
 from trainwright.launch.process import Stopped, console, limit_threads, preload_libraries, run_in_child
 from trainwright.launch.stop import Stopping
@@ -82,10 +83,11 @@ def in_processes(
     limit_threads(machine.cpu_cores, processes)
     try:
         with _AtOnce() as stopping:
-            preload_libraries()
-            for module in modules:
-                import_module(module)
-            run_in_child(prepare, work / "prepare.log", stopping)
+            with Activity(sys.stderr, "importing torch and transformers"):
+                preload_libraries()
+                for module in modules:
+                    import_module(module)
+            run_in_child(partial(_prepare, prepare), work / "prepare.log", stopping)
             from trainwright.launch.local import launch
 
             code = launch(partial(_work, entry), processes=processes, logs=work / "logs", stopping=stopping)
@@ -110,6 +112,11 @@ class _AtOnce(Stopping):
         self.kill()
 
 
+def _prepare(prepare: Callable[[], None]) -> None:
+    with Activity(console(), "reading the model and the data"):
+        prepare()
+
+
 def _work(entry: Callable[[World], None]) -> int:
     from trainwright.launch.contract import usable_device
     from trainwright.machine.detect import detect
@@ -117,7 +124,8 @@ def _work(entry: Callable[[World], None]) -> int:
 
     world = join(usable_device(detect(), None), timeout=_PATIENCE)
     try:
-        entry(world)
+        with Activity(console()):
+            entry(world)
     finally:
         leave()
     return EXIT_FINISHED
@@ -131,4 +139,10 @@ def counted(world: World, label: str, total: int) -> Done:
     from trainwright.observe.counting import Counting
 
     counting = Counting(stream, label, total)
-    return lambda examples: counting(examples * world.size)
+    doing(f"the first {label}")
+
+    def count(examples: int) -> None:
+        doing("")  # the count is shown instead
+        counting(examples * world.size)
+
+    return count

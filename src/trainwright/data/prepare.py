@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.activity import doing
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import EXAMPLES, Kind
 from trainwright.data.lengths import check_length
@@ -142,6 +143,7 @@ def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase
     """All of it under its name or nothing."""
     from trainwright.data.splitting import tokenize_and_split
 
+    doing("reading and tokenizing the rows")
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.activity import doing
 from trainwright.data.mixture import Part, parts_of, shares
 from trainwright.data.shards import Shards, is_shards, tokenizer_fingerprint
 from trainwright.data.texts import VERSION
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.data_schema import DataSection, SourceSection
     from trainwright.recipe.schema import Recipe
-
-logger = logging.getLogger(__name__)
 
 
 def prepare_windows(
@@ -96,7 +94,7 @@ def _made(
             return Shards.open(directory, key)
         except RequestError:  # damaged; made anew
             shutil.rmtree(directory)
-    logger.info("tokenizing %s", source.source)
+    doing(f"tokenizing {source.source}")
     processes = _processes()
     tokenize([(source, key)], tokenizer, directory, identity=identity, processes=processes)
     return Shards.open(directory, key)

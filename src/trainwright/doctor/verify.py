@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from trainwright.activity import Activity
 from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.doctor.fitting import fitting_model
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
@@ -25,7 +26,8 @@ from trainwright.launch.process import console, limit_threads, preload_libraries
 from trainwright.launch.stop import Stopping
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
-from trainwright.observe.progress import Bar, Lines, Progress
+from trainwright.observe.progress import progress_on
+from trainwright.observe.remaining import Remaining
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import ParallelSection, Recipe
@@ -69,10 +71,11 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
     code = EXIT_FINISHED
     try:
         with Stopping(_say_stopping) as stopping:
-            preload_libraries()
-            # Imported here, to be forked: each worker would import them again otherwise.
-            import_module("trainwright.launch.worker")
-            import_module(f"trainwright.tasks.{recipe.task}.task")
+            with Activity(sys.stderr, "importing torch and transformers"):
+                preload_libraries()
+                # Imported here, to be forked: each worker would import them again otherwise.
+                import_module("trainwright.launch.worker")
+                import_module(f"trainwright.tasks.{recipe.task}.task")
             model = _prepared_model(recipe, machine, directory, prepare, stopping, out)
             sides = [
                 Side(_name(each), each.model_copy(update={"model": model}), directory / place)
@@ -177,14 +180,17 @@ class _Shown:
     def __init__(self, name: str, steps: int, stream: TextIO) -> None:
         self._name = name
         self._steps = steps
-        self._progress: Progress = Bar(stream) if stream.isatty() else Lines(stream, _SHOW_SECONDS)
+        self._progress = progress_on(stream, _SHOW_SECONDS)
+        self._remaining = Remaining({})
 
     def __call__(self, event: Event) -> None:
         if event["event"] == "start":
             self._steps = min(self._steps, event["max_steps"])
             self._progress.write(f"{self._name}: {event['layout']}")
-            self._progress.begin(0, self._steps)
+            self._remaining = Remaining({"max_steps": self._steps})
+            self._progress.begin(0, self._remaining)
         elif event["event"] == "step":
+            self._remaining.see(event)
             self._progress.step(event)
         if event["event"] == "fault" or event.get("step") == self._steps:
             self._progress.close()

@@ -43,6 +43,12 @@ class EventLog:
         for observer in self._observers:
             observer(record)
 
+    def announce(self, doing: str, step: int | None = None) -> None:
+        """Tell the observers what is being done until the next event, which may be a while; nothing is recorded."""
+        if self._file is not None:
+            for observer in self._observers:
+                observer({"event": "phase", "time": time.time(), "doing": doing, "step": step})
+
     def close(self) -> None:
         """What could not be written until now, for want of space, is lost, and the observers know."""
         if self._file is not None:

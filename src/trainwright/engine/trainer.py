@@ -100,6 +100,7 @@ class Trainer:
         if self.progress.step == 0:
             self._evaluate()
         self.strategy.module.train()
+        self.events.announce("compiling" if self.recipe.train.compile is True else "the first step")
         while self.progress.step < self.max_steps:
             stop = self._step()
             last = self.progress.step == self.max_steps
@@ -306,6 +307,7 @@ class Trainer:
         """Measure on the validation split and sample; whether this is a new best that is to be kept."""
         step, progress, improved = self.progress.step, self.progress, False
         if self.task.validation is not None:
+            self.events.announce("evaluating", step)
             begun = time.monotonic()
             metrics = evaluate(
                 self.task, self.strategy, functools.partial(self._halving.evaluation, step), self._tell_of_room
@@ -314,6 +316,8 @@ class Trainer:
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step
+        if self.task.prompts:
+            self.events.announce("generating samples", step)
         for prompt, text in generate(self.task, self.strategy, self._tell_of_room):
             self.events.emit("generate", step=step, prompt=prompt, text=text)
         return improved and self.recipe.checkpoint.keep_best is True
@@ -333,6 +337,7 @@ class Trainer:
         step = self.progress.step
         if self._saved_step == step:
             return
+        self.events.announce("writing a checkpoint", step)
         data, base, shards = self.task.stream.dataset.fingerprint, self.task.base, self.strategy.state()
         state: dict[str, Any] = {
             "progress": asdict(self.progress),
@@ -360,6 +365,7 @@ class Trainer:
             self.checkpoints.prune(self.progress.best_step)
 
     def _export(self, final: Path) -> None:
+        self.events.announce(f"writing the model to {final}", self.progress.step)
         different: list[str] = []
         adapter = self.task.base is not None
         tensors = gathered(self.strategy, different) if adapter else self.strategy.parameters()
@@ -393,10 +399,8 @@ class Trainer:
 
     def _finish(self, status: str, begun: float, path: Path) -> None:
         seconds = time.monotonic() - begun
-        measured = self._measured.summary()
-        self.events.emit(
-            "finish", status=status, step=self.progress.step, seconds=seconds, path=path, measured=measured
-        )
+        found = self._measured.summary()
+        self.events.emit("finish", status=status, step=self.progress.step, seconds=seconds, path=path, measured=found)
 
 
 def _dropout_seed(seed: int, step: int, micro_batch: int) -> int:

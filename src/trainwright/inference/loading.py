@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainwright.activity import doing
 from trainwright.data.batch import Batch, collate
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.stream import MicroBatch
@@ -60,6 +61,7 @@ def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
             parameter.requires_grad_(False)
             if parameter.is_floating_point():  # an adapter comes in fp32
                 parameter.data = parameter.data.to(dtype)
+        doing("checking the model")
         check_model(lm, probe(model.config.get_text_config().vocab_size), _SAME.get(dtype, _SAME_ROUNDED))
         return Loaded(lm.to(device).eval(), tokenizer, tokenizer.chat_template is not None)
 

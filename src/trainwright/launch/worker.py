@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainwright.activity import Activity, doing
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.events import EventLog, Observer
 from trainwright.engine.optimizer import optimizer_factory
@@ -19,7 +20,7 @@ from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
 from trainwright.launch import run_directory
 from trainwright.launch.contract import agree, check_layout, usable_device
-from trainwright.launch.process import keep_freed_memory, threads_allowed
+from trainwright.launch.process import console, keep_freed_memory, threads_allowed
 from trainwright.machine.detect import detect
 from trainwright.models.adapters_files import check_libraries
 from trainwright.models.compilation import compile_blocks
@@ -27,6 +28,7 @@ from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel import deepspeed_config
 from trainwright.parallel.build import build_strategy
+from trainwright.parallel.layout import Layout
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import Seat, World, join, leave
 from trainwright.recipe.loading import load_recipe
@@ -71,29 +73,18 @@ def run_worker(
     check_libraries(recipe.model.adapter)
     # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
     seat = seat or Seat.from_variables()
-    task = build_task(recipe, cache)
-    if task.weights is not None:
-        task.weights.load(seat.rank)
-    sizes = count_parameters(task.module)  # before they are cut up
-    world = join(usable_device(detect(), seat), seat)
+    with Activity(console(), "mapping the data and building the model"):
+        task = build_task(recipe, cache)
+        if task.weights is not None:
+            doing("loading the weights")
+            task.weights.load(seat.rank)
+        sizes = count_parameters(task.module)  # before they are cut up
+        doing("waiting for the other processes")
+        world = join(usable_device(detect(), seat), seat)
     try:
-        agree(recipe, task, world, run_directory.planned_device(run))
-        save_activation_memory(
-            task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
-        )
-        if recipe.train.compile is True:
-            compile_blocks(task.blocks())
-        dtype = _DTYPES[recipe.train.mixed_precision]
-        strategy = build_strategy(
-            recipe.parallel,
-            world,
-            task.module,
-            task.blocks(),
-            optimizer_factory(recipe.optimizer),
-            dtype,
-            task.weights,
-        )
-        layout = check_layout(recipe, dtype, strategy)
+        with Activity(console(), f"setting up {recipe.parallel.strategy}"):
+            agree(recipe, task, world, run_directory.planned_device(run))
+            strategy, layout = _strategy(recipe, task, world)
         events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)
         checkpoints = Checkpoints(
             run / "checkpoints",
@@ -116,6 +107,7 @@ def run_worker(
         task.begin(strategy, lambda message: events.emit("notice", message=message))
         checkpoint = _latest(checkpoints, world, events) if resume else None
         if checkpoint is not None:
+            events.announce(f"loading {checkpoint.path}")
             trainer.resume(checkpoint)
         started = _start(recipe, task, strategy, trainer, run, sizes, reasons)
         events.emit("start", **started, predicted=dict(predicted or {}), layout=layout.line())
@@ -128,10 +120,24 @@ def run_worker(
         leave()
 
 
+def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layout]:
+    """The task's model as the recipe spreads it over the processes, and how it lies on this one."""
+    save_activation_memory(
+        task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
+    )
+    if recipe.train.compile is True:
+        compile_blocks(task.blocks())
+    dtype = _DTYPES[recipe.train.mixed_precision]
+    optimizer = optimizer_factory(recipe.optimizer)
+    strategy = build_strategy(recipe.parallel, world, task.module, task.blocks(), optimizer, dtype, task.weights)
+    return strategy, check_layout(recipe, dtype, strategy)
+
+
 def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
     """The newest checkpoint that verifies; rank 0 reads every byte and the others take its word."""
     chosen: str | None = None
     if world.is_main:
+        events.announce("checking the newest checkpoint")
         found, refused = checkpoints.latest()
         for reason in refused:
             events.emit("fault", kind="checkpoint", rank=0, detail=reason, action="use the one before it")
@@ -163,20 +169,24 @@ def _start(
     reasons: Sequence[str],
 ) -> dict[str, object]:
     world = strategy.world
-    first = task.stream.global_batch(0)
+    first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
     return {
         "task": recipe.task,
         "world_size": world.size,
         "strategy": strategy.name,
         "mixed_precision": recipe.train.mixed_precision,
         "device": _device_name(world),
-        "micro_batch_size": recipe.train.micro_batch_size,
+        "micro_batch_size": first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
         "gradient_accumulation_steps": len(first.for_rank(0, world.size)),
         "global_batch_size": recipe.train.global_batch_size,
         "parameters": sizes[0],
         "trainable_parameters": sizes[1],
         "resumed_from": trainer.progress.step or None,
         "max_steps": trainer.max_steps,
+        "batch_varies": recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
+        "accumulation_asked": None if steps == "auto" else steps,
+        "evaluate_every": recipe.evaluate.every,
+        "checkpoint_every": recipe.checkpoint.every,
         "threads": torch.get_num_threads(),
         "run_directory": str(run),
         "reasons": list(reasons),

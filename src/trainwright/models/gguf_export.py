@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainwright.activity import doing
 from trainwright.errors import MachineError, RequestError, TrainingError
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        doing(f"writing {out}")
         _write(directory, config, tokenizer, temporary, precision)
+        doing(f"reading {out} back")
         _read_back(directory, temporary, tokenizer, precision)
         temporary.rename(out)
     except OSError as error:

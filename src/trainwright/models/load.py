@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.activity import doing
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
@@ -104,6 +105,7 @@ def load_model(
     dtype = dtype or torch.float32
     config = load_config(model, tokenizer)
     source = resolve(model)
+    doing("initialising the model" if source.directory is None else f"loading the weights of {source.directory}")
     if source.directory is None:
         loaded = fresh_model(config, seed, dtype)
         _quantise(loaded, model.adapter)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.activity import doing
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters import attach_adapter, lora_layers
@@ -62,6 +63,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
     model = _with_adapter(section, seed, None, tokenizer)
     dtype = dtype or next(p.dtype for name, p in model.named_parameters() if ".lora_" not in name)
     changes: list[bool] = []
+    doing("merging the adapter into its base")
     with replacing(out) as temporary:
         config = _untied_where_replaced(model)
         save_model(
@@ -73,6 +75,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
                 f"--dtype: in {dtype} the merged weights are those of the base: what the adapter adds is rounded away; "
                 "store them in fp32"
             )
+        doing("checking the merged model by its logits")
         difference, sample = _verify(section, seed, temporary / "merged", dtype, tokenizer)
         for file in (temporary / "merged").iterdir():
             file.rename(temporary / file.name)

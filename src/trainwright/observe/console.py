@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
 from trainwright import text
-from trainwright.observe.progress import Bar, Lines, Progress
-from trainwright.observe.reader import Event, resumed_step
+from trainwright.activity import Ticker
+from trainwright.observe.beside_plan import compared, reasons_of
+from trainwright.observe.progress import progress_on
+from trainwright.observe.reader import Event, Past, read_past, resumed_step
+from trainwright.observe.remaining import Remaining
 
 _LINE_SECONDS = 5.0
 _LABEL = 14
@@ -19,8 +20,12 @@ class ConsoleObserver:
     """An observer of events that writes to `stream`, with a progress bar where that is a terminal."""
 
     def __init__(self, stream: TextIO, line_seconds: float = _LINE_SECONDS) -> None:
-        self._progress: Progress = Bar(stream) if stream.isatty() else Lines(stream, line_seconds)
-        self._width = shutil.get_terminal_size().columns if stream.isatty() else 100
+        self._stream = stream
+        self._progress = progress_on(stream, line_seconds)
+        self._remaining = Remaining({})
+        self._ticker: Ticker | None = None
+        self._past = Past([], 0.0)
+        self._resumed: int | None = None
         self._run = Path(".")
         self._first_metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
@@ -29,6 +34,7 @@ class ConsoleObserver:
         self._told_write_error = False
         self._handlers = {
             "start": self._start,
+            "phase": self._phase,
             "step": self._step,
             "evaluate": self._evaluate,
             "generate": self._generate,
@@ -42,12 +48,15 @@ class ConsoleObserver:
         if "write_error" in event and not self._told_write_error:
             self._told_write_error = True
             self._write(f"note: events.jsonl cannot be written ({event['write_error']}); training goes on")
+        self._stop_ticker()
+        self._remaining.see(event)
         handler = self._handlers.get(event["event"])
         if handler:
             handler(event)
 
     def close(self) -> None:
         """Take the progress bar away. A `finish` event does so too."""
+        self._stop_ticker()
         self._progress.close()
 
     def _write(self, lines: str = "") -> None:
@@ -56,10 +65,29 @@ class ConsoleObserver:
     def _start(self, event: Event) -> None:
         self._run = Path(event.get("run_directory", "."))
         self._predicted = event.get("predicted", {})
+        self._resumed = resumed_step(event)
+        self._past = read_past(self._run / "events.jsonl", event)
+        for past in self._past.events:
+            if past["event"] == "evaluate":
+                self._measured(past["metrics"])
+        self._remaining = Remaining(event, self._past.events)
         for label, value in _banner(event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
-        self._progress.begin(resumed_step(event) or 0, event.get("max_steps") or 0)
+        self._progress.begin(self._resumed or 0, self._remaining)
+
+    def _phase(self, event: Event) -> None:
+        what = event["doing"] if event.get("step") is None else f"step {event['step']}: {event['doing']}"
+        self._ticker = Ticker(lambda seconds, first: self._progress.during(what, seconds, first))
+
+    def _stop_ticker(self) -> None:
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None
+
+    def _measured(self, metrics: dict[str, float]) -> None:
+        self._first_metrics = self._first_metrics or metrics
+        self._last_metrics = metrics
 
     def _step(self, event: Event) -> None:
         self._last_step = event
@@ -74,15 +102,15 @@ class ConsoleObserver:
 
     def _evaluate(self, event: Event) -> None:
         metrics = event["metrics"]
-        self._first_metrics = self._first_metrics or metrics
-        self._last_metrics = metrics
+        self._measured(metrics)
         shown = "  ".join(f"{name.replace('_', ' ')} {text.metric(value)}" for name, value in metrics.items())
         self._write(f"step {event['step']}: validation  {shown}")
 
     def _generate(self, event: Event) -> None:
         self._write(f"step {event['step']}: sample")
-        self._write(text.block(event["prompt"], "  > ", self._width))
-        self._write(text.block(event["text"], "    ", self._width))
+        width = text.columns(self._stream)
+        self._write(text.block(event["prompt"], "  > ", width))
+        self._write(text.block(event["text"], "    ", width))
 
     def _checkpoint(self, event: Event) -> None:
         blocked = event.get("blocked_seconds", event["seconds"])
@@ -99,19 +127,29 @@ class ConsoleObserver:
     def _finish(self, event: Event) -> None:
         self._progress.close()
         self._write()
-        self._write(f"{event['status']} at step {event['step']} after {text.duration(event['seconds'])}")
+        self._write(f"{event['status']} at step {event['step']} after {self._took(event['seconds'])}")
         for name, last in self._last_metrics.items():
             if (first := self._first_metrics.get(name)) is not None and first != last:
-                change = f"  ({(last - first) / first:+.1%})" if first else ""
-                self._row(f"{name.replace('_', ' ')}", f"{text.metric(first)} -> {text.metric(last)}{change}")
-        compared = list(_compared(self._predicted, event.get("measured", {})))
-        for label, value in compared:
+                by = f"  ({change})" if (change := text.change(first, last)) else ""
+                self._row(f"{name.replace('_', ' ')}", f"{text.metric(first)} -> {text.metric(last)}{by}")
+        measured = event.get("measured", {})
+        rows = list(compared(self._predicted, measured))
+        for label, value in rows:
             self._row(label, value)
+        for number, why in enumerate(reasons_of(self._predicted, measured)):
+            self._row("" if number else "why", why)
         memory = self._last_step.get("memory_bytes")
-        if memory and not any(label == "memory" for label, _ in compared):
+        if memory and not any(label == "memory" for label, _ in rows):
             self._row("peak memory", f"{text.size(memory)} on the fullest process")
         for label, value in self._places(event):
             self._row(label, value)
+
+    def _took(self, seconds: float) -> str:
+        """The time of all launches of the run, and of this one where there were others."""
+        if not self._past.seconds:
+            return text.duration(seconds)
+        since = f"since it was resumed at step {self._resumed}" if self._resumed else "since it was started again"
+        return f"{text.duration(self._past.seconds + seconds)}, {text.duration(seconds)} of it {since}"
 
     def _places(self, event: Event) -> list[tuple[str, str]]:
         rows = [("run", f"{self._run}/  (recipe.yaml, events.jsonl, logs/, checkpoints/)")]
@@ -130,22 +168,6 @@ class ConsoleObserver:
 
     def _row(self, label: str, value: str) -> None:
         self._write(f"  {label:<{_LABEL}} {value}")
-
-
-def _compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """What the plan expected beside what was measured, of all that both have."""
-    # A GPU's measured peak is of tensors, without what its libraries take.
-    memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
-    shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-        ("memory", memory, text.size),
-        ("step time", "step_time", lambda seconds: f"{seconds:.3g} s"),
-        ("speed", "tokens_per_second", lambda rate: f"{text.count(rate)} tokens/s"),
-    )
-    for label, name, words in shown:
-        if name in measured and predicted.get(name):
-            expected, found = predicted[name], measured[name]
-            off = f"{(found - expected) / expected:+.0%}".replace("%", " %")
-            yield label, f"{words(expected)} predicted, {words(found)} measured ({off})"
 
 
 def _banner(event: Event) -> list[tuple[str, str]]:
@@ -177,12 +199,16 @@ def _parameters(event: Event) -> str:
 
 
 def _processes(event: Event) -> str:
-    threads = f", {event['threads']} threads each" if event.get("threads") else ""
+    threads = f", {text.plural(event['threads'], 'thread')} each" if event.get("threads") else ""
     return f"{event['world_size']} on {event['device']}, strategy {event['strategy']}{threads}"
 
 
 def _batch(event: Event) -> str:
-    return (
-        f"{event['global_batch_size']} examples a step: micro-batches of {event['micro_batch_size']}, "
-        f"accumulated {event['gradient_accumulation_steps']} times"
-    )
+    examples = text.plural(event["global_batch_size"], "example")
+    steps, asked = event["gradient_accumulation_steps"], event.get("accumulation_asked")
+    accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"
+    if event.get("batch_varies"):  # in examples or in the packs that they fill
+        accumulated += " in the first step"
+    if asked is not None and asked != steps:
+        accumulated += f"; train.gradient_accumulation_steps is {asked}, for which the batch has too few packs"
+    return f"{examples} a step: micro-batches of {event['micro_batch_size']}, {accumulated}"

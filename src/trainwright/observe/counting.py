@@ -33,7 +33,7 @@ class Counting:
         if not self._done:
             self._begun = time.monotonic()
         self._done = min(self._total, self._done + count)
-        now, terminal = time.monotonic(), self._stream.isatty()
+        now, terminal = time.monotonic(), text.is_terminal(self._stream)
         finished = self._done == self._total
         if not finished and now - self._shown < (_REDRAW_SECONDS if terminal else _LINE_SECONDS):
             return
@@ -43,6 +43,4 @@ class Counting:
             say(line, file=self._stream)
             return
         left = (now - self._begun) / self._done * (self._total - self._done)
-        shown = "" if finished else f"{line}  {text.duration(left)} left"
-        self._stream.write(f"\r\x1b[K{shown}")
-        self._stream.flush()
+        text.draw("" if finished else f"{line}  {text.duration(left)} left", self._stream)

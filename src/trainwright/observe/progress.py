@@ -7,44 +7,34 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trainwright import text
 from trainwright.observe.reader import Event
+from trainwright.observe.remaining import Remaining
 from trainwright.text import say
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _REDRAW_SECONDS = 0.1
+_BAR = 24
 
 
 class Progress(Protocol):
     """Shows steps; `write` prints a line without disturbing what is shown."""
 
-    def begin(self, done: int, total: int) -> None: ...
+    def begin(self, done: int, remaining: Remaining) -> None: ...
 
     def step(self, event: Event) -> None: ...
+
+    def during(self, what: str, seconds: float, first: bool) -> None:
+        """Show that ``what`` is being done and no step, for ``seconds`` by now; ``first``: it was not shown before."""
 
     def write(self, line: str) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Remaining:
-    """Seconds left, from the wall time of the steps so far, evaluations and checkpoints included."""
-
-    def __init__(self, done: int, total: int) -> None:
-        self.total = total
-        self._first: tuple[int, float] | None = None
-        self._done = done
-
-    def after(self, step: int, step_time: float) -> float:
-        """The estimate once `step` is done. `step_time` stands in until two steps have been seen: the first
-        one is slower than the rest and not what is to be expected.
-        """
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
-            return (self.total - step) * step_time
-        first, since = self._first
-        return (self.total - step) * (now - since) / (step - first) if step > first else 0.0
+def progress_on(stream: TextIO, seconds: float) -> Progress:
+    """A bar where it can be drawn, else lines, one every ``seconds``."""
+    return Bar(stream) if text.is_terminal(stream) else Lines(stream, seconds)
 
 
 class Lines:
@@ -54,10 +44,10 @@ class Lines:
         self._stream = stream
         self._seconds = seconds
         self._last = float("-inf")
-        self._remaining = Remaining(0, 0)
+        self._remaining = Remaining({})
 
-    def begin(self, done: int, total: int) -> None:
-        self._remaining = Remaining(done, total)
+    def begin(self, done: int, remaining: Remaining) -> None:
+        self._remaining = remaining
 
     def step(self, event: Event) -> None:
         step, total = event["step"], self._remaining.total
@@ -66,7 +56,11 @@ class Lines:
         if now - self._last < self._seconds and step != total:
             return
         self._last = now
-        self.write(f"step {step}/{total}  {figures(event)}  {text.duration(left)} left")
+        self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(left)} left")
+
+    def during(self, what: str, seconds: float, first: bool) -> None:
+        if first:
+            self.write(f"{what} …")
 
     def write(self, line: str) -> None:
         say(line, file=self._stream)
@@ -80,14 +74,15 @@ class Bar:
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
+        self._stream = stream
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._bar = BarColumn(bar_width=_BAR)
         self._progress = RichProgress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            TextColumn("{task.fields[done]}", markup=False),
+            self._bar,
             TextColumn("{task.fields[figures]}", markup=False),
             console=self._console,
             auto_refresh=False,
@@ -96,34 +91,63 @@ class Bar:
             redirect_stderr=False,
         )
         self._task: TaskID | None = None
+        self._done = 0
         self._drawn = 0.0
-        self._remaining = Remaining(0, 0)
+        self._drawn_before = False  # the bar was there
+        self._remaining = Remaining({})
 
-    def begin(self, done: int, total: int) -> None:
-        self._remaining = Remaining(done, total)
-        self._task = self._progress.add_task("train", total=total, completed=done, figures="")
+    def begin(self, done: int, remaining: Remaining) -> None:
+        self._remaining = remaining
+        self._task = self._progress.add_task("train", total=remaining.total, completed=done, done="", figures="")
+        self._done = done
+        self._show([])
         self._progress.start()
 
     def step(self, event: Event) -> None:
+        self._done = event["step"]
+        left = self._remaining.after(self._done, event.get("step_time", 0.0))
+        now = time.monotonic()
+        if now - self._drawn >= _REDRAW_SECONDS or self._done == self._remaining.total:
+            self._drawn = now
+            loss, *others = figures(event)
+            self._show([loss, f"{text.duration(left)} left", *others])
+
+    def during(self, what: str, seconds: float, first: bool) -> None:
+        shown = f"{what} … {text.duration(seconds)}"
+        if self._task is None:
+            text.draw(shown, self._stream)
+            self._drawn_before = True
+        else:
+            self._show([shown])
+
+    def _show(self, figures: list[str]) -> None:
+        """As many of the figures as there is room for, the first ones first, and a bar in what is left."""
         if self._task is None:
             return
-        step = event["step"]
-        left = self._remaining.after(step, event.get("step_time", 0.0))
-        shown = f"{figures(event)}  {text.duration(left)} left"
-        self._progress.update(self._task, completed=step, figures=shown)
-        now = time.monotonic()
-        if now - self._drawn >= _REDRAW_SECONDS or step == self._remaining.total:
-            self._drawn = now
-            self._progress.refresh()
+        self._console.width = width = text.columns(self._stream, 80)
+        done = f"step {self._done}/{self._remaining.total}"
+        room = width - len(done) - 2
+        shown = ""
+        for figure in figures:
+            longer = f"{shown}  {figure}" if shown else figure
+            if len(longer) > room:
+                break
+            shown = longer
+        self._bar.bar_width = max(0, min(_BAR, room - len(shown)))
+        self._progress.update(self._task, completed=self._done, done=done, figures=shown)
+        self._progress.refresh()
 
     def write(self, line: str) -> None:
-        self._console.print(text.printable(line), soft_wrap=True)
+        if self._drawn_before:
+            text.draw("", self._stream)
+            self._drawn_before = False
+        self._console.print(text.wrapped(text.printable(line), text.columns(self._stream, 80)), soft_wrap=True)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-def figures(event: Event) -> str:
+def figures(event: Event) -> list[str]:
     """Loss, speed and, where they are known, bits per byte and the use of the peak rate of a step event."""
     shown = [f"loss {text.metric(event['loss'])}"]
     if "bits_per_byte" in event.get("metrics", {}):
@@ -131,4 +155,4 @@ def figures(event: Event) -> str:
     shown.append(f"{text.count(event.get('tokens_per_second', 0.0))} tokens/s")
     if "mfu" in event:
         shown.append(f"MFU {event['mfu']:.0%}")
-    return "  ".join(shown)
+    return shown

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
 
+# Other events may be told before the start of a launch, of what it finds.
+_WORK = ("step", "evaluate", "generate", "checkpoint", "finish")
 _NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
@@ -19,8 +22,43 @@ def read_events(path: Path) -> list[Event]:
     A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only
     the second ones are returned. A line cut by a kill is left out. Raises OSError when there is no such file.
     """
+    return _history(_lines(path))
+
+
+@dataclass(frozen=True)
+class Past:
+    """What earlier launches of a run did: the ``events`` that still count, and the ``seconds`` that they worked."""
+
+    events: list[Event]
+    seconds: float
+
+
+def read_past(path: Path, start: Event) -> Past:
+    """What came before a run's newest ``start`` event. Nothing where there is no such file."""
+    try:
+        lines = [event for event in _lines(path) if event.get("time", 0.0) < start.get("time", float("inf"))]
+    except OSError:
+        return Past([], 0.0)
+    return Past(_history([*lines, start])[:-1], sum(_spans(lines)))
+
+
+def _spans(events: Iterable[Event]) -> Iterator[float]:
+    """The seconds that each launch was training, up to the last thing it did."""
+    begun = ended = None
+    for event in events:
+        if event["event"] == "start":
+            if begun is not None and ended is not None:
+                yield ended - begun
+            begun = ended = event.get("time")
+        elif event["event"] in _WORK and begun is not None:
+            ended = event.get("time", ended)
+    if begun is not None and ended is not None:
+        yield ended - begun
+
+
+def _history(events: Iterable[Event]) -> list[Event]:
     history: list[Event] = []
-    for event in _lines(path):
+    for event in events:
         if event["event"] == "start":
             # Resumed from nothing in a file that has a past: killed before the first checkpoint.
             resumed = resumed_step(event)

@@ -66,7 +66,10 @@ class Plan:
         return {"train": train, "parallel": parallel}
 
     def predicted(self) -> dict[str, float]:
-        """What is compared with the run afterwards: bytes of a process, seconds of a step."""
+        """What is compared with the run afterwards: bytes of a process, seconds of a step, threads of a process.
+
+        ``calibrated`` is 1 where the times are from rates measured on this machine.
+        """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
             "tensors_bytes": self.chosen.memory.tensors,
@@ -75,6 +78,9 @@ class Plan:
             predicted["step_time"] = self.chosen.time.seconds
             predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
             predicted["mfu"] = self.chosen.time.mfu or 0.0
+            predicted["calibrated"] = float(self.calibrated)
+        if self.chosen.choice.threads is not None:
+            predicted["threads"] = self.chosen.choice.threads
         return predicted
 
     def as_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from trainwright.planning.candidates import Wishes
 from trainwright.planning.search import SAFETY_MARGIN, Found, Judged
 from trainwright.planning.ways_out import WayOut
 from trainwright.planning.workload import Choice, Workload
-from trainwright.text import size
+from trainwright.text import plural, size
 
 
 def reasons_of(
@@ -158,7 +158,11 @@ def _why_micro_batch(chosen: Judged, wishes: Wishes, workload: Workload) -> str:
     rows = "packs" if workload.packed else "examples"
     tokens = choice.micro_batch_size * workload.row_tokens
     passes = choice.gradient_accumulation_steps
-    return f"{rows} of up to {workload.row_tokens} tokens, {tokens} at a time, {passes} time{'s' * (passes > 1)} a step"
+    about = "about " if workload.packed else ""  # a batch fills more or fewer packs from step to step
+    return (
+        f"{rows} of up to {workload.row_tokens:,} tokens, {tokens:,} at a time, "
+        f"{about}{plural(passes, 'micro-batch', 'micro-batches')} a step"
+    )
 
 
 def _why_compile(choice: Choice, workload: Workload) -> str:

@@ -52,7 +52,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
 
 def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Have the model where it can be loaded from, and check what its configuration shows; its tokenizer."""
-    resolve(recipe.model, notify=print)
+    resolve(recipe.model)
     check_adapter(recipe.model, recipe.train.seed)
     tokenizer = load_tokenizer(recipe.model)
     _check_without_weights(recipe, tokenizer)

@@ -43,7 +43,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     if (other := other_model(recipe)) is None:
         return
     try:
-        resolve(other, notify=print)
+        resolve(other)
         its = load_tokenizer(other)
     except RequestError as error:
         raise RequestError(f"{_KEY}: {str(error).removeprefix('model.name: ')}") from None

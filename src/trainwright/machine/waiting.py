@@ -1,0 +1,108 @@
+"""How long this process was kept from computing: by other programs, by a limit on its cores, by the hypervisor.
+
+Read from the kernel's counters (Linux); elsewhere nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_TASKS = Path("/proc/self/task")
+_STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The counters at one moment.
+
+    ``ran`` and ``waited``: nanoseconds that each thread ran, and was ready to run while others had the cores.
+    ``periods``: for each control group, how many of its periods there were, and in how many its quota was used up.
+    ``stolen`` and ``all``: ticks of all cores that the hypervisor gave to others, and all ticks.
+    """
+
+    ran: Mapping[str, int]
+    waited: Mapping[str, int]
+    periods: Mapping[str, tuple[int, int]]
+    stolen: int
+    all: int
+
+    @classmethod
+    def now(cls) -> Waiting:
+        threads = {task.name: counts for task in _listed(_TASKS) if (counts := _numbers(task / "schedstat"))}
+        ticks = _ticks()
+        return cls(
+            ran={name: counts[0] for name, counts in threads.items()},
+            waited={name: counts[1] for name, counts in threads.items()},
+            periods=dict(_periods()),
+            stolen=ticks[_STEAL] if len(ticks) > _STEAL else 0,
+            all=sum(ticks[: _STEAL + 1]),
+        )
+
+    def since(self, before: Waiting) -> dict[str, float]:
+        """Parts, from 0 to 1, since ``before``; what the kernel does not count is left out.
+
+        ``waited``: of the time in which the process had work to do. ``throttled``: of the periods of its control group.
+        ``stolen``: of the time of all cores.
+        """
+        ran, waited = _more(self.ran, before.ran), _more(self.waited, before.waited)
+        found = {"waited": waited / (ran + waited)} if ran + waited > 0 else {}
+        parts = []
+        for group, (periods, throttled) in self.periods.items():
+            first = before.periods.get(group, (0, 0))
+            if periods > first[0]:
+                parts.append((throttled - first[1]) / (periods - first[0]))
+        if parts:
+            found["throttled"] = max(parts)
+        if self.all > before.all:
+            found["stolen"] = (self.stolen - before.stolen) / (self.all - before.all)
+        return found
+
+
+def _more(after: Mapping[str, int], before: Mapping[str, int]) -> int:
+    return sum(value - before.get(name, 0) for name, value in after.items())
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except OSError:
+        return []
+
+
+def _numbers(file: Path) -> list[int]:
+    try:
+        return [int(word) for word in file.read_text(encoding="ascii").split()]
+    except (OSError, ValueError):
+        return []
+
+
+def _ticks() -> list[int]:
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+        return [int(word) for word in first.split()[1:]]
+    except (OSError, ValueError):
+        return []
+
+
+def _periods() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Of this process's control group and of those above it (cgroup-v2.rst and sched-bwc.rst of the kernel)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") / ("cpu" if controllers else "")
+        own = root / path.strip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(root):
+                break
+            try:
+                counts = dict(part.split() for part in (group / "cpu.stat").read_text(encoding="ascii").splitlines())
+                yield str(group), (int(counts["nr_periods"]), int(counts["nr_throttled"]))
+            except (OSError, ValueError, KeyError):
+                continue

@@ -1,0 +1,60 @@
+"""What a run took beside what its plan expected, and what is known of why they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from trainwright import text
+
+# From here on a step takes so much longer than planned that the reasons are given.
+_FAR = 1.5
+# Parts of the time from which on something is a reason.
+_WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
+
+
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """What the plan expected beside what was measured, of all that both have: a label and the two."""
+    # A GPU's measured peak is of tensors, without what its libraries take.
+    memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
+    shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+        ("memory", memory, text.size),
+        ("step time", "step_time", lambda seconds: f"{seconds:.3g} s"),
+        ("speed", "tokens_per_second", lambda rate: f"{text.count(rate)} tokens/s"),
+    )
+    for label, name, words in shown:
+        if name in measured and predicted.get(name):
+            expected, found = predicted[name], measured[name]
+            yield label, f"{words(expected)} predicted, {words(found)} measured ({_off(found / expected)})"
+
+
+def _off(ratio: float) -> str:
+    if 0.5 <= ratio <= 2:
+        return f"{ratio - 1:+.0%}".replace("%", " %")
+    return f"{text.times(ratio)} times the plan"
+
+
+def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
+    """Why steps took much longer than planned, as far as it is known; nothing where they did not."""
+    expected, found = predicted.get("step_time"), measured.get("step_time")
+    if not expected or found is None or found < _FAR * expected:
+        return
+    if measured.get("throttled", 0.0) >= _THROTTLED:
+        yield (
+            f"the container's limit on CPU time stopped the run in {measured['throttled']:.0%} of its periods: it has "
+            "fewer cores than it can see"
+        )
+    if measured.get("waited", 0.0) >= _WAITED:
+        yield (
+            f"processes waited for a core {measured['waited']:.0%} of the time: other programs, or more threads than "
+            "cores, use this machine"
+        )
+    if measured.get("stolen", 0.0) >= _STOLEN:
+        yield f"the host of this virtual machine gave {measured['stolen']:.0%} of its CPU time to others"
+    planned, threads = predicted.get("threads"), measured.get("threads")
+    if planned is not None and threads is not None and threads < planned:
+        counted = text.plural(int(threads), "thread")
+        yield f"{counted} a process where the plan counted on {planned:.0f}: OMP_NUM_THREADS, or fewer cores"
+    if measured.get("steps") == 0:
+        yield "only the first steps were measured, which are slower than the rest"
+    if predicted.get("calibrated") == 0:
+        yield "the plan's times are from nominal rates; `trainwright machine calibrate` measures those of this machine"
