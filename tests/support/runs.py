@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import ROOT
+from tests.support.forked import Finished as Finished
 from tests.support.forked import Started, fork_server
 from trainwright.observe.reader import Event, read_events
 
