@@ -72,8 +72,12 @@ def test_fresh_model_has_the_tokenizers_vocabulary_and_ids() -> None:
     [
         ({**LLAMA, "vocab_size": 200}, r"model\.config\.vocab_size: 200 is less than .*259"),
         ({**LLAMA, "hiden_size": 8}, r"model\.config\.hiden_size: .*did you mean hidden_size"),
-        ({**LLAMA, "model_type": "lama"}, r"no architecture lama; did you mean llama"),
-        ({**LLAMA, "model_type": "vit"}, r"vit is no causal language model"),
+        ({**LLAMA, "model_type": "lama"}, r"model\.config is of an architecture .* not have \(lama, perhaps llama\)"),
+        (
+            {**LLAMA, "model_type": "vit"},
+            r"model\.config is no language model \(vit\); Trainwright trains decoder-only",
+        ),
+        ({**LLAMA, "model_type": "t5"}, r"model\.config is an encoder-decoder model \(t5\); Trainwright trains"),
         ({"hidden_size": 8}, r"model_type: missing"),
         ({**LLAMA, "hidden_size": "wide"}, r"model\.config: llama: .*hidden_size"),
         ({**LLAMA, "hidden_size": 30}, r"model\.config: llama: .*multiple of the number of attention heads"),

@@ -54,7 +54,7 @@ CASES: list[dict[str, Any]] = [
 ]
 REAL = [
     *("Llama-3.1-70B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "gemma-7b", "gemma-2-27b"),
-    *("gemma-3-27b", "Mistral-Nemo-12B", "Mixtral-8x22B", "phi-2", "Phi-3-medium", "Phi-4-mini-instruct"),
+    *("gemma-3-1b", "Mistral-Nemo-12B", "Mixtral-8x22B", "phi-2", "Phi-3-medium", "Phi-4-mini-instruct"),
     *("SmolLM3-3B", "gpt2-xl", "pythia-6.9b", "OLMo-2-1124-13B", "granite-3.1-8b-base", "aya-23-8B"),
     *("starcoder2-15b", "c4ai-command-r-v01", "Llama-3.2-1B"),
 ]

@@ -29,14 +29,17 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Check a recipe and the first rows of its data, and say in one line what it runs.
+    """Check a recipe, what its model is, and the first rows of its data, and say in one line what it runs.
 
     Ends with 2 and the reasons where something is wrong.
     """
     from trainwright.data.preflight import check_data
+    from trainwright.planning.facts import check_model
     from trainwright.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    if loaded.has_texts:
+        check_model(loaded.model)
     check_data(loaded)
     train = loaded.train
     length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs or 0:g} epochs in batches"

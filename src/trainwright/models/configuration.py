@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.models.gpt_variants import MODEL_TYPE as GPT
+from trainwright.models.supported import check_supported
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     fields = dict(fields)
-    kind = _causal_kind(fields.pop("model_type", None))
+    kind = _causal_kind(fields)
+    del fields["model_type"]
     config_class = CONFIG_MAPPING[kind]
     known = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     if "rope_parameters" in known:
@@ -88,22 +90,15 @@ def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _causal_kind(kind: object) -> str:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
+def _causal_kind(fields: Mapping[str, Any]) -> str:
+    kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise RequestError("model.config.model_type: missing; name an architecture, such as llama")
+    check_supported(fields, "model.config")
     if kind == GPT:
         from trainwright.models.gpt_config import register
 
         register()
-        return kind
-    if kind not in CONFIG_MAPPING:
-        near = _nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        raise RequestError(f"model.config.model_type: transformers has no architecture {kind}{near}")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise RequestError(f"model.config.model_type: {kind} is no causal language model")
     return kind
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
+from trainwright.models.supported import check_supported
 from trainwright.recipe.model_sizes import check_sizes
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str
 
     facts = _metadata(file, key)
     config = _config(file, facts)
+    check_supported(config.to_dict(), f"{key}: {file}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     fp32_bytes = 4 * sum(p.numel() for p in model.parameters())

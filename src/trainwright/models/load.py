@@ -14,6 +14,7 @@ from trainwright.machine.allocator import leave_to_system
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.configuration import SPECIAL_IDS, fresh_config, set_dropout
 from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
+from trainwright.models.supported import check_supported
 from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
 from trainwright.recipe.files import read_json
 from trainwright.recipe.model_sizes import check_sizes
@@ -220,25 +221,18 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def config_from(directory: Path) -> PretrainedConfig:
-    """The configuration in ``directory``. Raises RequestError for what is no causal language model."""
+    """The configuration in ``directory``. Raises RequestError for what is no decoder-only language model."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    file = directory / "config.json"
+    file, where = directory / "config.json", f"model.name: {directory}"
     if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
         check_sizes(fields, f"model.name: {file}")
+        check_supported(fields, where)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
         hint = " (code of the model's own is never run)" if "trust_remote_code" in str(error) else ""
-        raise RequestError(f"model.name: {directory}/config.json cannot be used{hint}: {error}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RequestError(f"model.name: {directory} is {config.model_type}, no causal language model")
-    if getattr(config, "quantization_config", None) is not None:
-        raise RequestError(
-            f"model.name: {directory} has quantised weights, which can neither be trained nor merged into; use the "
-            "model they were made from (model.adapter.quantisation quantises it as it is loaded)"
-        )
+        raise RequestError(f"{where}/config.json cannot be used{hint}: {error}") from error
     return config
 
 

@@ -119,6 +119,10 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
     """Raise RequestError unless ``directory`` holds a model, and with ``weights`` all of them in safetensors."""
     files = sorted(p.name for p in directory.iterdir())
     if "config.json" not in files:
+        if "model_index.json" in files:
+            raise RequestError(
+                f"{key}: {directory} is a diffusion model (diffusers); Trainwright trains decoder-only language models"
+            )
         hint = "it holds an adapter, not a model; name its base here, and it in model.adapter.start_from"
         if "adapter_config.json" not in files:
             of_run = {"recipe.yaml", "final"} <= set(files)

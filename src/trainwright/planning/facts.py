@@ -12,11 +12,12 @@ from trainwright.data.lengths import Lengths, check_length, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
+from trainwright.models.supported import check_supported
 from trainwright.planning import unlearning
 from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.facts_histories import Facts, histories_of
 from trainwright.planning.families import FAMILIES
-from trainwright.planning.model_catalogue import find_model, known_model, nearest_models
+from trainwright.planning.model_catalogue import KnownModel, find_model, known_model, nearest_models
 from trainwright.planning.operations import MicroBatch, traced
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
 from trainwright.recipe.files import read_json
@@ -107,16 +108,41 @@ def architecture_of(model: ModelSection) -> Architecture:
     Raises RequestError for a configuration that lacks some, and for a name that is nowhere to be found.
     """
     if model.config is not None:
+        check_model(model)
         return _architecture(_fresh(model), "model.config")
     assert model.name is not None, "a recipe has a name or a config"
+    if (known := _catalogued(model.name)) is not None:
+        check_model(model)
+        return known.architecture()
+    file = _config_here(model) or _located(model) / "config.json"
+    return architecture_of_file(file, f"model.name: {file.parent}")
+
+
+def check_model(model: ModelSection) -> None:
+    """Refuse a model that is no decoder-only language model, by a configuration that is at hand here without network.
+
+    Raises:
+        RequestError: says what it is instead.
+    """
+    if model.config is not None:
+        check_supported(model.config, "model.config", FAMILIES)
+    elif model.name is not None and (known := _catalogued(model.name)) is not None:
+        check_supported(known.config, f"model.name: {model.name}", FAMILIES)
+    elif (file := _config_here(model)) is not None and isinstance(content := read_json(file), dict):
+        check_supported(content, f"model.name: {file.parent}", FAMILIES)
+
+
+def _catalogued(name: str) -> KnownModel | None:
+    return None if Path(name).expanduser().exists() else known_model(name)
+
+
+def _config_here(model: ModelSection) -> Path | None:
+    """The configuration file in the directory that a recipe names, or in the Hugging Face cache."""
+    assert model.name is not None
     path = Path(model.name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
-        return architecture_of_file(path / "config.json")
-    if (known := known_model(model.name)) is not None and not path.exists():
-        return known.architecture()
-    if (file := _cached_config(model.name)) is not None:
-        return architecture_of_file(file)
-    return architecture_of_file(_located(model) / "config.json")
+        return path / "config.json"
+    return _cached_config(model.name)
 
 
 def architecture_named(name: str) -> Architecture:
@@ -129,7 +155,9 @@ def architecture_named(name: str) -> Architecture:
     known = known_model(name)
     if known is None and (file := _cached_config(name)) is not None:
         return architecture_of_file(file)
-    return (known or find_model(name)).architecture()
+    found = known or find_model(name)
+    check_supported(found.config, name, FAMILIES)
+    return found.architecture()
 
 
 def full_rows(recipe: Recipe) -> Facts:
@@ -157,12 +185,13 @@ def full_rows(recipe: Recipe) -> Facts:
     return Facts(replace(workload, steps=steps), tuple(assumptions))
 
 
-def architecture_of_file(file: Path) -> Architecture:
-    """The numbers in a config.json. Raises RequestError naming the file and what is wrong in it."""
+def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
+    """The numbers in a config.json. Raises RequestError naming the file, or ``where``, and what is wrong in it."""
     content = read_json(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
+    check_supported(content, where or str(file), FAMILIES)
     return _architecture(content, str(file))
 
 

@@ -1,0 +1,124 @@
+"""What a model is by its config.json alone, and whether it can be trained: decoder-only language models can.
+
+The names are those of transformers 5. Imports neither torch nor transformers for the architectures that are known here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Container, Mapping
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.models.gpt_variants import MODEL_TYPE as GPT
+
+_ENCODER_DECODERS = {
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
+    *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet"),
+    *("switch_transformers", "t5", "t5gemma", "t5gemma2", "udop", "umt5", "xlm-prophetnet"),
+}
+_ENCODERS = {
+    *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert"),
+    *("electra", "ernie", "esm", "eurobert", "flaubert", "fnet", "funnel", "gte", "ibert", "jina_embeddings_v3"),
+    *("layoutlm", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert"),
+    *("nystromformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas"),
+    *("xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
+}
+_VISION_LANGUAGE = {
+    *("aria", "aya_vision", "blip", "blip-2", "chameleon", "emu3", "florence2", "fuyu", "gemma3", "gemma3n", "gemma4"),
+    *("git", "glm4v", "got_ocr2", "idefics", "idefics2", "idefics3", "instructblip", "internvl", "janus", "kosmos-2"),
+    *("kosmos-2.5", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "mllama"),
+    *("ovis2", "paligemma", "perception_lm", "phi4_multimodal", "pix2struct", "pixtral", "qwen2_5_omni", "qwen2_5_vl"),
+    *("qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "trocr", "video_llava", "vipllava"),
+    *("vision-encoder-decoder",),
+}
+_AUDIO = {
+    *("bark", "clap", "csm", "dia", "granite_speech", "hubert", "moonshine", "moshi", "musicgen", "musicgen_melody"),
+    *("qwen2_audio", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5", "vits", "voxtral", "wav2vec2"),
+    *("wav2vec2-bert", "wavlm", "whisper"),
+}
+_OTHERS = {"xlnet": "a permutation language model", "dpr": "an encoder-only model"}
+_HEADS = {
+    "ForSequenceClassification": "a classifier",
+    "ForTokenClassification": "a classifier of tokens",
+    "ForQuestionAnswering": "a model that marks answers in a text",
+    "ForMultipleChoice": "a model that chooses among answers",
+    "ForRewardModel": "a reward model",
+    "ForImageClassification": "an image classifier",
+    "ForObjectDetection": "an object detector",
+}
+
+
+def check_supported(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
+    """Refuse a configuration that is not a decoder-only language model's.
+
+    Args:
+        where: what the message begins with, such as the key and the directory.
+        known: architectures that can be trained, for which transformers need not be imported.
+
+    Raises:
+        RequestError: says what it is instead.
+    """
+    if (what := _other_kind(config, known)) is not None:
+        raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
+    if config.get("quantization_config") is not None:
+        raise RequestError(
+            f"{where} has quantised weights, which can neither be trained nor merged into; use the model they were "
+            "made from (model.adapter.quantisation quantises it as it is loaded)"
+        )
+
+
+def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
+    """What the model of ``config`` is, in words, where it is no decoder-only language model."""
+    kind = config.get("model_type")
+    if isinstance(made := config.get("_class_name"), str) or "_diffusers_version" in config:
+        return f"a diffusion model ({made or 'diffusers'})"
+    if kind is None or kind == GPT:
+        return None  # what is missing is said by whoever reads the rest
+    if not isinstance(kind, str):
+        return f"a configuration whose model_type is no name ({str(kind)[:40]})"
+    named = _by_name(kind, config) or _by_head(config)
+    if named is not None:
+        return f"{named} ({kind})"
+    return None if kind in known else _by_tables(kind, config)
+
+
+def _by_name(kind: str, config: Mapping[str, Any]) -> str | None:
+    if kind in _AUDIO or "audio_config" in config:
+        return "a speech or audio model"
+    if kind in _VISION_LANGUAGE or "vision_config" in config:
+        return "a vision-language model"
+    if config.get("is_encoder_decoder") is True:
+        return "an encoder-decoder model"
+    if kind in _ENCODER_DECODERS and config.get("is_encoder_decoder") is not False:
+        return "an encoder-decoder model"
+    if kind in _ENCODERS and config.get("is_decoder") is not True:
+        return "an encoder-only model"
+    return _OTHERS.get(kind)
+
+
+def _by_head(config: Mapping[str, Any]) -> str | None:
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else []:
+        for ending, what in _HEADS.items():
+            if isinstance(name, str) and name.endswith(ending):
+                return what
+    return None
+
+
+def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
+    """By what transformers has."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    if kind in CONFIG_MAPPING_NAMES:
+        return f"no language model ({kind})"
+    code = config.get("auto_map")
+    if isinstance(code, Mapping):
+        return f"a model with code of its own, which is never run ({kind})"
+    near = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
+    meant = f", perhaps {near[0]}" if near else ""
+    return f"of an architecture that transformers {transformers.__version__} does not have ({kind}{meant})"
