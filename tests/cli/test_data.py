@@ -83,7 +83,7 @@ def test_show_of_a_recipe_says_what_is_cut_and_left_out_and_how_full_packs_are(t
 def test_check_lists_every_wrong_row_with_its_line(tmp_path: Path) -> None:
     good = {"messages": [USER, ASSISTANT]}
     empty = {"messages": [{**USER, "content": ""}, ASSISTANT]}
-    twice = {"messages": [USER, USER, ASSISTANT]}
+    twice = {"messages": [USER, ASSISTANT, {"role": "tool", "content": "t"}, USER]}
     system = {"messages": [USER, ASSISTANT, {"role": "system", "content": "s"}]}
     write(tmp_path / "rows.jsonl", [good, empty, twice, good, system])
     result = trainwright("data", "check", "rows.jsonl", cwd=tmp_path)
@@ -133,7 +133,9 @@ def test_prepare_and_style(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("show", "rows.jsonl"), "give --model"),
-        (("show", "nowhere.jsonl", "--model", "bytes"), "nowhere.jsonl"),
+        (("show", "nowhere.jsonl", "--model", "bytes"), "error: no file nowhere.jsonl"),
+        (("show", "rows.jsonl", "--model", "nowhere/at/all"), "error: --model: nowhere does not exist"),
+        (("check", "wrong.jsonl", "--model", "bytes"), "error: wrong.jsonl: the rows have the fields x"),
         (("prepare", "rows.jsonl", "--out", "out", "--map", "frage"), "--map frage: should be THEIRS=OURS"),
         (("style", "text.jsonl", "--system", "s", "--out", "o.jsonl"), "plain text, which has no turns"),
         (("style", "rows.jsonl", "--system", "@nowhere", "--out", "o.jsonl"), "--system: nowhere cannot be read"),
@@ -143,6 +145,7 @@ def test_prepare_and_style(tmp_path: Path) -> None:
 def test_wrong_requests_end_with_2_and_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     write(tmp_path / "rows.jsonl", [SHAPES["messages"]])
     write(tmp_path / "text.jsonl", [SHAPES["text"]])
+    write(tmp_path / "wrong.jsonl", [{"x": 1}])
     result = trainwright("data", *arguments, cwd=tmp_path, TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 2, result.stdout
     assert result.stderr.startswith("error: ") and message in result.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import environment
 from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.sources import check_source, iterate_source, place_of, read_rows
+from trainwright.data.sources import check_source, iterate_source, place_of, read_rows, source_notes
 from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.recipe.data_schema import DataSection
@@ -101,7 +101,8 @@ def test_a_conversation_that_is_split_keeps_windows_with_targets(tmp_path: Path)
 def test_a_document_that_is_no_text_is_named(tree: Path) -> None:
     (tree / "z.py").write_bytes(b"good\n\xff\xfe\n")
     with pytest.raises(RequestError, match=r"z\.py:2: not UTF-8 text"):
-        read_rows(str(tree))
+        read_rows(str(tree / "z.py"))
+    assert source_notes(str(tree)) == [f"{tree / 'z.py'} is not UTF-8 text (line 2) and is left out"]
     (tree / "nothing").mkdir()
     with pytest.raises(RequestError, match="holds no document"):
         read_rows(str(tree / "nothing"), documents=True)

@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.formats import (
-    NoTarget,
-    check_format,
-    detect_format,
-    layout_of,
-    to_example,
-    unused_columns,
-    with_text_content,
-)
+from trainwright.data.formats import NoTarget, to_example
+from trainwright.data.layouts import Layout, check_format, detect_format, layout_of
+from trainwright.data.turns import with_text_content
 from trainwright.errors import RequestError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -78,8 +72,8 @@ def test_no_layout_lists_the_fields_there_are() -> None:
 
 def test_a_layout_asked_for_needs_its_fields() -> None:
     check_format(["question", "answer", "more"], "question_answer")
-    with pytest.raises(RequestError, match="instruction needs the field output; the rows have instruction, answer"):
-        check_format(["instruction", "answer"], "instruction")
+    with pytest.raises(RequestError, match="instruction needs the field output; the rows have instruction, colour"):
+        check_format(["instruction", "colour"], "instruction")
 
 
 def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
@@ -91,8 +85,8 @@ def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
 
 
 def test_columns_that_are_not_used() -> None:
-    assert unused_columns(["question", "answer", "system", "id"], "question_answer") == ["id"]
-    assert unused_columns(["text", "system"], "text") == ["system"]
+    assert Layout("question_answer").unused(["question", "answer", "system", "id"]) == ["id"]
+    assert Layout("text").unused(["text", "system"]) == ["system"]
 
 
 @pytest.mark.parametrize(
@@ -125,13 +119,12 @@ def test_columns_that_are_not_used() -> None:
             {"messages": [{**USER, "role": "narrator"}]},
             "the role 'narrator'; known are system, user",
         ),
-        ("messages", {"messages": [USER, USER, BOT]}, "turn 1 is user after user"),
         (
             "messages",
             {"messages": [USER, BOT, {"role": "system", "content": "S"}]},
             "turn 2 is system after assistant",
         ),
-        ("messages", {"messages": [USER, BOT, BOT]}, "turn 2 is assistant after assistant"),
+        ("messages", {"messages": [USER, BOT, {**BOT, "target": False}]}, "turn 2 is assistant after assistant"),
         ("messages", {"messages": [USER, {**BOT, "tool_calls": [{"id": 1}]}]}, r"tool_calls\[0\] has no name"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text"),
         (

@@ -47,6 +47,41 @@ def test_files_with_fields_of_any_name_become_messages(tmp_path: Path) -> None:
     assert [source.layout for source in found.sources] == ["question_answer", "instruction", "question_answer"]
 
 
+def test_a_column_that_is_not_kept_is_named_and_rows_that_differ_in_it_are_counted(tmp_path: Path) -> None:
+    rows = [{**MANY[0], "topic": topic} for topic in ("a", "b", "a", None)]
+    source = write(tmp_path / "a.jsonl", [*rows, {**MANY[1], "late": 1}])
+    [counts] = run(tmp_path, source).sources
+    assert rows_of(tmp_path) == [conversation("What is 0?", "It is 0."), conversation("What is 1?", "It is 1.")]
+    assert (counts.not_kept, counts.duplicates, counts.differing) == ({"topic": 3, "late": 1}, 3, 2)
+    [counts] = run(tmp_path, source, out="kept", keep=["topic"]).sources
+    assert [row.get("topic") for row in rows_of(tmp_path, out="kept")] == ["a", "b", None, None]
+    assert (counts.kept, counts.not_kept, counts.duplicates) == (["topic"], {"late": 1}, 1)
+    run(tmp_path, source, out="all", keep=["all"])
+    assert rows_of(tmp_path, out="all")[-1] == {**conversation("What is 1?", "It is 1."), "late": 1}
+    assert len(read_rows(str(tmp_path / "all" / "train.jsonl"))) == 4
+    with pytest.raises(RequestError, match=r"--keep: no row has the column colour .* are late, topic"):
+        run(tmp_path, source, out="other", keep=["colour"])
+
+
+def test_contexts_are_read_and_rows_that_differ_in_them_are_kept(tmp_path: Path) -> None:
+    rows = [{"instruction": "Sum up.", "context": f"Text {n}.", "response": "It is a text."} for n in range(3)]
+    [counts] = run(tmp_path, write(tmp_path / "a.jsonl", rows)).sources
+    assert counts.duplicates == 0 and counts.renamed == {"response": "output", "context": "input"}
+    assert [row["messages"][0]["content"] for row in rows_of(tmp_path)] == [f"Sum up.\n\nText {n}." for n in range(3)]
+
+
+def test_wrong_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    rows = [MANY[0], {"question": "Q", "answer": None}, {"question": "Q", "answer": 3}, MANY[1]]
+    source = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(
+        RequestError, match=r"a\.jsonl:2: the field answer is missing.*--skip-wrong leaves such rows out"
+    ):
+        run(tmp_path, source)
+    [counts] = run(tmp_path, source, skip_wrong=True).sources
+    assert (counts.rows, counts.wrong, len(rows_of(tmp_path))) == (4, 2, 2)
+    assert [problem.split(": ")[0].rpartition("/")[2] for problem in counts.first_wrong] == ["a.jsonl:2", "a.jsonl:3"]
+
+
 def test_what_is_written_is_read_back_as_it_was(tmp_path: Path) -> None:
     """Turns that are not trained on stay such; preferences and labels keep their sides."""
     prompt = [*conversation("a", "b")["messages"], {"role": "user", "content": "c"}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from trainwright.text import printable, say
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
     from trainwright.data.dataset import TokenDataset
-    from trainwright.data.raw import Statistics
+    from trainwright.data.raw import Source, Statistics
     from trainwright.recipe.schema import Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Prepare, look at and check training data.")
@@ -33,6 +35,13 @@ MaxLength = Annotated[int | None, typer.Option(min=2, help="With FILE: longest e
 _RECIPES = (".yaml", ".yml")
 _BAR = 40
 _TARGET = "bold green"
+# What messages about a file of rows begin with, in place of a recipe's keys.
+_OPTIONS = {
+    "data.train": "",
+    "data.max_length": "--max-length: ",
+    "model.name": "--model: ",
+    "model.tokenizer": "--model: ",
+}
 
 
 @app.command()
@@ -53,9 +62,10 @@ def show(
     from trainwright.models.load import load_tokenizer
     from trainwright.tasks.language_model import prepare_data
 
-    recipe = _recipe(asked, overrides or [], model, max_length)
-    tokenizer = load_tokenizer(recipe.model)
-    prepared = prepare_data(recipe, tokenizer, cache_root())
+    with _keys_as_options(model):
+        recipe = _recipe(asked, overrides or [], model, max_length)
+        tokenizer = load_tokenizer(recipe.model)
+        prepared = prepare_data(recipe, tokenizer, cache_root())
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     _show_examples(console, recipe, tokenizer, prepared.train, count)
     for line in prepared.summary:
@@ -74,9 +84,11 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
     if Path(asked).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer
 
-        recipe = _recipe(asked, overrides or [], model, max_length)
-        kind = ANY if model is not None else kind_of_rows(recipe)
-        _report(_checked_sources(recipe, kind, load_tokenizer(recipe.model)), recipe.data.max_length)
+        with _keys_as_options(model):
+            recipe = _recipe(asked, overrides or [], model, max_length)
+            kind = ANY if model is not None else kind_of_rows(recipe)
+            found = _checked_sources(recipe, kind, load_tokenizer(recipe.model))
+        _report(found, recipe.data.max_length)
         return
     if overrides or max_length is not None:
         raise RequestError("a file alone is checked for its layout; give --model to count tokens")
@@ -103,6 +115,11 @@ def prepare(
     deduplicate: Annotated[
         str, typer.Option(help="exact: equal rows once. near: rows with most word sequences in common once. none.")
     ] = "exact",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Write this column too, beside those of the layout; repeatable; all."),
+    ] = None,
+    skip_wrong: Annotated[bool, typer.Option("--skip-wrong", help="Leave wrong rows out, and count them.")] = False,
 ) -> None:
     """Bring raw rows into one layout, without duplicates, split, with statistics.
 
@@ -117,7 +134,17 @@ def prepare(
         if not (theirs and equals and ours):
             raise RequestError(f"--map {pair}: should be THEIRS=OURS, such as frage=question")
         names[theirs] = ours
-    found = prepare_raw(raw, out, renamed=names, validation=validation, test=test, seed=seed, deduplicate=deduplicate)
+    found = prepare_raw(
+        raw,
+        out,
+        renamed=names,
+        validation=validation,
+        test=test,
+        seed=seed,
+        deduplicate=deduplicate,
+        keep=keep or (),
+        skip_wrong=skip_wrong,
+    )
     _show_statistics(found, out)
 
 
@@ -142,6 +169,18 @@ def style(
         say("with --replace those would be replaced too")
     for why, count in found.left_out.items():
         say(f"{count:,} rows left out: {why}")
+
+
+@contextmanager
+def _keys_as_options(model: str | None) -> Iterator[None]:
+    """Of a file of rows, name what was written on the command line in place of the recipe's keys."""
+    try:
+        yield
+    except RequestError as error:
+        key, colon, said = str(error).partition(": ")
+        if model is None or not colon or key not in _OPTIONS:
+            raise
+        raise RequestError(f"{_OPTIONS[key]}{said}") from None
 
 
 def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
@@ -249,17 +288,33 @@ def _report(found: list[Checked], max_length: int | None) -> None:
     say("ok")
 
 
+def _not_kept(source: Source) -> str:
+    filled = source.not_kept.most_common()
+    return ", ".join(column if count == source.rows else f"{column} ({count:,} rows)" for column, count in filled)
+
+
 def _show_statistics(found: Statistics, out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
     for source in found.sources:
-        kept = source.rows - source.duplicates - sum(source.left_out.values())
+        kept = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
         say(f"{source.source}: {source.rows:,} rows of {source.layout}{read}: {kept:,} kept")
+        for note in source.notes:
+            say(f"  {note}")
+        if source.kept:
+            say(f"  columns kept: {', '.join(source.kept)}")
+        if source.not_kept:
+            say(f"  columns not kept: {_not_kept(source)}; --keep COLUMN writes one too, --map COLUMN=FIELD uses it")
         if source.duplicates:
-            say(f"  {source.duplicates:,} rows repeat an earlier one and are left out")
+            differ = f"; {source.differing:,} of them differ in columns not kept" if source.differing else ""
+            say(f"  {source.duplicates:,} rows repeat an earlier one and are left out{differ}")
+        if source.wrong:
+            say(f"  {source.wrong:,} rows are wrong and left out, such as")
+        for problem in source.first_wrong:
+            say(f"    {problem}")
         for why, count in source.left_out.items():
             say(f"  {count:,} rows left out: {why}")
         for what, count in source.remarks.items():

@@ -74,6 +74,8 @@ def tokenize(
         f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, {len(about['shards'])} shards, "
         f"in {seconds:.1f} s"
     )
+    for note in about.get("notes", ()):
+        say(note)
 
 
 def train_tokenizer(

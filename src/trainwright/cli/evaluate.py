@@ -310,7 +310,7 @@ def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
 
 
 def _check_format(layout: str) -> None:
-    from trainwright.data.formats import SINGLE
+    from trainwright.data.layouts import SINGLE
 
     known = ("auto", "documents", *SINGLE)
     if layout not in known:

@@ -27,7 +27,7 @@ from trainwright.cli import (
     train,
     verify,
 )
-from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
+from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 
 app = typer.Typer(
@@ -84,3 +84,8 @@ def main() -> None:
         # Not foreseen, so a fault of ours: the traceback is what a report of it needs.
         say(traceback.format_exc(), file=sys.stderr, end="")
         sys.exit(EXIT_TRAINING)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust; what tokenizers reads comes with a model
+            raise
+        say(f"error: the tokenizer fails: {error}; its tokenizer.json may be at fault", file=sys.stderr)
+        sys.exit(EXIT_REQUEST)

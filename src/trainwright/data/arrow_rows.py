@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from trainwright.data.row_files import Row, kind_of
+from trainwright.data.row_files import Row, kind_of, leaves
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -88,10 +88,8 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
     last: Path | None = None
     for path, line, row in rows:
         last = path
-        for field, value in _leaves("", row):
+        for field, value in leaves("", row):
             here = f"{path}:{line}"
-            if isinstance(value, str) and not _encodes(value):
-                return RequestError(f"{here}: {field} holds half of a surrogate pair, which is no text")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
             kind, place = seen.setdefault(field, (kind_of(value), here))
@@ -100,24 +98,3 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
                     f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; give it one type in all rows"
                 )
     return RequestError(f"{last}: the rows do not fit one table: {error}")
-
-
-def _leaves(field: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if value is None:
-        return
-    if field:
-        yield field, value
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f"{field}.{key}" if field else key, item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(f"{field}[]", item)
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -10,10 +10,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.data.bounded import TokenizerError
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind
+from trainwright.data.layouts import Layout
 from trainwright.data.row_files import Row
-from trainwright.data.sources import iterate_source, read_rows
+from trainwright.data.sources import iterate_source, read_rows, source_notes
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _BATCH = 64
-_CORPUS = "corpus"  # of documents, which have no layout
+_CORPUS = Layout("corpus")  # of documents, which have no layout
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Checked:
     """What was found in one source; ``problems`` are the first, each with its place, and ``wrong`` counts all."""
 
     source: str
-    layout: str = ""
+    layout: Layout = Layout("")  # noqa: RUF009
     rows: int = 0
     examples: int = 0
     tokens: int = 0
@@ -41,6 +43,7 @@ class Checked:
     problems: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     remarks: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
         self.wrong += 1
@@ -51,10 +54,11 @@ class Checked:
         """The counts as lines for people."""
         counted = f", {self.tokens:,} tokens" if self.tokens else ""
         if self.layout == _CORPUS:
-            return [f"{self.source}: {self.examples:,} documents{counted}"]
+            return [f"{self.source}: {self.examples:,} documents{counted}", *(f"  {note}" for note in self.notes)]
         found = [f"{self.source}: {self.rows:,} rows of {self.layout}: {self.examples:,} examples{counted}"]
         if self.longer:
             found.append(f"  {self.longer:,} rows longer than {max_length:,} tokens")
+        found += [f"  {note}" for note in self.notes]
         found += [f"  {count:,} rows left out: {why}" for why, count in self.left_out.items()]
         found += [f"  {count:,} rows {what}" for what, count in self.remarks.items()]
         return found
@@ -100,6 +104,11 @@ def check_rows(
             _check_batch(batch, kind, found, encode, max_length)
     except RequestError as error:  # of the file itself
         found.problem(str(error))
+    found.notes += source_notes(source, key, documents)
+    if found.layout.read_as:
+        found.notes.append(f"read: {found.layout.read_as}")
+    if unused := found.layout.unused(columns):
+        found.notes.append(f"not used: the columns {', '.join(unused)}; data prepare --map reads a column as a field")
     if not found.wrong:
         read_rows(source, limit, key, documents)  # the values of a column are to be of one type
     return found
@@ -124,7 +133,7 @@ def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, k
         return found
     encode = Encoder(settings_of(tokenizer))
     try:
-        for piece in pieces(source, key):
+        for piece in pieces(source, key, found.notes):
             found.tokens += sum(encode([piece])[1])
             found.examples += piece.last
     except RequestError as error:
@@ -170,6 +179,8 @@ def _encoded(taken: list[tuple[str, list[Any]]], encode: Encode) -> Iterator[tup
     """All rows at once, and one by one where that is refused."""
     try:
         all_of_them = iter(encode([text for _, texts in taken for text in texts]))
+    except TokenizerError:  # of any row
+        raise
     except RequestError:
         for place, texts in taken:
             try:

@@ -6,9 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainwright.data.formats import SINGLE, Example, layout_of, to_example
+from trainwright.data.formats import Example, to_example
+from trainwright.data.layouts import SINGLE, Layout, layout_of
 from trainwright.data.pairs import to_labelled, to_pair
 from trainwright.data.row_files import Row
+from trainwright.data.turns import unread_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,25 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """``layouts``: of ``formats.REQUIRED``, in the order in which they are looked for."""
+    """``layouts``: of ``layouts.REQUIRED``, in the order in which they are looked for."""
 
     name: str
     layouts: tuple[str, ...]
 
-    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> str:
+    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> Layout:
         """The layout of a source's rows. Raises RequestError where they have none of these."""
         return layout_of(columns, first_rows, wanted, self.layouts)
 
-    def documents(self, row: Row, layout: str, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+    def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         """One row as ``(role, text or conversation)`` of each document of an example; every row gives equally many.
 
         Raises:
             NoTarget, RequestError: as ``formats.to_example``.
         """
+        found = self._documents(row, layout, remarks)
+        if remarks is not None and (more := unread_fields(row, layout.used)):
+            remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
+        return found
+
+    def _documents(self, row: Row, layout: Layout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
         if layout == "preference":
-            return list(to_pair(row, remarks))
+            return list(to_pair(row, remarks, layout))
         if layout == "labelled":
-            return list(to_labelled(row, remarks))
+            return list(to_labelled(row, remarks, layout))
         return [(0, to_example(row, layout, remarks))]
 
 

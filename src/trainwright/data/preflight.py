@@ -10,7 +10,7 @@ from trainwright.data.corpora import STDLIB
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
 from trainwright.data.refusals import kind_of_forget_rows
-from trainwright.data.sources import BUILT_IN, PYDOC, PYDOC_PAIRS, check_source, place_of, source_files
+from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, files_of, place_of
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
         except NoTarget:
             pass  # left out, and counted, when the data is prepared
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(source, index, documents)}: {error}") from None
+            raise RequestError(f"{key}: {place_of(source, index, documents, key)}: {error}") from None
     return layout
 
 
@@ -89,5 +89,5 @@ def _check_corpus(recipe: Recipe) -> None:
     for source, key in named:
         if is_shards(source.source):
             Shards.open(Path(source.source).expanduser(), key)
-        elif source.source not in BUILT_IN and source_files(source.source, key, source.format == "documents"):
+        elif files_of(source.source, key, source.format == "documents"):
             next(pieces(source, key))

@@ -124,7 +124,8 @@ def _build(
 ) -> tuple[Prepared, str]:
     separate = data.validation_source
     sources = [*data.sources, *([separate] if separate else [])]
-    content = [content_of(source) for source in sources]
+    keys = [*data.source_keys, "data.validation"]
+    content = [content_of(source, key) for source, key in zip(sources, keys, strict=False)]
     # The names are only for the summary that is kept with the tokens; it must not speak of another file.
     names = [source.source for source in sources]
     settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}

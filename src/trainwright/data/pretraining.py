@@ -52,7 +52,7 @@ def prepare_windows(
             train.append(kept)
             held.append(aside)
     mixture = _mixture(data, train)
-    lines = [_line(corpus) for corpus in corpora]
+    lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
     datasets = WindowDataset.of(train, mixture), (WindowDataset.of(held, None) if held else None)
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):

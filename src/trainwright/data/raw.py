@@ -20,19 +20,21 @@ from typing import Any
 
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import ANY
+from trainwright.data.layouts import Layout
 from trainwright.data.pairs import CHOSEN
-from trainwright.data.raw_index import DUPLICATES, RowIndex
+from trainwright.data.raw_index import DUPLICATES, RowIndex, Seen
 from trainwright.data.row_files import Row
-from trainwright.data.sources import iterate_source
+from trainwright.data.sources import iterate_source, source_notes
 from trainwright.data.tool_calls import as_row
 from trainwright.errors import RequestError
 
 SPLITS = ("train", "validation", "test")
 _KEY = "data prepare"
 _FIRST = 8
-# Names of a question and of its answer that are understood without being told, most telling first.
-_QUESTIONS = ("question", "prompt", "instruction", "query", "input", "user", "context", "problem", "title")
-_ANSWERS = ("answer", "completion", "response", "output", "reply", "assistant", "solution", "target", "chosen")
+_ALL = "all"
+# Where the turns of a written row are.
+_TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
+_SHOWN = 5
 
 
 @dataclass
@@ -64,17 +66,23 @@ class Source:
     """What became of the rows of one source."""
 
     source: str
-    layout: str = ""
+    layout: Layout = Layout("")  # noqa: RUF009 (a text, which nobody changes)
     renamed: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)  # columns beside those of the layout
+    not_kept: Counter[str] = field(default_factory=Counter)  # columns, by the rows that have anything in them
     rows: int = 0
     duplicates: int = 0
+    differing: int = 0  # of the duplicates, in columns that are not kept
+    wrong: int = 0
+    first_wrong: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     remarks: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Statistics:
-    """Everything that was counted: ``rows == kept + duplicates + left out``, for each source and altogether."""
+    """Everything that was counted: ``rows`` are kept, duplicates, wrong or left out, for each source and altogether."""
 
     sources: list[Source]
     sides: dict[str, Side]
@@ -91,13 +99,17 @@ def prepare_raw(
     test: float,
     seed: int,
     deduplicate: str,
+    keep: Sequence[str] = (),
+    skip_wrong: bool = False,
 ) -> Statistics:
     """Write ``train.jsonl``, ``validation.jsonl``, ``test.jsonl`` and ``statistics.json`` into ``out``, or nothing.
 
     Args:
         renamed: from a field's name in the sources, with dots into objects, to the name it is to have.
         validation, test: which parts of the rows that remain are held back.
-        deduplicate: exact, near or none.
+        deduplicate: exact, near or none. Rows are equal where all that is written of them is.
+        keep: columns that are written beside those that the layout is made from; ``all`` of them.
+        skip_wrong: leave wrong rows out, and count them.
 
     Raises:
         RequestError: ``out`` is taken, a source or one of its rows is wrong (with its file and line), or nothing is
@@ -114,7 +126,7 @@ def prepare_raw(
     try:
         found = Statistics([], {}, seed, deduplicate)
         with RowIndex(scratch / "index", deduplicate) as index:
-            kept = _normalise_all(sources, renamed, scratch / "rows", index, found, seed)
+            kept = _normalise_all(sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, found, seed)
             borders = index.borders(round(test * kept), round((test + validation) * kept))
         _divide(scratch / "rows", scratch, borders, found, seed)
         (scratch / "rows").unlink()
@@ -130,27 +142,29 @@ def prepare_raw(
 
 
 def _normalise_all(
-    sources: Sequence[str], renamed: Mapping[str, str], file: Path, index: RowIndex, found: Statistics, seed: int
+    sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, found: Statistics, seed: int
 ) -> int:
     """Write what is kept of all sources into one file; returns how many rows that is."""
-    kept, used, kinds = 0, set[str](), dict[str, str]()
+    kept, kinds = 0, dict[str, str]()
     with file.open("w", encoding="utf-8") as rows:
         for source in sources:
             counts = Source(source)
             found.sources.append(counts)
-            for row in _normalised(source, renamed, counts, used):
+            for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
                 text = json.dumps(row, ensure_ascii=False)
-                if not index.add(_rank(text, seed), text, row):
+                seen = index.add(_rank(text, seed), text, row, rest)
+                if seen is not Seen.NEW:
                     counts.duplicates += 1
+                    counts.differing += seen is Seen.DIFFERENT
                     continue
                 kept += 1
                 rows.write(text + "\n")
-    if unknown := sorted(set(renamed) - used):
-        raise RequestError(f"--map: no row has the field {unknown[0]}")
+    reader.check_names()
     if not kept:
         reasons = sum((source.left_out for source in found.sources), Counter[str]())
-        said = "; ".join(f"{count:,}: {why}" for why, count in reasons.items())
+        reasons["wrong"] += sum(source.wrong for source in found.sources)
+        said = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
         raise RequestError(f"{_KEY}: no row has anything to train on ({said})")
     if len(kinds) > 1:
         said = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
@@ -160,42 +174,69 @@ def _normalise_all(
     return kept
 
 
-def _normalised(source: str, renamed: Mapping[str, str], counts: Source, used: set[str]) -> Iterator[Row]:
-    rows = iterate_source(source, key=_KEY)
-    first = list(islice(rows, _FIRST))
-    if not first:
-        raise RequestError(f"{_KEY}: {source} holds no rows")
-    names = dict(renamed)
-    renamed_first = [_rename(row, names, used) for _, row in first]
-    columns = list(dict.fromkeys(name for row in renamed_first for name in row))
-    try:
-        counts.layout = ANY.layout(columns, renamed_first, "auto")
-    except RequestError as error:
-        guessed = _guess(columns)
-        if guessed is None:
-            hint = "name them with --map, as in --map frage=question --map antwort=answer"
-            raise RequestError(f"{source}: {error}; {hint}") from None
-        names |= guessed
-        counts.layout = "question_answer"
-    counts.renamed = names
-    for place, row in chain(first, rows):
-        counts.rows += 1
+@dataclass
+class _Reader:
+    """Rows of sources in one layout, by what was asked for on the command line."""
+
+    renamed: Mapping[str, str]
+    keep: Sequence[str]
+    skip_wrong: bool
+    used: set[str] = field(default_factory=set)  # of the fields to rename
+    columns: set[str] = field(default_factory=set)  # seen beside those of the layout
+
+    def rows(self, source: str, counts: Source) -> Iterator[tuple[Row, str]]:
+        """Each row as it is to be written, and as text what of it is not."""
+        rows = iterate_source(source, key=_KEY)
+        first = list(islice(rows, _FIRST))
+        if not first:
+            raise RequestError(f"{_KEY}: {source} holds no rows")
+        renamed_first = [_rename(row, self.renamed, self.used) for _, row in first]
+        columns = list(dict.fromkeys(name for row in renamed_first for name in row))
         try:
-            documents = ANY.documents(_rename(row, names, used), counts.layout, counts.remarks)
-        except NoTarget as reason:
-            counts.left_out[str(reason)] += 1
-            continue
+            counts.layout = layout = ANY.layout(columns, renamed_first, "auto")
         except RequestError as error:
-            raise RequestError(f"{place}: {error}") from None
-        yield _row(documents, counts.layout)
+            raise RequestError(f"{source}: {error}") from None
+        counts.renamed = {**self.renamed, **layout.renamed}
+        for place, row in chain(first, rows):
+            counts.rows += 1
+            own = _rename(row, self.renamed, self.used)
+            try:
+                documents = ANY.documents(own, layout, counts.remarks)
+            except NoTarget as reason:
+                counts.left_out[str(reason)] += 1
+                continue
+            except RequestError as error:
+                if not self.skip_wrong:
+                    raise RequestError(f"{place}: {error} (--skip-wrong leaves such rows out)") from None
+                counts.wrong += 1
+                counts.first_wrong += [f"{place}: {error}"] if len(counts.first_wrong) < _SHOWN else []
+                continue
+            yield self._written(own, _row(documents, layout), layout, counts)
+        counts.notes += source_notes(source, _KEY)
 
+    def check_names(self) -> None:
+        """Raise RequestError where a column that was named on the command line is in no row."""
+        if unknown := sorted(set(self.renamed) - self.used):
+            raise RequestError(f"--map: no row has the field {unknown[0]}")
+        if unknown := sorted(set(self.keep) - self.columns - {_ALL}):
+            beside = (
+                f"those beside the layout's are {', '.join(sorted(self.columns))}" if self.columns else "there is none"
+            )
+            raise RequestError(f"--keep: no row has the column {unknown[0]} beside those of its layout; {beside}")
 
-def _guess(columns: Sequence[str]) -> dict[str, str] | None:
-    """The fields of question and answer by their usual names; None where one of them is missing."""
-    lower = {column.lower(): column for column in columns}
-    question = next((lower[name] for name in _QUESTIONS if name in lower), None)
-    answer = next((lower[name] for name in _ANSWERS if name in lower), None)
-    return {question: "question", answer: "answer"} if question and answer else None
+    def _written(self, own: Row, made: Row, layout: Layout, counts: Source) -> tuple[Row, str]:
+        more, rest = {}, {}
+        for column in layout.unused(list(own)):
+            self.columns.add(column)
+            if _ALL not in self.keep and column not in self.keep:
+                rest[column] = own[column]
+                counts.not_kept[column] += own[column] is not None
+                continue
+            name = f"{column}_" if column in (*_TURNS, "text", "label", "tools") else column
+            more[name] = own[column]
+            if name not in counts.kept:
+                counts.kept.append(name)
+        return {**made, **more}, json.dumps(rest, sort_keys=True, default=str) if rest else ""
 
 
 def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
@@ -225,7 +266,7 @@ def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
 
 
 def _turns(row: Row) -> list[Any]:
-    return [turn for key, value in row.items() if isinstance(value, list) and key != "tools" for turn in value]
+    return [turn for field in _TURNS for turn in row.get(field, ())]
 
 
 def _rank(text: str, seed: int) -> bytes:

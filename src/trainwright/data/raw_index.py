@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ _CACHE_KIB = 16 * 1024
 _COEFFICIENTS = np.random.default_rng(0).integers(1, 1 << 31, size=(2, _BANDS * _ROWS), dtype=np.uint64)
 
 
+class Seen(Enum):
+    """Whether a row repeats an earlier one; DIFFERENT: but for what is not written of it."""
+
+    NEW = "new"
+    REPEATED = "repeated"
+    DIFFERENT = "different"
+
+
 class RowIndex:
     """An index of rows in a file, removed when it is closed."""
 
@@ -34,7 +43,7 @@ class RowIndex:
         self._database = sqlite3.connect(file)
         self._database.executescript(
             f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{_CACHE_KIB};"
-            "CREATE TABLE ranks (rank BLOB); CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID;"
+            "CREATE TABLE ranks (rank BLOB); CREATE TABLE seen (digest BLOB PRIMARY KEY, rest BLOB) WITHOUT ROWID;"
             "CREATE TABLE signatures (id INTEGER PRIMARY KEY, signature BLOB);"
             "CREATE TABLE bands (band BLOB, id INTEGER, PRIMARY KEY (band, id)) WITHOUT ROWID;"
         )
@@ -46,14 +55,18 @@ class RowIndex:
         self._database.close()
         self._file.unlink(missing_ok=True)
 
-    def add(self, rank: bytes, text: str, row: Row) -> bool:
-        """Take a row in, by its rank in the split; False where it repeats one that was taken in before."""
-        if self._deduplicate != "none" and not self._is_new(text):
-            return False
+    def add(self, rank: bytes, text: str, row: Row, rest: str = "") -> Seen:
+        """Take a row in, by its rank in the split, unless it repeats one that was taken in before.
+
+        Args:
+            rest: what of the row is not in its ``text``.
+        """
+        if self._deduplicate != "none" and (seen := self._seen(text, rest)) is not Seen.NEW:
+            return seen
         if self._deduplicate == "near" and self._is_like_another(row):
-            return False
+            return Seen.REPEATED
         self._database.execute("INSERT INTO ranks VALUES (?)", (rank,))
-        return True
+        return Seen.NEW
 
     def borders(self, *counts: int) -> tuple[bytes, bytes]:
         """For each of two counts, the rank below which so many rows are; fewer where equal rows stand astride."""
@@ -64,9 +77,12 @@ class RowIndex:
             found.append(query.fetchone()[0])
         return found[0], found[1]
 
-    def _is_new(self, text: str) -> bool:
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount == 1
+    def _seen(self, text: str, rest: str) -> Seen:
+        digest, others = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
+        if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, others)).rowcount == 1:
+            return Seen.NEW
+        (first,) = self._database.execute("SELECT rest FROM seen WHERE digest = ?", (digest,)).fetchone()
+        return Seen.REPEATED if first == others else Seen.DIFFERENT
 
     def _is_like_another(self, row: Row) -> bool:
         signature = _signature(" ".join(_texts(row)))
@@ -98,5 +114,6 @@ def _signature(text: str) -> Any:
 
 
 def _texts(row: Row) -> list[str]:
-    turns = [turn for key, value in row.items() if isinstance(value, list) and key != "tools" for turn in value]
+    fields = ("messages", "prompt", "completion", "chosen", "rejected")
+    turns = [turn for field in fields for turn in row.get(field, ())]
     return [str(turn["content"]) for turn in turns if turn["role"] != "system"] or [str(row.get("text", ""))]

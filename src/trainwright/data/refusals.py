@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.data.formats import Example
 from trainwright.data.kinds import EXAMPLES, Kind
+from trainwright.data.layouts import Layout
 from trainwright.data.row_files import Row
 from trainwright.errors import RequestError
 
@@ -32,7 +33,7 @@ class Refused(Kind):
     refusals: tuple[str, ...] = ()
     seed: int = 0
 
-    def documents(self, row: Row, layout: str, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+    def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         ((_, example),) = super().documents(row, layout, remarks)
         if isinstance(example, str):
             raise RequestError(

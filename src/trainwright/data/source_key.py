@@ -6,12 +6,13 @@ import hashlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources import BUILT_IN, source_files
+from trainwright.data.file_kinds import suffix_of
+from trainwright.data.sources import BUILT_IN, files_of
 
 if TYPE_CHECKING:
     from trainwright.recipe.data_schema import DataSection, SourceSection
 
-VERSION = 6  # of everything that decides what is kept; raised when any of it changes
+VERSION = 7  # of everything that decides what is kept; raised when any of it changes
 
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
@@ -42,22 +43,22 @@ def look(source: SourceSection, key: str) -> Any:
         from trainwright.data.pydoc_rows import pydoc_key
 
         return [source.source, pydoc_key()]
-    files = source_files(source.source, key, source.format == "documents")
-    if files is None:
+    found = files_of(source.source, key, source.format == "documents")
+    if found is None:
         return ["hub", source.source]
-    stats = [(file.resolve(), file.stat()) for file in files]
+    stats = [(file.resolve(), file.stat()) for file in found.files]
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
-def content_of(source: SourceSection) -> Any:
+def content_of(source: SourceSection, key: str) -> Any:
     """What a source holds, wherever it lies."""
     if source.source in BUILT_IN:
-        return look(source, "")
-    files = source_files(source.source, documents=source.format == "documents")
-    if files is None:
+        return look(source, key)
+    found = files_of(source.source, key, source.format == "documents")
+    if found is None:
         return ["hub", source.source]
     digests = []
-    for file in files:
+    for file in found.usable():
         with file.open("rb") as opened:
-            digests.append([file.suffix.lower(), hashlib.file_digest(opened, "sha256").hexdigest()])
+            digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
     return digests

@@ -29,6 +29,8 @@ class Styled:
 def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     """Write the conversations of ``source`` as messages that begin with ``system``; the file is there whole or not.
 
+    Columns that no turn is made from stay beside them.
+
     Args:
         replace: change the system turns that there are, too.
 
@@ -69,7 +71,8 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
                     messages, found.replaced = [{**messages[0], "content": system}, *messages[1:]], found.replaced + 1
                 else:
                     found.kept += 1
-                file.write(json.dumps(as_row(messages), ensure_ascii=False) + "\n")
+                more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
+                file.write(json.dumps({**as_row(messages), **more}, ensure_ascii=False) + "\n")
         scratch.rename(out)
     finally:
         scratch.unlink(missing_ok=True)

@@ -24,9 +24,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.formats import Message
+from trainwright.data.bounded import tokenized
 from trainwright.data.plain_templates import fixed_date, install_template
 from trainwright.data.tool_calls import names_in
+from trainwright.data.turns import Message
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     """
     eos = tokenizer.eos_token_id
     encoded = []
-    for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]:
+    for ids in tokenized(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"]:
         ids = ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
         encoded.append((ids, [True] * len(ids)))
     return encoded
@@ -104,7 +105,8 @@ class ChatEncoder:
         texts, spans = self._marked_spans(rows) if self._marked else self._found_spans(rows)
         for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
             self._check_tools(row, text, index)
-        encoded = self._tokenizer(
+        encoded = tokenized(
+            self._tokenizer,
             texts,
             add_special_tokens=False,  # the template writes them
             return_offsets_mapping=True,
@@ -124,7 +126,8 @@ class ChatEncoder:
         if not conversations:
             return []
         texts = self._render([self._prepared(one) for one in conversations], generation_prompt=True)
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        encoded = tokenized(self._tokenizer, texts, **options)
         return [list(ids) for ids in encoded["input_ids"]]
 
     def _prepared(self, conversation: Sequence[Message]) -> list[Message]:

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainwright.data import documents as whole_files
 from trainwright.data.corpora import whole_documents
+from trainwright.data.file_kinds import opened as opened_file
+from trainwright.data.file_kinds import suffix_of
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import ANY
 from trainwright.data.shards import is_shards
-from trainwright.data.sources import BUILT_IN, is_documents, iterate_source, source_files
+from trainwright.data.sources import files_of, iterate_source, source_notes
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from trainwright.recipe.data_schema import SourceSection
 
 SEPARATOR = "<|endoftext|>"
-VERSION = 2  # of how corpora become documents and these pieces; raised when that changes
+VERSION = 3  # of how corpora become documents and these pieces; raised when that changes
 _PIECE = 2**17  # characters; tokenizers take up to 200 bytes of memory for each
 _TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
 # Between a line's end and a letter or digit every byte-level BPE begins a new word, so a cut there changes no token;
@@ -42,8 +44,11 @@ class Piece(NamedTuple):
     last: bool
 
 
-def pieces(source: SourceSection, key: str) -> Iterator[Piece]:
+def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[Piece]:
     """The documents of ``source`` one after another, in the same pieces every time; empty ones are left out.
+
+    Args:
+        notes: gets what a person should know of the source, such as columns that are not used.
 
     Raises:
         RequestError: the source is missing, or it is not text (with the file and the offset in bytes).
@@ -51,7 +56,7 @@ def pieces(source: SourceSection, key: str) -> Iterator[Piece]:
     if is_shards(source.source):
         raise RequestError(f"{key}: {source.source} is tokenised already; name the text that it was made of")
     count = -1
-    for piece in _all_pieces(source, key):
+    for piece in _all_pieces(source, key, [] if notes is None else notes):
         count += piece.first
         if source.limit is not None and count >= source.limit:
             return
@@ -60,21 +65,21 @@ def pieces(source: SourceSection, key: str) -> Iterator[Piece]:
         raise RequestError(f"{key}: {source.source} holds no text")
 
 
-def _all_pieces(source: SourceSection, key: str) -> Iterator[Piece]:
-    files = None if source.source in BUILT_IN else source_files(source.source, key, source.format == "documents")
-    if files is not None and all(file.suffix.lower() in _TEXT_FILES for file in files):
-        for file in files:
+def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[Piece]:
+    found = files_of(source.source, key, source.format == "documents")
+    if found is not None and all(suffix_of(file) in _TEXT_FILES for file in found.files):
+        for file in found.usable():
             yield from _file_pieces(file)
+        notes += source_notes(source.source, key, source.format == "documents")
         return
-    for place, text in _rows(source, key):
+    for place, text in _rows(source, key, notes):
         yield from _cut(place, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
 
 
-def _rows(source: SourceSection, key: str) -> Iterator[tuple[str, str]]:
+def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
     """Rows as texts, without those that have nothing to learn."""
-    name = source.source
-    whole = source.format == "documents" or is_documents(name)
-    rows = whole_documents(name, iterate_source(name, None, key, whole))
+    name, documents = source.source, source.format == "documents"
+    rows = whole_documents(name, iterate_source(name, None, key, documents))
     first = list(islice(rows, 8))
     columns = list(dict.fromkeys(field for _, row in first for field in row))
     wanted = "auto" if source.format == "documents" else source.format
@@ -82,6 +87,10 @@ def _rows(source: SourceSection, key: str) -> Iterator[tuple[str, str]]:
         layout = ANY.layout(columns, [row for _, row in first], wanted)
     except RequestError as error:
         raise RequestError(f"{key}: {name}: {error}") from None
+    if layout.read_as:
+        notes.append(f"{name}: {layout.read_as}")
+    if unused := layout.unused(columns):
+        notes.append(f"{name}: not used: the columns {', '.join(unused)}")
     for place, row in chain(first, rows):
         try:
             example = ANY.documents(row, layout)[0][1]
@@ -92,6 +101,7 @@ def _rows(source: SourceSection, key: str) -> Iterator[tuple[str, str]]:
         text = example if isinstance(example, str) else "\n\n".join(str(turn["content"]) for turn in example)
         if text.strip():
             yield place, text
+    notes += source_notes(name, key, documents)
 
 
 def _file_pieces(file: Path) -> Iterator[Piece]:
@@ -130,7 +140,7 @@ def _parts(file: Path) -> Iterator[str]:
 def _decoded(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
-    with file.open("rb") as opened:
+    with opened_file(file) as opened:
         while True:
             raw = opened.read(_PIECE)
             pending = len(decoder.getstate()[0])

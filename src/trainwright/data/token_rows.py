@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.formats import NoTarget, unused_columns
+from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind
+from trainwright.data.layouts import Layout
 from trainwright.data.row_files import Row
-from trainwright.data.sources import place_of, read_rows
+from trainwright.data.sources import place_of, read_rows, source_notes
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.token_files import TokenSpool, header
 from trainwright.errors import RequestError
@@ -71,7 +72,7 @@ class TokenRows:
     """
 
     source: str
-    format: str
+    format: Layout
     max_length: int
     detected: bool
     splits: bool
@@ -177,6 +178,7 @@ class TokenRows:
         """The counts as lines for people."""
         count = self.report()
         how = "found from the first rows" if self.detected else "as data.format says"
+        how += f"; {self.format.read_as}" if self.format.read_as else ""
         lines = [
             f"{name}: {self.source}, {self.rows:,} rows of {self.format} ({how})",
             f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
@@ -232,12 +234,13 @@ def tokenize_source(
         raise RequestError(f"{key}: {name}: {error}") from None
     splits = splits_long(data.long_documents, layout)
     found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
-    if unused := unused_columns(columns, layout):
-        found.notes.append(f"not used: the columns {', '.join(unused)}")
+    found.notes += source_notes(name, key, documents)
+    if unused := layout.unused(columns):
+        found.notes.append(f"not used: the columns {', '.join(unused)}; data prepare --map reads a column as a field")
     rows = rows.remove_columns(unused)
     encoder = None if layout == "text" else ChatEncoder(tokenizer)
     encode = functools.partial(encode_texts, tokenizer) if encoder is None else encoder.encode
-    place = functools.partial(place_of, name, documents=documents)
+    place = functools.partial(place_of, name, documents=documents, key=key)
     start = 0
     for batch in _batches(rows):
         _take_in(batch, start, kind, found, encode, lambda index: f"{key}: {place(index)}")

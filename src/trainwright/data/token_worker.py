@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.data.bounded import bounded
 from trainwright.data.word_tokens import WordTokens
 from trainwright.errors import RequestError
 
@@ -45,7 +47,7 @@ class Encoder:
         """``(place, text, first, last)`` of each piece.
 
         Raises:
-            RequestError: a character that the vocabulary does not have.
+            RequestError: a character that the vocabulary does not have, or a tokenizer that fails.
         """
         if self._known is not None:
             for place, text, _, _ in pieces:
@@ -54,7 +56,8 @@ class Encoder:
         prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
         found, lengths = [], []
         for _, text, first, last in pieces:
-            parts = [*([prefix] if first else []), self._tokens(text), *([suffix] if last else [])]
+            own = bounded("the tokenizer", len(text), functools.partial(self._tokens, text))
+            parts = [*([prefix] if first else []), own, *([suffix] if last else [])]
             found += parts
             lengths.append(sum(map(len, parts)))
         tokens: npt.NDArray[Any] = np.concatenate(found).astype(self._settings.dtype)

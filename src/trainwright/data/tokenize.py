@@ -85,7 +85,8 @@ def tokenize(
             return found
         settings = settings_of(tokenizer)
         writer = _Writer(out, task, settings.dtype, shard_tokens)
-        text = (piece for source, key in sources for piece in pieces(source, key))
+        notes: list[str] = []
+        text = (piece for source, key in sources for piece in pieces(source, key, notes))
         left = islice(text, writer.position.pieces, None)
         try:
             with encoding(settings, processes) as encode:
@@ -96,7 +97,7 @@ def tokenize(
             if writer.withdrew() and new:
                 out.rmdir()
             raise
-        return writer.finish(_about(sources, tokenizer, settings, task))
+        return writer.finish({**_about(sources, tokenizer, settings, task), "notes": notes})
 
 
 def _about(

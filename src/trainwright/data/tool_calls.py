@@ -21,9 +21,9 @@ def as_text(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
-def tools_of(row: Row) -> list[Any]:
+def tools_of(row: Row, field: str = "tools") -> list[Any]:
     """The tools beside a row's turns; none is an empty list. Raises RequestError where they are no list of objects."""
-    return _objects(row.get("tools"), "the field tools")
+    return _objects(row.get(field), f"the field {field}")
 
 
 def calls_of(turn: Row, place: str) -> list[Any]:
@@ -52,7 +52,7 @@ def _objects(value: Any, place: str) -> list[Any]:
     if isinstance(value, str):
         try:
             given = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{place}: tools and calls are JSON, and this is not: {error}") from None
     else:
         given = _without_null(value)  # a column of objects has every key in each of them
@@ -70,7 +70,7 @@ def _call(call: Row, place: str) -> Row:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{place}.arguments are no JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise RequestError(f"{place}.arguments should be an object and is {kind_of(arguments)}")

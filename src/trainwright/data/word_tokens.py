@@ -54,7 +54,7 @@ class WordTokens:
         assert self._pattern is not None
         if any(token in text for token in self._added):
             return None
-        words: list[str] = self._pattern.findall(text)
+        words: list[str] = self._pattern.findall(text, concurrent=True)  # releases the interpreter
         if sum(map(len, words)) != len(text):
             return None
         known = self._known

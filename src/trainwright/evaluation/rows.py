@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.formats import SINGLE, Example, Message, NoTarget, layout_of, to_example
+from trainwright.data.formats import Example, NoTarget, to_example
+from trainwright.data.layouts import SINGLE, layout_of
 from trainwright.data.sources import place_of, read_rows
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.token_rows import splits_long, windows_of
+from trainwright.data.turns import Message
 from trainwright.errors import RequestError
 from trainwright.inference.asking import last_answer
 from trainwright.recipe.data_schema import SourceSection

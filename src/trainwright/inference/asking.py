@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.formats import Message, to_example
+from trainwright.data.bounded import tokenized
+from trainwright.data.formats import to_example
 from trainwright.data.row_files import Row, read_text
 from trainwright.data.sources import iterate_source
 from trainwright.data.templates import ChatEncoder, TurnsError
+from trainwright.data.turns import Message
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class Asker:
         """Token ids. Raises RequestError where the template refuses the conversation."""
         if self._encoder is None or isinstance(question, str):
             text = question if isinstance(question, str) else str(question[-1]["content"])
-            return list(self._tokenizer(text)["input_ids"])
+            return list(tokenized(self._tokenizer, [text])["input_ids"][0])
         try:
             return self._encoder.prompts([self._opened(question)])[0]
         except TurnsError as error:

@@ -25,7 +25,6 @@ from trainwright.recipe.model_sizes import check_sizes
 
 if TYPE_CHECKING:
     from trainwright.data.row_files import Row
-    from trainwright.recipe.data_schema import SourceSection
     from trainwright.recipe.model_schema import ModelSection
     from trainwright.recipe.schema import DataSection, Recipe
 
@@ -306,7 +305,7 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     found = recall(recipe.model, data, seed, cache_root(), each)
     if found is not None:
         return found
-    rows = [] if recipe.pretrain is not None else _first_rows(data.sources)
+    rows = [] if recipe.pretrain is not None else _first_rows(data)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         longest = each * data.max_length
@@ -321,15 +320,15 @@ def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
     return guess
 
 
-def _first_rows(sources: Sequence[SourceSection]) -> list[Row]:
+def _first_rows(data: DataSection) -> list[Row]:
     """Of several as many of each source as its weight says."""
     from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
 
-    whole = sum(one.weight for one in sources)
+    whole = sum(one.weight for one in data.sources)
     rows: list[Row] = []
-    for one in sources:
-        documents = one.format == "documents"
-        found = built_in_rows(one.source) if one.source in BUILT_IN else check_source(one.source, documents=documents)
+    for one, key in zip(data.sources, data.source_keys, strict=True):
+        local = one.source not in BUILT_IN
+        found = check_source(one.source, key, one.format == "documents") if local else built_in_rows(one.source)
         rows += found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))]
     return rows
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainwright.data.formats import SINGLE, layout_of, text_field, to_example
+from trainwright.data.formats import text_field, to_example
+from trainwright.data.layouts import SINGLE, layout_of
 from trainwright.data.row_files import Row
 from trainwright.data.sources import place_of, read_rows
 from trainwright.errors import RequestError

@@ -1,0 +1,146 @@
+"""What a file of rows or text is by its name, its bytes without compression, and whether it can be read at all."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+from trainwright.errors import RequestError
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+TABLES = (".parquet", ".arrow")
+_MAGIC = b"PAR1"
+_PIECE = 2**20
+# Bytes of a line, or of a JSON file, both of which are in memory as a whole.
+LONGEST_LINE = 256 * 2**20
+LONGEST_FILE = 8 * 2**30
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix that says what a file holds, in lower case: of ``rows.jsonl.gz`` it is ``.jsonl``."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed where its name says that it is compressed.
+
+    Raises:
+        RequestError: it cannot be opened, or it is not what its name says, or ends too early.
+    """
+    try:
+        with _open(file) as stream:
+            yield stream
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        # What the reader of the stream raises of its own passes: it is a RequestError.
+        raise RequestError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers from 1, without a byte order mark. Raises RequestError as ``opened``."""
+    with opened(file) as stream:
+        number = 0
+        while line := stream.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise RequestError(
+                    f"{file}:{number}: a line of more than {LONGEST_LINE // 2**20} MiB; a row is one example, so split "
+                    "it into several"
+                )
+            yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+
+
+def whole(file: Path) -> bytes:
+    """All bytes of a file, decompressed. Raises RequestError as ``opened``, and where it is too large for memory."""
+    with opened(file) as stream:
+        parts, size = [], 0
+        while part := stream.read(_PIECE):
+            parts.append(part)
+            if (size := size + len(part)) > LONGEST_FILE:
+                raise RequestError(
+                    f"{file}: more than {LONGEST_FILE // 2**30} GiB of JSON; write a row a line (.jsonl)"
+                )
+        return b"".join(parts)
+
+
+def why_unreadable(file: Path) -> str | None:
+    """What is wrong with a file that cannot be read at all, such as ``is empty``; None where nothing is."""
+    try:
+        stat = file.stat()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return _why_unreadable(str(file), stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=2**16)
+def _why_unreadable(name: str, size: int, _: int) -> str | None:
+    file = Path(name)
+    if not size:
+        return "is empty"
+    if not os.access(file, os.R_OK):
+        return "cannot be read: permission denied"
+    try:
+        if suffix_of(file) == ".parquet":
+            return None if _has_magic(file, size) else "is not a Parquet file, or not whole"
+        if suffix_of(file) == ".arrow":
+            return None
+        if suffix_of(file) == ".docx":
+            return None if zipfile.is_zipfile(file) else "is not a Word file"
+        return _why_no_text(file)
+    except RequestError as error:
+        return str(error).removeprefix(f"{file}: ")
+
+
+def _has_magic(file: Path, size: int) -> bool:
+    with file.open("rb") as stream:
+        begin = stream.read(len(_MAGIC))
+        stream.seek(max(0, size - len(_MAGIC)))
+        return begin == stream.read() == _MAGIC
+
+
+def _why_no_text(file: Path) -> str | None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line, blank = 1, True
+    with opened(file) as stream:
+        while True:
+            raw = stream.read(_PIECE)
+            try:
+                decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                return f"is not UTF-8 text (line {line + raw.count(NEWLINE, 0, error.start)})"
+            if b"\0" in raw:
+                return f"is not text: it has a zero byte (line {line + raw.count(NEWLINE, 0, raw.index(0))})"
+            blank = blank and not raw.removeprefix(codecs.BOM_UTF8).strip()
+            if not raw:
+                return "is empty" if blank else None
+            line += raw.count(NEWLINE)
+
+
+NEWLINE = b"\n"
+
+
+def _open(file: Path) -> Any:
+    match file.suffix.lower():
+        case ".gz":
+            return gzip.open(file, "rb")
+        case ".bz2":
+            return bz2.open(file, "rb")
+        case ".xz":
+            return lzma.open(file, "rb")
+        case ".zst":
+            import pyarrow as pa
+
+            return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(file)), "zstd"))
+    return file.open("rb")

@@ -1,0 +1,59 @@
+"""Tokenizers whose pattern backtracks without end: refused in words, in bounded time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.commands import trainwright
+from trainwright.data import bounded
+from trainwright.data.bounded import TokenizerError
+from trainwright.data.templates import encode_messages, encode_texts
+from trainwright.data.token_worker import Encoder
+from trainwright.data.tokenize import settings_of
+from trainwright.errors import RequestError
+
+PANICS = "a" * 40 + "b"
+SLOW = ("a" * 21 + "b") * 20  # each of these takes a good part of a second
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<unk>": 2, "<end>": 3}, merges=[], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unk>")
+
+
+def test_a_panic_is_told_in_words(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TokenizerError, match=r"the tokenizer fails: .*retry-limit.*use another tokenizer"):
+        encode_texts(tokenizer, [PANICS])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    turns = [{"role": "user", "content": PANICS}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(TokenizerError, match="retry-limit"):
+        encode_messages(tokenizer, turns)
+    with pytest.raises(RequestError, match="retry-limit"):
+        Encoder(settings_of(tokenizer))([("a.txt", PANICS, True, True)])
+
+
+def test_what_does_not_end_is_given_up(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    with pytest.raises(TokenizerError, match="takes more than 0 s of computing for 440 characters"):
+        encode_texts(tokenizer, [SLOW])
+
+
+def test_what_goes_wrong_otherwise_is_raised_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        bounded.bounded("x", 1, lambda: 1 / 0)
+    assert bounded.bounded("x", 1, lambda: 3) == 3
+
+
+def test_the_command_ends_with_2(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": PANICS}) + "\n")
+    result = trainwright("data", "check", "rows.jsonl", "--model", "model", cwd=tmp_path, RUST_BACKTRACE="0")
+    assert result.returncode == 2 and "retry-limit" in result.stderr
+    assert "Traceback" not in result.stderr
