@@ -212,7 +212,8 @@ def test_a_file_of_several_that_cannot_be_read_is_left_out_by_name(tmp_path: Pat
     assert len(notes) == len(BAD)
     for note, (name, (_, why)) in zip(notes, BAD.items(), strict=True):
         assert note.startswith(f"{tmp_path}/{name} {why}") and note.endswith(" and is left out")
-    prepared = prepare(DataSection(train=str(tmp_path)), bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+    data = DataSection(train=str(tmp_path), validation=None)
+    prepared = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
     assert set(notes) <= {line.partition(": ")[2] for line in prepared.summary}
     for name in ("a.jsonl", "f.jsonl"):
         (tmp_path / name).unlink()
