@@ -54,9 +54,9 @@ def main() -> int:
     results.forget_all_but(everything)
     left = [m for m in chosen if arguments.again or not results.has(m)]
     print(f"{len(chosen)} planted bugs, {len(chosen) - len(left)} of them tried before", flush=True)
-    if not _try_all(left, results, arguments.jobs):
-        return 1
-    return _report([m for m in chosen if results.has(m)], results)
+    tried = _try_all(left, results, arguments.jobs)
+    enough = _report([m for m in chosen if results.has(m)], results)
+    return int(not (tried and enough))
 
 
 def _parse() -> argparse.Namespace:
@@ -89,7 +89,7 @@ class Results:
     def of(self, mutation: Mutation) -> dict[str, Any]:
         return self._known[mutation.name]
 
-    def add(self, mutation: Mutation, outcome: Outcome) -> None:
+    def add(self, mutation: Mutation, key: str, outcome: Outcome) -> None:
         names = {"failed": "caught", "hung": "hang", "passed": "missed"}
         with self._lock:
             self._known[mutation.name] = {
@@ -101,7 +101,7 @@ class Results:
                 "test": outcome.test,
                 "message": outcome.message,
                 "seconds": round(outcome.seconds, 1),
-                "key": mutation.key(ROOT),
+                "key": key,
             }
             about = {"machine": describe([]), "mutations": dict(sorted(self._known.items()))}
             scratch = self._file.with_suffix(".part")
@@ -114,6 +114,7 @@ def _try_all(mutations: Sequence[Mutation], results: Results, jobs: int) -> bool
     if not mutations:
         return True
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
+        keys = {mutation: mutation.key(ROOT) for mutation in mutations}  # of what is copied now
         made = [Copy(ROOT, Path(temporary) / str(job)) for job in range(jobs)]
         copies: Queue[Copy] = Queue()
         for one in made:
@@ -136,7 +137,7 @@ def _try_all(mutations: Sequence[Mutation], results: Results, jobs: int) -> bool
             if outcome.result == "broken":
                 print(f"{mutation.name}: its tests cannot be run: {outcome.message}", file=sys.stderr)
                 return False
-            results.add(mutation, outcome)
+            results.add(mutation, keys[mutation], outcome)
             found = results.of(mutation)
             print(f"{mutation.area}: {mutation.name}: {found['outcome']} in {found['seconds']} s {found['test']}")
             print(f"    {found['message']}", flush=True)
@@ -155,8 +156,8 @@ def _try_all(mutations: Sequence[Mutation], results: Results, jobs: int) -> bool
     return len(sound) == len(areas) and all(done)
 
 
-def _report(mutations: Sequence[Mutation], results: Results) -> int:
-    """Print a line for each area and the bugs that were missed; 1 where too many were."""
+def _report(mutations: Sequence[Mutation], results: Results) -> bool:
+    """Print a line for each area and the bugs that were missed; whether enough were caught."""
     found = {mutation: results.of(mutation) for mutation in mutations}
     print(f"{'area':<16}{'planted':>8}{'caught':>8}{'hangs':>7}{'missed':>8}{'seconds':>9}")
     for area in [*dict.fromkeys(m.area for m in mutations), "all"]:
@@ -167,7 +168,7 @@ def _report(mutations: Sequence[Mutation], results: Results) -> int:
     missed = [mutation for mutation, each in found.items() if each["outcome"] not in CAUGHT]
     for mutation in missed:
         print(f"missed: {mutation.name} ({mutation.file}): {mutation.bug}")
-    return int(len(missed) > (1 - ENOUGH) * len(mutations))
+    return len(missed) <= (1 - ENOUGH) * len(mutations)
 
 
 if __name__ == "__main__":
