@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.weights import empty_model
 from trainwright.recipe.model_schema import ModelSection
 
 LLAMA: dict[str, Any] = {
@@ -103,6 +104,19 @@ def test_dropout_changes_what_the_model_computes() -> None:
     assert not torch.equal(model(ids).logits, model(ids).logits)
     model = load_model(fresh(GPT2, dropout=0.0)).train()
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_values_that_only_the_model_code_refuses_are_a_wrong_request(tmp_path: Path) -> None:
+    section = fresh({**LLAMA, "hidden_act": "os.system"})
+    for make in (load_model, lambda section: empty_model(load_config(section))):
+        with pytest.raises(
+            RequestError, match=r"no llama can be made of this configuration \(KeyError: 'os\.system'\)"
+        ):
+            make(section)
+    config = saved(tmp_path) / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"os.system"'))
+    with pytest.raises(RequestError, match=r"model\.name: .* cannot be loaded: KeyError: 'os\.system'"):
+        load_model(ModelSection(name=str(tmp_path)))
 
 
 def test_dropout_of_an_architecture_without_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
@@ -18,6 +19,21 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Keys of version 4 that configurations still take, and turn into rope_parameters.
 OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the dropout values that were there before
+
+# What constructors of modules raise over values that do not go together.
+NOT_MADE = (KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
+
+
+@contextmanager
+def making(config: PretrainedConfig, where: str = "model") -> Iterator[None]:
+    """While a model is made of ``config``: what its code makes of the values is a RequestError that begins so."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except NOT_MADE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RequestError(f"{where}: no {config.model_type} can be made of this configuration ({what})") from error
 
 
 def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from trainwright.activity import doing
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.models.configuration import SPECIAL_IDS, fresh_config, set_dropout
+from trainwright.models.configuration import NOT_MADE, SPECIAL_IDS, fresh_config, making, set_dropout
 from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
 from trainwright.models.supported import check_supported
 from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
@@ -132,7 +132,10 @@ def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None =
     from transformers import AutoModelForCausalLM
 
     dtype = dtype or torch.float32
-    with torch.random.fork_rng(devices=[]):  # the model is made on the CPU: no other generator is drawn from
+    with (
+        making(config),
+        torch.random.fork_rng(devices=[]),
+    ):  # the model is made on the CPU: no other generator is drawn from
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     stored = model.state_dict().keys()  # the others, such as rotary frequencies, stay in fp32 as when loaded
@@ -155,8 +158,9 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=as_read, output_loading_info=True, **options
             )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise RequestError(f"model.name: {directory} cannot be loaded: {error}") from error
+    except (RuntimeError, OSError, *NOT_MADE) as error:
+        what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        raise RequestError(f"model.name: {directory} cannot be loaded: {what}") from error
     model, report = loaded
     if absent := sorted(report["missing_keys"]):
         raise RequestError(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainwright.machine.allocator import return_freed_memory
+from trainwright.models.configuration import making
 from trainwright.models.load import UNUSED_TENSORS, finish_loading, load_config, load_model
 from trainwright.models.resolve import resolve, weight_files
 from trainwright.models.save import has_conversions
@@ -97,7 +98,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     """A causal model of this configuration in fp32, its parameters on the meta device and its buffers on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    with _parameters_on_meta():
+    with making(config), _parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
