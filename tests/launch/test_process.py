@@ -30,6 +30,7 @@ def test_output_goes_to_the_log(tmp_path: Path) -> None:
     ("kind", "error"),
     [
         ("refuse", "RequestError: data.train: the file has no rows"),
+        ("refuse-turns", "RequestError: the chat template refuses the conversation"),
         ("break", "TrainingError: preparation failed: KeyError: 'unexpected'"),
         ("die", "TrainingError: preparation ended with exit code -9"),
     ],

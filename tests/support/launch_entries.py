@@ -70,9 +70,13 @@ def train(rank: int, logs: Path) -> int:
 
 def prepare(kind: str) -> None:
     """The body of a preparation child."""
+    from trainwright.data.templates import TurnsError
+
     print("noise of preparation")
     if kind == "refuse":
         raise RequestError("data.train: the file has no rows")
+    if kind == "refuse-turns":
+        raise TurnsError("the chat template refuses the conversation", 0)
     if kind == "break":
         raise KeyError("unexpected")
     if kind == "die":

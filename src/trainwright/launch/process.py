@@ -162,7 +162,9 @@ def _child(work: Callable[[], None], log: Path, parent: int, sender: multiproces
         work()
         answer = ("done", "")
     except TrainwrightError as error:
-        answer = (type(error).__name__, str(error))
+        # Of the kind that the parent knows: another module may have made one of its own of it.
+        kinds = (kind.__name__ for kind in type(error).__mro__)
+        answer = (next(name for name in kinds if hasattr(errors, name)), str(error))
     except Exception as error:
         traceback.print_exc()
         answer = ("", f"preparation failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
