@@ -21,6 +21,7 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import OptimizerSection, ParallelSection
 
 STEPS, WIDTH, RATE = 5, 6, 1e-2
+LIMIT = 2.0  # of the norm of gradients
 
 
 class Block(nn.Module):
@@ -92,24 +93,34 @@ def batch(step: int) -> list[torch.Tensor]:
     return [torch.randint(3, (4,), generator=generator) for _ in range(2 + 3 * (step % 2))]
 
 
-def plain(model: Odd) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain(model: Odd, muon: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms, and the parameters they lead to. What no loss reached has a gradient of zero."""
     norms = []
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.0)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trainable = [p for _, p in named]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.0)
+    if muon:
+        optimizer = optimizer_factory(_section(muon))(named)
     for step in range(STEPS):
         optimizer.zero_grad()
         sum(model(tokens, step) for tokens in batch(step)).backward()
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in trainable)))
+        for parameter in trainable:
+            parameter.grad.mul_(min(1.0, LIMIT / norms[-1]))
         optimizer.step()
+    assert max(norms) > LIMIT, "nothing was clipped"
     return norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def strategy_over(world: World, model: nn.Module, strategy: str, **parallel: Any) -> Strategy:
+def _section(muon: bool) -> OptimizerSection:
+    return OptimizerSection(name="muon" if muon else "adamw", learning_rate=RATE)
+
+
+def strategy_over(world: World, model: nn.Module, strategy: str, muon: bool = False, **parallel: Any) -> Strategy:
     section = ParallelSection.model_validate({"strategy": strategy, "num_processes": world.size, **parallel})
-    make = optimizer_factory(OptimizerSection(learning_rate=RATE))
+    make = optimizer_factory(_section(muon))
     return build_strategy(section, world, model, list(getattr(model, "layers", [])), make, torch.float32)
 
 
@@ -123,7 +134,7 @@ def advance(strategy: Strategy, steps: range) -> list[float]:
             loss = strategy.module(tokens[index % len(tokens)], step) * float(index < len(tokens))
             strategy.backward(loss, last=number == passes - 1)
         norms.append(strategy.gradient_norm())
-        strategy.step(RATE, 1.0)
+        strategy.step(RATE, min(1.0, LIMIT / norms[-1]))
     return norms
 
 
@@ -135,7 +146,7 @@ def check_end(strategy: Strategy, expected: dict[str, torch.Tensor]) -> None:
 
 
 def train_as_plain_torch(cases: list[tuple[str, dict[str, Any], dict[str, bool]]]) -> None:
-    """Each case in turn: a strategy, its settings, and of `recomputed`, `discarded` and the model's what is so.
+    """Each case in turn: a strategy, its settings, and of `muon`, `recomputed`, `discarded` and the model's what is so.
 
     discarded: after a step whose gradients were forgotten.
     """
@@ -145,17 +156,18 @@ def train_as_plain_torch(cases: list[tuple[str, dict[str, Any], dict[str, bool]]
     )  # which not every launcher gives, and which tells of no device where one is all there is
     for name, settings, so in cases:
         print(name, settings, so, file=sys.stderr)
-        options = {key: value for key, value in so.items() if key not in ("recomputed", "discarded")}
+        options = {key: value for key, value in so.items() if key not in ("muon", "recomputed", "discarded")}
         model = build(name, **options)
         save_activation_memory(list(model.layers), "full" if so.get("recomputed") else "none")
-        strategy = strategy_over(world, model, name, **settings)
+        muon = so.get("muon", False)
+        strategy = strategy_over(world, model, name, muon, **settings)
         if so.get("discarded"):
             for last in (False, True):
                 strategy.backward(strategy.module(batch(7)[0], 2) * float("inf"), last=last)
             assert not math.isfinite(strategy.gradient_norm())
             strategy.discard_gradients()
         norms = advance(strategy, range(STEPS))
-        expected_norms, expected = plain(build(name, **options))
+        expected_norms, expected = plain(build(name, **options), muon)
         torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-5, atol=0)
         check_end(strategy, expected)
         if name == "zero3":

@@ -105,6 +105,7 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
     [
         (1, {}, {"by_input": False}),
         (2, {}, {"recomputed": True, "discarded": True}),
+        (2, {}, {"muon": True}),
         (4, {"replicate_size": 2, "reshard_after_forward": False}, {}),
         (3, {"reshard_after_forward": False}, {"tied_blocks": True}),
         (4, {}, {}),
