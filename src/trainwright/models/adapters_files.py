@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.base_model import BaseModel
+from trainwright.models.resolve import check_safetensors
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
@@ -114,13 +115,10 @@ class SavedAdapter:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Its tensors by the names in the file. Raises RequestError if the file is damaged."""
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
-            return load_file(self.directory / WEIGHTS)
-        except (OSError, SafetensorError) as error:
-            raise RequestError(f"{START_FROM}: {self.directory / WEIGHTS} cannot be read: {error}") from error
+        check_safetensors(self.directory / WEIGHTS, START_FROM)
+        return load_file(self.directory / WEIGHTS)
 
     def fingerprint(self) -> str:
         """Of its settings and its weights."""
@@ -202,4 +200,60 @@ def _read_config(file: Path) -> Mapping[str, Any]:
             raise RequestError(
                 f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which cannot be trained here"
             )
+    for key, (is_right, wanted) in _KINDS.items():
+        if key in config and not is_right(config[key]):
+            shown = json.dumps(config[key])[:60]
+            raise RequestError(f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; get the adapter again")
     return config
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _HIGHEST_RANK
+
+
+def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(is_right, value.values())))
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+    )
+
+
+def _are_layers(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, int) or (isinstance(value, list) and all(isinstance(v, int) for v in value))
+    )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_HIGHEST_RANK = 2**16  # no matrix of a model has a higher one
+# What settings of PEFT that are used here may be, and in words.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a whole number of at least 1"),
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1"),
+    "rank_pattern": (lambda value: _is_pattern(value, _is_rank), "ranks by names of modules"),
+    "alpha_pattern": (lambda value: _is_pattern(value, _is_number), "numbers by names of modules"),
+    "target_modules": (_are_names, "names of modules"),
+    "exclude_modules": (_are_names, "names of modules"),
+    "modules_to_save": (lambda value: _are_names(value) and not isinstance(value, str), "a list of names of modules"),
+    "layers_to_transform": (_are_layers, "numbers of layers"),
+    "layers_pattern": (_are_names, "names of modules"),
+    "use_dora": (_is_flag, "true or false"),
+    "use_rslora": (_is_flag, "true or false"),
+    "fan_in_fan_out": (_is_flag, "true or false"),
+    "task_type": (lambda value: value in (None, "CAUSAL_LM"), "CAUSAL_LM"),
+    "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name"),
+    "loftq_config": (lambda value: value in (None, {}), "left out, as it has changed the base"),
+    "eva_config": (lambda value: value is None, "left out, as only a new adapter takes it"),
+    "corda_config": (lambda value: value is None, "left out, as only a new adapter takes it"),
+}

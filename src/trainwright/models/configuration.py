@@ -21,7 +21,28 @@ OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the dropout values that were there before
 
 # What constructors of modules raise over values that do not go together.
-NOT_MADE = (KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
+NOT_MADE = (
+    *(KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError, NotImplementedError),
+    *(AssertionError, ImportError),
+)
+# What a file may say that is not of a language model itself, and has transformers fetch kernels, read other files, or
+# make tables of any size.
+_IGNORED = {
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"),
+    *("_experts_implementation", "_experts_implementation_internal", "transformers_weights", "auto_map"),
+    *("custom_pipelines", "num_labels", "id2label", "label2id", "problem_type", "output_attentions"),
+    *("output_hidden_states", "return_dict", "torchscript", "pruned_heads", "chunk_size_feed_forward"),
+    *("base_model_tp_plan", "base_model_pp_plan", "_name_or_path", "name_or_path"),
+}
+
+
+def without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration without what is not of the model itself, in its parts too."""
+    return {
+        key: without_ignored(value) if isinstance(value, Mapping) and key.endswith("config") else value
+        for key, value in fields.items()
+        if key not in _IGNORED
+    }
 
 
 @contextmanager

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import doing
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.models.configuration import NOT_MADE, SPECIAL_IDS, fresh_config, making, set_dropout
+from trainwright.models.configuration import (
+    NOT_MADE,
+    SPECIAL_IDS,
+    fresh_config,
+    making,
+    set_dropout,
+    without_ignored,
+)
 from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
 from trainwright.models.supported import check_supported
 from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
@@ -232,11 +241,15 @@ def config_from(directory: Path) -> PretrainedConfig:
     if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
         check_sizes(fields, f"model.name: {file}")
         check_supported(fields, where)
+    else:
+        raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        with TemporaryDirectory(prefix="trainwright-") as place:
+            (Path(place) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
-        hint = " (code of the model's own is never run)" if "trust_remote_code" in str(error) else ""
-        raise RequestError(f"{where}/config.json cannot be used{hint}: {error}") from error
+        raise RequestError(f"{where}/config.json cannot be used: {error}") from error
+    config.name_or_path = str(directory)
     return config
 
 
@@ -258,7 +271,9 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
 
     hint = "" if key == "model.tokenizer" else '; set model.tokenizer ("bytes", an id or a directory)'
     if not any((directory / file).exists() for file in TOKENIZER_FILES):
-        raise RequestError(f"{key}: {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}){hint}")
+        pickles = ", ".join(sorted(file.name for file in directory.glob("*.pkl")))
+        why = f"; its tokenizer is a pickle ({pickles}), which can run any code when loaded" if pickles else ""
+        raise RequestError(f"{key}: {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}){why}{hint}")
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # as above: no common base class

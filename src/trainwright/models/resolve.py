@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
+from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
     from trainwright.recipe.model_schema import ModelSection
@@ -38,6 +39,7 @@ HUB_FILES = [
     "README.md",
 ]
 HUB_TIMEOUT = 5.0  # seconds
+_LARGEST_HEADER = 100_000_000  # bytes of a safetensors file, as the library has it
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
@@ -129,7 +131,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
             hint = "it is a run, whose model is in final/ in there" if of_run else _holds(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
     for shard in _weight_files(directory, files, key) if weights else ():
-        _check_safetensors(shard, key)
+        check_safetensors(shard, key)
 
 
 def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
@@ -141,11 +143,7 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
     if "model.safetensors" in files:
         return [directory / "model.safetensors"]
     if "model.safetensors.index.json" in files:
-        try:
-            index = json.loads((directory / "model.safetensors.index.json").read_text())
-            shards = sorted(set(index["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestError(f"{key}: {directory}/model.safetensors.index.json is damaged: {error}") from error
+        shards = _shards(directory / "model.safetensors.index.json", key)
         if missing := [s for s in shards if s not in files]:
             raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
         return [directory / s for s in shards]
@@ -159,22 +157,44 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
     raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
 
 
-def _check_safetensors(file: Path, key: str) -> None:
-    """Compare the file's size with what its header says
+def _shards(index: Path, key: str) -> list[str]:
+    """The names of the files that an index names, all of them in its own directory."""
+    content = read_json(index, f"{key}: {index}")
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    shards = list(named.values()) if isinstance(named, dict) else []
+    if not shards or not all(isinstance(shard, str) for shard in shards):
+        raise RequestError(f"{key}: {index} is damaged: its weight_map names no file for each tensor; get it again")
+    if outside := sorted({shard for shard in shards if shard in ("", ".", "..") or "/" in shard or "\\" in shard}):
+        raise RequestError(
+            f"{key}: {index} names files that are not in its directory ({', '.join(outside[:3])}), which are not read"
+        )
+    return sorted(set(shards))
+
+
+def check_safetensors(file: Path, key: str) -> None:
+    """Compare the file's size with what its header says, and have the library check the rest of the header
     (https://github.com/huggingface/safetensors#format).
+
+    Raises:
+        RequestError: it is truncated, damaged, or no such file.
     """
-    size = file.stat().st_size
+    from safetensors import SafetensorError, safe_open
+
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             header_size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= header_size <= size - 8:
+            if not 2 <= header_size <= min(size - 8, _LARGEST_HEADER):
                 raise ValueError("its header does not fit in it")
             header = json.loads(stream.read(header_size))
         end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
-    if size != 8 + header_size + end:
         expected = 8 + header_size + end
+        if size >= expected:
+            with safe_open(file, framework="numpy"):
+                pass
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
+    if size < expected:
         raise RequestError(f"{key}: {file} is truncated: {size:,} bytes of {expected:,}; get it again")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import TrainingError
-from trainwright.models.configuration import restore_source
+from trainwright.models.configuration import making, restore_source
 from trainwright.models.weight_files import write_weights
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
 
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # the training's own attention need not be registered here
-    with torch.device("meta"):
+    with making(config), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 

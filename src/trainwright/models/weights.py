@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainwright.errors import RequestError
 from trainwright.machine.allocator import return_freed_memory
-from trainwright.models.configuration import making
+from trainwright.models.configuration import NOT_MADE, making
 from trainwright.models.load import UNUSED_TENSORS, finish_loading, load_config, load_model
 from trainwright.models.resolve import resolve, weight_files
 from trainwright.models.save import has_conversions
@@ -79,8 +80,11 @@ def load_empty(
     directory = resolve(model).directory
     if directory is None or model.implementation == "gpt":
         return finish_loading(empty, model, config), given
-    with suppress(OSError):  # there need not be one
-        empty.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    if (directory / "generation_config.json").is_file():  # there need not be one
+        try:
+            empty.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except (OSError, *NOT_MADE) as error:
+            raise RequestError(f"model.name: {directory}/generation_config.json cannot be used: {error}") from error
     finish_loading(empty, model, config)
     files = _tensors(directory)
     if (empty.all_tied_weights_keys or {}).keys() & files.keys():

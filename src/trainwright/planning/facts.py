@@ -197,7 +197,11 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
 def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
     """Of a family that is not known here, what tracing finds; where that cannot be, what its sizes would be in a llama.
     Its name stays its own."""
-    found = from_config(config, origin)
+    try:
+        found = from_config(config, origin)
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RequestError(f"{origin}: a value is not what it should be ({what})") from error
     if found is not None:
         return found
     text = json.dumps(dict(config), sort_keys=True)

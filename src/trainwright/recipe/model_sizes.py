@@ -15,6 +15,7 @@ _COUNTS = (
     (re.compile(r"experts?$"), 100_000, "experts"),
     (re.compile(r"heads?$"), 1_000_000, "heads"),
 )
+_POSITIVE = re.compile(r"^(vocab|hidden|intermediate)_size$|^head_dim$|^num_.*(layers|heads)$")
 _LARGEST = 2**40  # of any number: parameters of today's largest models together
 _DEEPEST = 64
 
@@ -38,6 +39,8 @@ def check_sizes(config: Mapping[str, Any], origin: str) -> None:
 
 def _absurd(key: str, value: int) -> str | None:
     name = key.rpartition(".")[2]
+    if value < 0 and _POSITIVE.search(name):
+        return f"{_shown(value)} is negative"
     for pattern, most, noun in _COUNTS:
         if pattern.search(name) and value > most:
             return f"{_shown(value)} {noun} are more than any model has (at most {most:,} are taken)"
