@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.synonyms import our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 
 _MOST_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
@@ -123,15 +124,16 @@ def _mistaken_values(
             if path not in suggested:  # else its mistyped name is reported already
                 yield Problem(origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path)}".rstrip())
             continue
-        yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {expected_and_found(*items)}")
+        yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {expected_and_found(*items, key=dotted(path))}")
 
 
-def expected_and_found(*items: ErrorDetails) -> str:
-    """The words for a value that is of none of the types it may be of; each of ``items`` is of one."""
+def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
+    """The words for a value of ``key`` that is of none of the types it may be of; each of ``items`` is of one."""
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     value = items[0]["input"]
-    near = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
+    near = our_value(key, value) or next(iter(close), None)
+    hint = f"; did you mean {near}?" if near else ""
     if expected.startswith("text") and isinstance(value, int | float):
         hint = "; put it in quotes"
     return f"expected {expected}, not {_shown(value)}{hint}"
@@ -165,10 +167,12 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
 
 
 def _meant(path: KeyPath, near: KeyPath | None) -> str:
+    ours = our_key(str(path[-1])) if near is not None else None
     if near is None:
         known = ", ".join(_keys(path[:-1]))
         return f"; known here: {known}" if known else ""
-    return f"; did you mean {near[-1] if near[:-1] == path[:-1] else dotted(near)}?"
+    shown = str(near[-1] if near[:-1] == path[:-1] else dotted(near))
+    return f"; did you mean {ours.shown(shown) if ours is not None and ours.key == dotted(near) else shown}?"
 
 
 def _nearest(path: KeyPath) -> KeyPath | None:
@@ -181,6 +185,8 @@ def _nearest(path: KeyPath) -> KeyPath | None:
     elsewhere |= {name: (name,) for name in Recipe.model_fields}
     if str(key) in elsewhere:
         return elsewhere[str(key)]
+    if (ours := our_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
+        return tuple(ours.key.split("."))
     for names in (here, elsewhere):
         if close := difflib.get_close_matches(str(key), names, n=1, cutoff=0.7):
             return names[close[0]]
