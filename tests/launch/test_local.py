@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import all_gone, descendants, wait_for
+from tests.support.commands import all_gone, descendants, environment, wait_for
+from tests.support.control_groups import real_group
 from tests.support.forked import Finished, Started, fork_server
 
 
@@ -179,3 +182,26 @@ def test_workers_die_with_a_killed_parent(tmp_path: Path, kind: str) -> None:
         assert len(workers) >= 2
         os.kill(process.pid, signal.SIGKILL)
         assert all_gone(workers)
+
+
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the kernel has no such score")
+def test_workers_are_killed_for_memory_before_their_launcher(tmp_path: Path) -> None:
+    with running("sleep", tmp_path / "logs") as launcher:
+        ready(tmp_path / "logs")
+        workers = [oom_score(worker.pid) for worker in descendants(launcher.pid)]
+        assert workers and min(workers) >= max(500, oom_score(launcher.pid))
+        assert oom_score(launcher.pid) == oom_score(os.getpid())
+
+
+def test_a_control_group_that_is_too_small_ends_in_words(tmp_path: Path) -> None:
+    with real_group(1200 * 2**20) as group:
+        into = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.executable, ['python', *sys.argv[2:]])"
+        entries = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
+        command = [sys.executable, "-c", into, str(group / "cgroup.procs"), entries, "hog", "2", str(tmp_path / "logs")]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.startswith("error: rank 1 was killed by the kernel because the machine ran out of memory")

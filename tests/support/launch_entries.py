@@ -46,6 +46,12 @@ def entry(kind: str, logs: Path) -> int:
         dist.all_reduce(torch.ones(1))
     if kind in ("sleep", "raise-sleeping"):
         time.sleep(600)
+    if kind == "hog" and rank == 1:
+        hoard: list[bytes] = []
+        while True:
+            hoard.append(os.urandom(2**24))
+    if kind == "hog":
+        dist.all_reduce(torch.ones(1))
     if kind == "train":
         return train(rank, logs)
     dist.destroy_process_group()

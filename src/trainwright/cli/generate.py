@@ -92,6 +92,7 @@ def generate(
     """
     from trainwright.cli.workers import dtype_name, process_count
     from trainwright.launch.environment import refuse_worker
+    from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
     refuse_worker("generate")
@@ -101,6 +102,7 @@ def generate(
             "--top-p, --top-k and --seed: nothing is drawn at temperature 0; set --temperature, for instance to 0.7"
         )
     machine = detect()
+    refuse_unusable(machine)
     asked = _Asked(
         model=model,
         adapter=None if adapter is None else str(adapter),

@@ -151,10 +151,12 @@ def _check_gpus(processes: int, machine: Machine) -> None:
 
 def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs: Path | None) -> int:
     from trainwright.launch import run_directory
+    from trainwright.launch.limits import check_limits
     from trainwright.launch.process import limit_threads
     from trainwright.launch.stop import Stopping
 
     os.environ.update(plan.variables)
+    check_limits(plan.processes, plan.processes)
     limit_threads(plan.cores, plan.processes)
     with Stopping(_say_stopping) as stopping:
         # Imports torch, so after the threads are limited and before the workers are forked.

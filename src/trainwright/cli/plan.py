@@ -147,10 +147,11 @@ def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
         cluster, calibration = machine_of(on)
         here = {"calibration": calibration}
     else:
+        from trainwright.machine.accelerators import with_device
         from trainwright.machine.calibration import current_calibration
         from trainwright.machine.detect import detect
 
-        machine = detect()
+        machine = with_device(detect(), recipe.parallel.device)
         cluster = cluster_of(machine)
         here = {"calibration": current_calibration(machine), "available": installed}
     recipe, remarks = possible(recipe, cluster)

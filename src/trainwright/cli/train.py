@@ -71,6 +71,8 @@ def train(
     """
     from trainwright.launch.environment import refuse_worker
     from trainwright.launch.request import check_request, for_nodes, read_request, resolve_request
+    from trainwright.launch.surroundings import not_followed, refuse_more_nodes
+    from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
 
     meaning, words = None, _with_number(arguments or [], num_processes)
@@ -82,14 +84,20 @@ def train(
             nodes, node_rank, rendezvous = meaning.nodes, meaning.node_rank, meaning.rendezvous
     count = nodes or 1
     refuse_worker("train", count)
+    refuse_more_nodes(words, nodes)
     place = _meeting_place(count, node_rank, rendezvous, rendezvous_timeout)
     with Activity(sys.stderr, "reading the recipe"):
         request = read_request(words, resume, meaning)
-        machine = detect()
+        machine = with_device(detect(), request.recipe.parallel.device)
         request = for_nodes(request, machine, count)
         doing("planning")
         resolved = resolve_request(request, machine, count)
         check_request(request, resolved.recipe, creates=not node_rank)
+    if not node_rank:
+        processes = resolved.recipe.parallel.num_processes
+        assert isinstance(processes, int), "a resolved recipe has no auto left"
+        for line in not_followed(nodes, processes, _default_file(accelerate_config)):
+            say(f"note: {line}", file=sys.stderr)
     if dry_run:
         _show(resolved)
     if not force:
@@ -97,6 +105,13 @@ def train(
     if dry_run:
         return
     raise typer.Exit(_run(request, resolved, machine, count, node_rank or 0, place, rendezvous_timeout or 600.0))
+
+
+def _default_file(named: Path | None) -> Path | None:
+    """Accelerate's default file, where it is there and no file was ``named``."""
+    from trainwright.launch.accelerate.reading import default_path
+
+    return default_path() if named is None and default_path().is_file() else None
 
 
 def _meeting_place(
@@ -153,8 +168,10 @@ def _run(
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     here = processes // count
+    from trainwright.launch.limits import check_limits
     from trainwright.launch.process import limit_threads
 
+    check_limits(here, processes)
     limit_threads(machine.cpu_cores, here)
     if place is None:
         from trainwright.launch.stop import Stopping

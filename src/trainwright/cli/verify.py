@@ -32,6 +32,7 @@ def verify(
     """
     from trainwright.launch.environment import refuse_worker
     from trainwright.launch.request import check_request, read_request, resolve_request
+    from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
 
     refuse_worker("verify")
@@ -39,7 +40,7 @@ def verify(
     meaning = None if accelerate_config is None else _meaning(accelerate_config, words)
     with Activity(sys.stderr, "planning"):
         request = read_request(words, None, meaning)
-        machine = detect()
+        machine = with_device(detect(), request.recipe.parallel.device)
         resolved = resolve_request(request, machine).recipe
         # Before the first side runs: nobody wants to wait for that and hear then that the second one cannot.
         check_request(request, resolved, creates=False)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity, doing
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
+from trainwright.launch.limits import check_limits
 from trainwright.launch.process import Stopped, console, limit_threads, preload_libraries, run_in_child
 from trainwright.launch.stop import Stopping
+from trainwright.machine.accelerators import refuse_unusable
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ _PATIENCE = timedelta(days=7)
 
 def process_count(machine: Machine, wanted: int | None) -> int:
     """One a GPU, or one for all cores; or as many as ``wanted``. Raises MachineError where there are not so many."""
+    refuse_unusable(machine)
     most = len(machine.gpus) or machine.cpu_cores
     if wanted is not None and wanted > most:
         raise MachineError(f"--num-processes {wanted}: this machine has {most} {'GPUs' if machine.gpus else 'cores'}")
@@ -80,6 +83,7 @@ def in_processes(
     from functools import partial
     from importlib import import_module
 
+    check_limits(processes, processes)
     limit_threads(machine.cpu_cores, processes)
     try:
         with _AtOnce() as stopping:

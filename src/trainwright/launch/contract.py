@@ -23,6 +23,7 @@ from trainwright import __version__
 from trainwright.data.stream import MicroBatch
 from trainwright.engine.task import Task
 from trainwright.errors import MachineError
+from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, with_device
 from trainwright.machine.detect import Machine
 from trainwright.parallel.layout import Layout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
@@ -68,15 +69,22 @@ class View:
     planned: dict[tuple[str, str], Any]
 
 
-def usable_device(machine: Machine, seat: Seat | None) -> str:
+def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None) -> str:
     """The type of the device to compute on, "cuda" or "cpu". Without a ``seat`` the environment has it.
+
+    Args:
+        asked: the recipe's ``parallel.device``, where there is one.
 
     Raises:
         MachineError: there are GPUs and this process cannot use one of its own.
     """
+    if asked is None:
+        refuse_unusable(machine)
+    else:
+        machine = with_device(machine, asked)
     if machine.device != "cuda":
         return machine.device
-    hide = "or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    hide = f"or {HIDE if asked is None else ON_PURPOSE}"
     if not torch.cuda.is_available():
         raise MachineError(
             f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"

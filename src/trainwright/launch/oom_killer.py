@@ -1,12 +1,16 @@
-"""Whether the kernel has killed a process because memory was at its end: by its own counters."""
+"""Which process the kernel kills when memory is at its end, and whether it has killed one: by its own counters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from trainwright.machine.cgroups import groups
+
 _MACHINE = Path("/proc/vmstat")
-_MOUNT = Path("/sys/fs/cgroup")
+_SCORE = Path("/proc/self/oom_score_adj")
+_FIRST = 500  # of 1000, which is a process with all memory there is
 
 
 def kills() -> int:
@@ -21,22 +25,20 @@ def kills() -> int:
     return 0
 
 
-def _cgroup_files() -> Iterator[Path]:
-    """The counters of this process's memory cgroup (cgroup-v2.rst and cgroup-v1/memory.rst in the kernel's documents).
+def be_killed_first(score: int = _FIRST) -> None:
+    """Have the kernel end this process before others, so that its launcher is left to say what happened (proc(5)).
 
-    A container may see its own group at the top of the mount, whatever the path says.
+    Raising the score needs no rights; where it is higher already it stays.
     """
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        inside = path.lstrip("/")
-        if "memory" in controllers.split(","):
-            yield from (_MOUNT / "memory" / place / "memory.oom_control" for place in (inside, ""))
-        elif not controllers:
-            yield from (_MOUNT / place / "memory.events" for place in (inside, ""))
+    with suppress(OSError, ValueError):
+        if int(_SCORE.read_text(encoding="ascii")) < score:
+            _SCORE.write_text(str(score), encoding="ascii")
+
+
+def _cgroup_files() -> Iterator[Path]:
+    """The counters of this process's memory cgroup; that of the next one above where it has none."""
+    for group, version in groups("memory"):
+        yield group / ("memory.events" if version == 2 else "memory.oom_control")
 
 
 def _count(file: Path) -> int | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.engine.halving import halved, with_rows
 from trainwright.errors import EXIT_FINISHED, MachineError
 from trainwright.launch import run_directory
+from trainwright.launch.oom_killer import be_killed_first
 from trainwright.launch.process import Stopped, stop_requested
 from trainwright.launch.stop import Stopping
 from trainwright.machine.cache import cache_root
@@ -19,7 +19,7 @@ from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
 
 _STEPS = 2  # the second one has the optimizer's state in memory too
-_FIRST_TO_BE_KILLED = "1000"
+_FIRST_TO_BE_KILLED = 1000
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def _work(run: Path) -> int:
     """In every worker."""
     from trainwright.launch.worker import run_worker
 
-    with suppress(OSError):  # where memory is at its end, the kernel is to end this and nothing else (proc(5))
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_KILLED, encoding="ascii")
+    be_killed_first(_FIRST_TO_BE_KILLED)
     return run_worker(
         run,
         cache=cache_root(),

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, TrainingError, TrainwrightError
+from trainwright.launch.oom_killer import be_killed_first
 from trainwright.launch.stop import START_METHOD, Stopping, restore_default_signals, stop_requested
 
 __all__ = [
@@ -55,6 +56,7 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
     global _console
     if parent is not None:
         die_with_parent(parent)
+        be_killed_first()
     sys.stdout.flush()
     sys.stderr.flush()
     if keep_console:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -67,6 +68,8 @@ def run_worker(
     """
     recipe_text = (run / "recipe.yaml").read_text()
     recipe = load_recipe(run / "recipe.yaml")
+    if recipe.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of libraries too that use a GPU where they find one
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
     deepspeed_config.check(recipe)
@@ -80,7 +83,7 @@ def run_worker(
             task.weights.load(seat.rank)
         sizes = count_parameters(task.module)  # before they are cut up
         doing("waiting for the other processes")
-        world = join(usable_device(detect(), seat), seat)
+        world = join(usable_device(detect(), seat, recipe.parallel.device), seat)
     try:
         with Activity(console(), f"setting up {recipe.parallel.strategy}"):
             agree(recipe, task, world, run_directory.planned_device(run))

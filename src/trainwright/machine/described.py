@@ -37,7 +37,7 @@ def read_machine(file: Path) -> Machine:
     if not isinstance(values, dict) or values.get("machine") is None:
         raise RequestError(f"{VARIABLE}: {file} has no key `machine`; {_ADVICE}")
     try:
-        found: Machine = TypeAdapter(Machine).validate_python(values["machine"])
+        found: Machine = TypeAdapter(Machine).validate_json(json.dumps(values["machine"]))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("machine", *first["loc"])))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainwright.machine import cgroups
+from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, unusable
 from trainwright.machine.links import Link, detect_links
 from trainwright.machine.processor import Processor, detect_processor
 
@@ -33,6 +35,7 @@ class Gpu:
 class Machine:
     """The machine a run starts on. ``cpu_cores`` and ``memory_bytes`` respect affinity and cgroup limits.
 
+    ``unusable``: why accelerators that are in it cannot be trained on, a reason each.
     ``memory_free_bytes``: of the memory, what could be had now. ``disk_free_bytes``: where the command was run.
     ``described_by``: the file that says all this, None where the machine itself was looked at.
     """
@@ -46,6 +49,7 @@ class Machine:
     disk_free_bytes: int | None = None
     processor: Processor = field(default_factory=Processor)
     described_by: str | None = None
+    unusable: tuple[str, ...] = ()
 
     @property
     def device(self) -> str:
@@ -76,30 +80,29 @@ def detect() -> Machine:
 
 def _look() -> Machine:
     memory_bytes = _memory_bytes()
+    gpus, nvml = _gpus()
     return Machine(
         hostname=platform.node(),
         cpu_name=_cpu_name(),
         cpu_cores=_cpu_cores(),
         memory_bytes=memory_bytes,
-        gpus=_gpus(),
+        gpus=gpus,
         memory_free_bytes=_memory_free_bytes(memory_bytes),
         disk_free_bytes=shutil.disk_usage(".").free,
         processor=detect_processor(),
+        unusable=unusable(len(gpus), nvml, installed_build()),
     )
 
 
 def _cpu_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(limit) == 2 and limit[0].isdigit():
-        cores = min(cores, max(1, int(limit[0]) // int(limit[1])))
-    return cores
+    limit = cgroups.cpu_limit()
+    return cores if limit is None else min(cores, max(1, int(limit)))
 
 
 def _memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return min(total, int(limit)) if limit.isdigit() else total
+    return min(total, cgroups.memory_limit() or total)
 
 
 def _memory_free_bytes(memory_bytes: int) -> int:
@@ -107,13 +110,8 @@ def _memory_free_bytes(memory_bytes: int) -> int:
         (int(line.split()[1]) * 1024 for line in _read("/proc/meminfo").splitlines() if "MemAvailable" in line),
         memory_bytes,
     )
-    used = _read("/sys/fs/cgroup/memory.current").strip()
-    if not used.isdigit():
-        return min(available, memory_bytes)
-    # Pages of files count as used in a cgroup, and are given up when memory is wanted.
-    statistics = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
-    kept = int(used) - int(statistics.get("inactive_file", 0)) - int(statistics.get("active_file", 0))
-    return max(0, min(available, memory_bytes - kept))
+    free = cgroups.memory_free()
+    return min(available, memory_bytes if free is None else free)
 
 
 def _cpu_name() -> str:
@@ -123,22 +121,22 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> tuple[tuple[Gpu, ...], Nvml]:
     """GPUs that CUDA_VISIBLE_DEVICES leaves visible, by NVML: no CUDA context is made in this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        return ()
+        return (), Nvml()
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
+    except pynvml.NVMLError as error:
+        return (), Nvml(error=str(error))
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         if visible is not None:
             handles = [handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))]
-        return tuple(_gpu(handles, index) for index in range(len(handles)))
+        return tuple(_gpu(handles, index) for index in range(len(handles))), ask_nvml(pynvml)
     finally:
         pynvml.nvmlShutdown()
 

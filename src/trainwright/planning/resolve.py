@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.machine.accelerators import with_device
 from trainwright.machine.calibration import current_calibration
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
@@ -36,8 +37,9 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
 
     Raises:
         RequestError: more processes than GPUs, or batch sizes that no number of processes here goes with.
-        MachineError: a precision the device cannot compute in.
+        MachineError: a device that is not here or cannot be used, or a precision that it cannot compute in.
     """
+    machine = with_device(machine, recipe.parallel.device)
     recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
     facts = facts_of(recipe)
     cluster = _cluster(recipe, machine, nodes)
@@ -47,6 +49,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     values = recipe.model_dump()
     for section, chosen in plan.values().items():
         values[section].update(chosen)
+    values["parallel"]["device"] = cluster.device
     if recipe.checkpoint.keep_best == "auto":
         # The loss of unlearning is lowest where everything is forgotten; that of predicted actions does not say which
         # agent learns best in its context.
@@ -62,6 +65,12 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
         MachineError: a precision the devices cannot compute in, or an offload from where nothing is.
     """
     remarks: list[str] = []
+    asked = recipe.parallel.device
+    if asked not in ("auto", cluster.device):
+        raise MachineError(
+            f"parallel.device: {asked}, but {cluster.name} is planned for its {'GPUs' if asked == 'cpu' else 'CPU'}; "
+            f"set it to {cluster.device} or auto"
+        )
     recipe = _with_implied_strategy(recipe, remarks)
     _check_offload(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)

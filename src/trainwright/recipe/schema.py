@@ -148,6 +148,11 @@ class ParallelSection(Section):
     num_processes: Count | Auto = Field(
         "auto", description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="What to train on. cuda: GPUs; where there is none that can be used the run stops. cpu: the CPU, "
+        "whatever GPUs there are. auto: GPUs where there are any, else the CPU; where one cannot be used, it stops.",
+    )
     replicate_size: Count = Field(
         1,
         description="fsdp: number of replicas of the sharded model (hybrid sharding); each is spread over "

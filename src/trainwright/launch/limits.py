@@ -1,0 +1,63 @@
+"""What a process may use of the system beside memory and devices: too little of it is said before anything starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from trainwright.errors import MachineError
+
+_SHARED = Path("/dev/shm")
+# Files that a process has open with its libraries, those that a launcher needs for each worker, and the connections
+# of a rank to each of the others: measured with gloo, and doubled.
+_FILES, _FILES_A_WORKER, _FILES_A_RANK = 128, 16, 8
+_SHARED_BYTES = 2**20  # locks and queues of the launcher; NCCL takes more and says so itself
+
+
+def check_limits(local: int = 1, world: int = 1) -> None:
+    """Raise what can be raised for ``local`` of ``world`` processes, and refuse what is too little.
+
+    Raises:
+        MachineError: with the limit, and how it is changed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):  # systems where the hard limit is no number that may be set
+            pass
+    files = None if soft == resource.RLIM_INFINITY else soft
+    if (problem := shortage(files, _free(_SHARED), local, world)) is not None:
+        raise MachineError(problem)
+
+
+def shortage(files: int | None, shared: int | None, local: int, world: int) -> str | None:
+    """What is too little for so many processes; None where nothing is.
+
+    Args:
+        files: that a process may have open; None without a limit.
+        shared: bytes free in /dev/shm; None where there is none.
+    """
+    needed = _FILES + _FILES_A_WORKER * local + _FILES_A_RANK * world
+    if files is not None and files < needed:
+        return (
+            f"a process may have {files} files open here (ulimit -n), and a run of {world} "
+            f"process{'es' * (world > 1)} needs {needed}; raise it: `ulimit -n {max(1024, needed)}`, or nofile in "
+            "/etc/security/limits.conf, or docker run --ulimit nofile=65536"
+        )
+    if shared is not None and shared < _SHARED_BYTES:
+        return (
+            f"{_SHARED} has {shared:,} bytes free, and processes need {_SHARED_BYTES:,} there to talk to each other; "
+            "remove what programs that are gone have left in it, or give a container more (docker run --shm-size=1g)"
+        )
+    return None
+
+
+def _free(directory: Path) -> int | None:
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,240 @@
+"""Accelerators that are in this machine and cannot be trained on: so that none is passed over for the CPU in silence.
+
+What is looked at are the files of the kernel and its drivers, below a directory that may be given; imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import MachineError
+
+if TYPE_CHECKING:
+    from trainwright.machine.detect import Machine
+
+ON_PURPOSE = "set parallel.device=cpu to train on the CPU"
+HIDE = "hide it with CUDA_VISIBLE_DEVICES= to use the CPU"  # of commands without a recipe
+_SUPPORTED = "training runs on NVIDIA GPUs and on CPUs"
+
+# Vendors and classes of PCI devices (pci.ids): display controllers, and processing accelerators.
+_NVIDIA, _AMD, _INTEL = "0x10de", "0x1002", "0x8086"
+_OTHERS = {"0x1da3": "Gaudi (Intel)", "0x1ae0": "TPU (Google)"}
+_DISPLAY, _ACCELERATOR = "0x03", "0x12"
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """What NVIDIA's management library says. ``error``: why it says nothing. ``mig``: GPUs that are split by MIG."""
+
+    count: int = 0
+    error: str | None = None
+    driver_cuda: int | None = None  # the newest major version of CUDA that the driver can run
+    mig: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Build:
+    """For what the installed torch was built; ``cuda`` is None for a build that has no CUDA."""
+
+    version: str
+    cuda: str | None
+    hip: str | None = None
+
+
+def with_device(machine: Machine, asked: str) -> Machine:
+    """The machine as a run sees it whose ``parallel.device`` is ``asked``: without GPUs, where that is cpu.
+
+    Raises:
+        MachineError: it asks for a GPU and there is none, or asks for nothing and there is one that cannot be used.
+    """
+    if asked == "cpu":
+        return replace(machine, gpus=(), unusable=())
+    if machine.unusable:
+        reasons = "; ".join(machine.unusable)
+        raise MachineError(f"parallel.device: {asked}, but {reasons}. Mend that, or {ON_PURPOSE}")
+    if asked == "cuda" and not machine.gpus:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them"
+        raise MachineError(f"parallel.device: cuda, but no GPU is found here ({machine.describe()}){why}; {ON_PURPOSE}")
+    return machine
+
+
+def refuse_unusable(machine: Machine) -> None:
+    """For commands without a recipe. Raises MachineError where an accelerator is there that cannot be used."""
+    if machine.unusable:
+        raise MachineError(f"{'; '.join(machine.unusable)}. Mend that, or {HIDE}")
+
+
+def unusable(
+    chosen: int, nvml: Nvml, build: Build, root: Path = Path("/"), variables: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Why accelerators of this machine cannot be trained on, a reason each; none where all of them can, or are hidden.
+
+    Args:
+        chosen: how many GPUs ``CUDA_VISIBLE_DEVICES`` leaves of those that NVML knows.
+        root: where /proc, /sys and /dev are.
+    """
+    variables = os.environ if variables is None else variables
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()  # the documented way to train on the CPU
+    found = [*_nvidia(chosen, nvml, build, root, visible), *(_other(root) if not chosen else ())]
+    return tuple(found or ([] if chosen else _asked_for(variables)))
+
+
+def installed_build() -> Build:
+    """Of the torch that is installed, read from its file: importing it takes a second."""
+    spec = find_spec("torch")
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    text = _read(Path(places[0]) / "version.py") if places else ""
+
+    def value(name: str) -> str | None:
+        found = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
+        return found[1] if found else None
+
+    return Build(value("__version__") or "unknown", value("cuda"), value("hip"))
+
+
+def ask_nvml(pynvml: Any) -> Nvml:
+    """What NVML says of this machine; it has been initialised."""
+    mig = []
+    count = pynvml.nvmlDeviceGetCount()
+    for index in range(count):
+        try:
+            current, _ = pynvml.nvmlDeviceGetMigMode(pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError:  # a GPU that cannot be split
+            continue
+        if current:
+            mig.append(index)
+    try:
+        driver = int(pynvml.nvmlSystemGetCudaDriverVersion()) // 1000
+    except pynvml.NVMLError:
+        driver = None
+    return Nvml(count, None, driver, tuple(mig))
+
+
+def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | None) -> Iterator[str]:
+    there = nvml.count or _nvidia_gpus(root)
+    if not there:
+        return
+    gpus = f"{there} NVIDIA GPU{'s' * (there > 1)}"
+    if nvml.count == 0:
+        why = nvml.error or "it finds none"
+        yield (
+            f"there {'are' if there > 1 else 'is'} {gpus} that NVIDIA's driver does not give to this process (NVML: "
+            f"{why}): load or install the driver, or start the container with its GPUs, as docker run --gpus all"
+        )
+        return
+    if visible is not None and "MIG-" in visible:
+        yield f"CUDA_VISIBLE_DEVICES is {visible!r}: slices of a GPU split by MIG are not supported; {_whole_gpu()}"
+        return
+    if chosen == 0:
+        yield f"CUDA_VISIBLE_DEVICES is {visible!r}, which names none of the {gpus}: unset it, or ask for a GPU"
+        return
+    if nvml.mig:
+        which = ", ".join(map(str, nvml.mig))
+        yield f"GPU {which} is split by MIG, of which a process can use one slice alone; {_whole_gpu()}"
+    if build.cuda is None:
+        kind = "a ROCm build" if build.hip else "a build for CPUs"
+        yield (
+            f"there {'are' if there > 1 else 'is'} {gpus}, and torch {build.version} is {kind}: install one for CUDA "
+            "(https://pytorch.org/get-started/locally)"
+        )
+    elif nvml.driver_cuda is not None and nvml.driver_cuda < int(build.cuda.partition(".")[0]):
+        yield (
+            f"the NVIDIA driver runs CUDA {nvml.driver_cuda}, and torch {build.version} needs CUDA {build.cuda}: "
+            f"update the driver, or install torch for CUDA {nvml.driver_cuda}"
+        )
+
+
+def _whole_gpu() -> str:
+    return "have an administrator turn it off (nvidia-smi -mig 0), or use a whole GPU"
+
+
+def _nvidia_gpus(root: Path) -> int:
+    """By the driver's files, its devices or the bus: whichever shows most of them."""
+    return max(
+        _entries(root / "proc/driver/nvidia/gpus", r".+"),
+        _entries(root / "dev", r"nvidia\d+"),
+        sum(vendor == _NVIDIA and kind.startswith(_DISPLAY) for _, vendor, kind in _pci(root)),
+    )
+
+
+def _asked_for(variables: Mapping[str, str]) -> Iterator[str]:
+    """GPUs that a scheduler or the user has set aside for this process, where none is found."""
+    names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
+    for name in names:
+        if (value := variables.get(name, "").strip()) not in ("", "0" if name == "SLURM_GPUS_ON_NODE" else ""):
+            yield f"{name} is {value}, and no GPU is found here: look at nvidia-smi, or unset it"
+            return
+
+
+def _other(root: Path) -> Iterator[str]:
+    found = []
+    if amd := _amd_gpus(root):
+        found.append(f"{amd} AMD GPU{'s' * (amd > 1)} (ROCm)")
+    # Intel's own graphics units are on the processor's bus; cards are behind a bridge.
+    cards = [
+        place
+        for place, vendor, kind in _pci(root)
+        if vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not place.startswith("0000:00:")
+    ]
+    if cards:
+        found.append(f"{len(cards)} Intel GPU{'s' * (len(cards) > 1)} (XPU)")
+    for vendor, name in _OTHERS.items():
+        if count := sum(other == vendor and kind.startswith(_ACCELERATOR) for _, other, kind in _pci(root)):
+            found.append(f"{count} {name}")
+    if neuron := _entries(root / "dev", r"neuron\d+"):
+        found.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")
+    if root == Path("/") and sys.platform == "darwin" and platform.machine() == "arm64":
+        found.append("an Apple GPU (MPS)")
+    if found:
+        yield f"{' and '.join(found)} cannot be used: {_SUPPORTED}"
+
+
+def _amd_gpus(root: Path) -> int:
+    """Those with memory of their own: a processor's graphics unit is one node with its cores (amdkfd's topology)."""
+    if not (root / "dev/kfd").exists():
+        return 0
+    nodes = list((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
+    if not nodes:
+        return 1
+    count = 0
+    for node in nodes:
+        values = dict(line.split(maxsplit=1) for line in _read(node).splitlines() if len(line.split()) > 1)
+        count += int(values.get("simd_count", 0)) > 0 and int(values.get("cpu_cores_count", 0)) == 0
+    return count
+
+
+def _pci(root: Path) -> list[tuple[str, str, str]]:
+    """Address, vendor and class of every PCI device."""
+    directory = root / "sys/bus/pci/devices"
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [
+        (name, _read(directory / name / "vendor").strip(), _read(directory / name / "class").strip()) for name in names
+    ]
+
+
+def _entries(directory: Path, pattern: str) -> int:
+    try:
+        return sum(re.fullmatch(pattern, name) is not None for name in os.listdir(directory))
+    except OSError:
+        return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,99 @@
+"""What the control groups of this process leave it of the machine: the least of its own group and of all above it.
+
+Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+# v1 has a number near 2**63 for no limit.
+_NO_LIMIT = 2**60
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that this process and what shares its groups may have; None where nothing limits them."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
+def memory_free(root: Path = Path("/")) -> int | None:
+    """Bytes of the limits that are not in use; pages of files are given up when memory is wanted."""
+    return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """Cores that the groups may use in the mean; None where nothing limits them."""
+    found = []
+    for group, version in groups("cpu", root):
+        if version == 2:
+            quota, _, period = _read(group / "cpu.max").partition(" ")
+        else:
+            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        if quota.strip().isdigit() and period.strip().isdigit() and int(period):
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """Directories of the groups that this process is in, its own first and then those above, each with its version.
+
+    A container may see its own group at the top of the mount, whatever its path says.
+    """
+    mounts = list(_mounts(root))
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        fields = line.split(":", 2)
+        if len(fields) < 3:
+            continue
+        version = 2 if not fields[1] else 1
+        if version == 1 and controller not in fields[1].split(","):
+            continue
+        for place, inside, options in mounts:
+            if (options is None) == (version == 2) and (version == 2 or controller in (options or ())):
+                yield from ((group, version) for group in _chain(root, place, inside, fields[2]))
+
+
+def _chain(root: Path, place: str, inside: str, path: str) -> Iterator[Path]:
+    """From a group up to the top of its mount, as far as they are there."""
+    top = root / place.lstrip("/")
+    try:
+        below = PurePosixPath(path).relative_to(inside)
+    except ValueError:
+        below = PurePosixPath()
+    group = top / below
+    while True:
+        if group.is_dir():
+            yield group
+        if group == top or ".." in below.parts:
+            return
+        group = group.parent
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
+    """Where control groups are mounted, which group that shows, and the controllers; None for v2 (proc(5))."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        if len(fields) > 4 and kinds and kinds[0] in ("cgroup", "cgroup2"):
+            options = tuple(kinds[-1].split(",")) if kinds[0] == "cgroup" else None
+            yield fields[4], fields[3], options
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that has one, and what of it is in use and would not be given up."""
+    for group, version in groups("memory", root):
+        limit = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+        if not limit.isdigit() or int(limit) >= _NO_LIMIT:
+            continue
+        used = _read(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
+        prefix = "" if version == 2 else "total_"
+        statistics = dict(pair for line in _read(group / "memory.stat").splitlines() if len(pair := line.split()) == 2)
+        files = sum(int(statistics.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+        yield int(limit), max(0, int(used) - files) if used.isdigit() else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
