@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainwright.launch.joined import run_joined
 from trainwright.launch.process import console, stop_requested
 from trainwright.launch.request import is_bare_resume
 from trainwright.launch.run_directory import RECIPE
+from trainwright.launch.told import is_mine_to_tell, rank_by_name
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def main() -> None:
             arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work, arguments.force
         )
     except TrainwrightError as error:
-        say(f"error: {error}", file=sys.stderr)
+        if is_mine_to_tell(rank_by_name(os.environ), str(error)):
+            say(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)
 

@@ -70,6 +70,49 @@ def test_ranks_set_by_hand_on_one_machine() -> None:
     assert not found.agent_store and found.port is None and found.job is None
 
 
+KUBEFLOW = {
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "2",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_MASTER_PORT": "23456",
+}
+
+
+def test_pods_of_kubeflow_are_machines_of_one_process_each() -> None:
+    first = read_environment({**KUBEFLOW, "RANK": "0", "PET_NODE_RANK": "0"})
+    assert numbers(first) == (0, 2, 0, 1, 0, 2)
+    assert numbers(read_environment({**KUBEFLOW, "RANK": "1", "PET_NODE_RANK": "1"})) == (1, 2, 0, 1, 1, 2)
+    assert (first.address, first.port) == ("job-master-0", 23456)
+
+
+def test_several_processes_a_pod_are_torchruns_to_start() -> None:
+    with pytest.raises(MachineError, match=r"PET_NPROC_PER_NODE is 4.*LOCAL_RANK is not set; start torchrun -m"):
+        read_environment({**KUBEFLOW, "RANK": "0", "PET_NPROC_PER_NODE": "4"})
+
+
+def test_local_ranks_without_a_count_leave_the_machines_to_be_seen() -> None:
+    """The same for all: rank 0 cannot tell a machine of its own from one that it shares."""
+    away = {"WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "1"}
+    found = [
+        read_environment({**away, "RANK": str(rank), "LOCAL_RANK": str(local)})
+        for rank, local in enumerate((0, 1, 0, 1))
+    ]
+    assert [(one.local_rank, one.node, one.nodes) for one in found] == [(0, 0, 4), (1, 0, 4), (0, 0, 4), (1, 0, 4)]
+    here = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert [numbers(read_environment({**here, "RANK": rank})) for rank in "01"] == [
+        (0, 2, 0, 2, 0, 1),
+        (1, 2, 1, 2, 0, 1),
+    ]
+
+
+def test_a_start_of_torchruns_has_a_name_of_its_own() -> None:
+    again = read_environment({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.job != read_environment(TORCHRUN).job
+
+
 def test_one_process_a_machine_without_local_ranks() -> None:
     found = read_environment({"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert numbers(found) == (3, 4, 0, 1, 3, 4)
@@ -101,6 +144,29 @@ def test_allocation_without_srun_is_refused() -> None:
     with pytest.raises(MachineError, match=r"8 tasks.*srun"):
         read_environment(bare)
     assert read_environment({**bare, "SLURM_NTASKS": "1"}).size == 1
+
+
+def test_an_allocation_of_several_nodes_without_srun_is_refused() -> None:
+    with pytest.raises(MachineError, match=r"2 tasks.*srun"):
+        read_environment({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 and RANK is not set, so this would be a run of one process"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}, "WORLD_SIZE is 4 and RANK is not set"),
+        ({"RANK": "1", "MASTER_ADDR": "head"}, "RANK is 1 and WORLD_SIZE is not set"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and RANK is not set"),
+    ],
+)
+def test_half_of_what_several_processes_need_is_refused(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(MachineError, match=says):
+        read_environment(variables)
+    with pytest.raises(MachineError, match=says):
+        refuse_worker("train", variables=variables)
+    # A launcher that says all of it itself is not disturbed.
+    assert read_environment({**variables, **SLURM}).launcher == "srun"
 
 
 def test_open_mpi() -> None:

@@ -34,6 +34,12 @@ def listener() -> Iterator[socket.socket]:
         yield taken
 
 
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def reference(runs: Runs) -> Path:
     return runs.trained("parallel.num_processes=2", STEPS)
 
@@ -115,6 +121,36 @@ def test_a_taken_port_is_named(runs: Runs, listener: socket.socket) -> None:
     finished = worker.wait(60)
     assert finished.code == 3
     assert f"port {port}" in finished.stderr and "MASTER_PORT" in finished.stderr
+
+
+def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) -> None:
+    """The listener accepts and says nothing, which torch's own store would wait for without end."""
+    port = listener.getsockname()[1]
+    begun = time.monotonic()
+    first, second = ended(start_workers(runs, by_hand(2, port)), 60)
+    assert (first.code, second.code) == (3, 3)
+    assert time.monotonic() - begun < 30
+    told = first.stderr + second.stderr
+    assert told.count("error: ") == 1 and f"port {port}" in told and "MASTER_PORT" in told, told
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_job_at_the_same_port_is_refused_and_harms_nobody(runs: Runs, free_port: int) -> None:
+    healthy = start_workers(runs, by_hand(2, free_port), "train.max_steps=400")
+    healthy[0].wait_for_step(2)
+    begun = time.monotonic()
+    # The same command once more, and another job's: neither becomes a member.
+    again, other = (
+        start_workers(runs, by_hand(2, free_port)[1:], *arguments, run=healthy[0].run)[0]
+        for arguments in (("train.max_steps=400",), ("train.max_steps=7",))
+    )
+    for stranger, said in ((again, "rank 1 of the run at"), (other, "rank 0 of another run (of another recipe)")):
+        finished = stranger.wait(60)
+        assert finished.code == 3
+        assert said in finished.stderr and f"two jobs use port {free_port}" in finished.stderr, finished.stderr
+    assert time.monotonic() - begun < 40
+    first, second = ended(healthy)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
 
 
 def test_two_processes_with_one_local_rank_are_refused(runs: Runs, listener: socket.socket) -> None:

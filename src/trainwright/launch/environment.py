@@ -17,6 +17,8 @@ from trainwright.errors import MachineError, RequestError
 # Below the ports that systems hand out to connections by themselves (Linux: from 32768).
 _FIRST_PORT, _PORTS = 15000, 16000
 
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # accelerate launch sets it always
 _UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
 # By launcher: the command that starts workers with it, and the variables that it is known by.
@@ -54,6 +56,11 @@ class Environment:
     agent_store: bool = False
     job: str | None = None
 
+    @property
+    def job_everywhere(self) -> str | None:
+        """`job`, where it is the same on all machines too."""
+        return None if self.job is None or "parent-" in self.job else self.job
+
     def torch_variables(self) -> dict[str, str]:
         """The variables that torch and DeepSpeed read, whoever started the process."""
         return {
@@ -75,7 +82,7 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
         MachineError: variables that contradict each other or are no numbers, or a Slurm allocation of several
             tasks without srun.
     """
-    given = _Variables(os.environ if variables is None else variables)
+    given = Variables(os.environ if variables is None else variables)
     found = _launched(given, os.getppid() if parent is None else parent)
     if found is None:
         _refuse_bare_allocation(given)
@@ -93,7 +100,7 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     Raises:
         RequestError: naming the launcher, the command to give it, and the variables that tell.
     """
-    given = _Variables(os.environ if variables is None else variables)
+    given = Variables(os.environ if variables is None else variables)
     found = _launched(given, os.getppid())
     by_accelerate = given.has(_ACCELERATE)  # which may have been told more than a number of processes
     if not by_accelerate and (found is None or found.size in (1, nodes)):
@@ -108,13 +115,15 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     )
 
 
-def _launched(given: _Variables, parent: int) -> Environment | None:
+def _launched(given: Variables, parent: int) -> Environment | None:
     """What a launcher says of this process; None where there is none."""
     if given.has("RANK", "WORLD_SIZE"):
         return _torch(given)
-    if given.has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+    if not given.has(*_OPEN_MPI) and not in_slurm_step(given) and not given.has("PMI_RANK", "PMI_SIZE"):
+        _refuse_half_said(given)
+    if given.has(*_OPEN_MPI):
         return _open_mpi(given, parent)
-    if _in_slurm_step(given) and not _hydra_inside_slurm(given):
+    if in_slurm_step(given) and not _hydra_inside_slurm(given):
         return _slurm(given)
     if given.has("PMI_RANK", "PMI_SIZE"):
         return _hydra(given, parent)
@@ -126,7 +135,7 @@ def expand_nodes(text: str) -> list[str]:
     return [name for part in _split(text) for name in _expand(part)]
 
 
-class _Variables:
+class Variables:
     """Environment variables as numbers, with errors that name them."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -149,15 +158,20 @@ class _Variables:
             raise MachineError(f"the environment variable {name} is not a number: {self._values[name]!r}") from None
 
 
-def _torch(given: _Variables) -> Environment:
+def _torch(given: Variables) -> Environment:
     size = given.number("WORLD_SIZE", default=1)
     elastic = given.has("TORCHELASTIC_RUN_ID")
     rank = given.number("RANK", default=0)
     # Some launchers (Kubernetes operators) start one process a machine and give it no local rank.
-    local_rank = given.number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", default=0)
-    # Without a count, local ranks that go as far as the ranks do mean one machine.
-    local_size = given.number("LOCAL_WORLD_SIZE", default=size if local_rank == rank else 1)
-    nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)))
+    here = given.text("MASTER_ADDR") is None or is_loopback(given.text("MASTER_ADDR") or "")
+    if not given.has("LOCAL_RANK"):
+        _refuse_several_a_pod(given)
+    local_rank = given.number(*_LOCAL_RANKS, default=rank if here else 0)
+    # Without a count it goes by where they meet; how many there are on a machine is seen when all have come.
+    local_size = given.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
+    counted = given.has("LOCAL_WORLD_SIZE") or not given.has("LOCAL_RANK")
+    nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
+    restart = given.text("TORCHELASTIC_RESTART_COUNT") or "0"
     name = _UNKNOWN
     if elastic:
         name = "accelerate launch" if given.has(_ACCELERATE) else "torchrun"
@@ -167,16 +181,42 @@ def _torch(given: _Variables) -> Environment:
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        node=given.number("GROUP_RANK", default=rank // local_size),
+        node=given.number("GROUP_RANK", default=rank // local_size if counted else 0),
         nodes=nodes,
         address=given.text("MASTER_ADDR"),
         port=given.number("MASTER_PORT", default=0) or None,
         agent_store=given.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=given.text("TORCHELASTIC_RUN_ID"),
+        job=f"{given.text('TORCHELASTIC_RUN_ID')}-{restart}" if elastic else None,
     )
 
 
-def _open_mpi(given: _Variables, parent: int) -> Environment:
+def _refuse_half_said(given: Variables) -> None:
+    """Of RANK and WORLD_SIZE one alone: a run of several was meant, and this would be one by itself."""
+    for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
+        if number_of(given, name) >= least:
+            value = given.text(name)
+            raise MachineError(
+                f"{name} is {value} and {other} is not set, so this would be a run of one process; start the processes "
+                f"with torchrun, srun or mpirun, set RANK and WORLD_SIZE for each, or unset {name}"
+            )
+
+
+def _refuse_several_a_pod(given: Variables) -> None:
+    """Kubeflow says by PET_NPROC_PER_NODE how many processes torchrun should start in a pod."""
+    each = given.text("PET_NPROC_PER_NODE") or ""
+    if each.isdigit() and int(each) > 1:
+        raise MachineError(
+            f"PET_NPROC_PER_NODE is {each}, which torchrun reads, and this process was started without it: LOCAL_RANK "
+            "is not set; start torchrun -m trainwright.worker RECIPE in every pod, or set PET_NPROC_PER_NODE to 1"
+        )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a literal or well-known name for this machine; its own name may stand for it in /etc/hosts too."""
+    return address == "localhost" or address.startswith("127.")
+
+
+def _open_mpi(given: Variables, parent: int) -> Environment:
     size = given.number("OMPI_COMM_WORLD_SIZE", default=1)
     local_size = given.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
     rank = given.number("OMPI_COMM_WORLD_RANK", default=0)
@@ -184,7 +224,7 @@ def _open_mpi(given: _Variables, parent: int) -> Environment:
     return _mpi(given, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
 
 
-def _hydra(given: _Variables, parent: int) -> Environment:
+def _hydra(given: Variables, parent: int) -> Environment:
     """MPICH and Intel MPI."""
     size = given.number("PMI_SIZE", default=1)
     local_size = given.number("MPI_LOCALNRANKS", default=size)
@@ -193,7 +233,7 @@ def _hydra(given: _Variables, parent: int) -> Environment:
     )
 
 
-def _mpi(given: _Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str) -> Environment:
+def _mpi(given: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str) -> Environment:
     return Environment(
         launcher=launcher,
         rank=rank,
@@ -208,11 +248,17 @@ def _mpi(given: _Variables, launcher: str, rank: int, size: int, local: str, loc
     )
 
 
-def _in_slurm_step(given: _Variables) -> bool:
+def number_of(given: Variables, *names: str) -> int:
+    """What the first of these is set to; 0 where none is."""
+    return given.number(*names, default=0)
+
+
+def in_slurm_step(given: Variables) -> bool:
+    """Whether srun has started this process, or one above it; not so the shell of a batch script."""
     return given.has("SLURM_PROCID") and (given.has("SLURM_STEP_ID") or given.has("SLURM_STEPID"))
 
 
-def _hydra_inside_slurm(given: _Variables) -> bool:
+def _hydra_inside_slurm(given: Variables) -> bool:
     """Whether srun started mpiexec's own daemons, and those this process: the step's ranks are the daemons'."""
     if not given.has("PMI_RANK", "PMI_SIZE"):
         return False
@@ -220,7 +266,7 @@ def _hydra_inside_slurm(given: _Variables) -> bool:
     return ours != (given.text("SLURM_PROCID"), given.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
 
 
-def _slurm(given: _Variables) -> Environment:
+def _slurm(given: Variables) -> Environment:
     rank = given.number("SLURM_PROCID", default=0)
     # The step's own numbers: an allocation may be larger than the step that srun starts in it.
     size = given.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
@@ -261,7 +307,7 @@ def _tasks_per_node(text: str | None) -> list[int]:
     return counts
 
 
-def _first_node(given: _Variables) -> str:
+def _first_node(given: Variables) -> str:
     text = given.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     try:
         return expand_nodes(text or "")[0]
@@ -271,9 +317,9 @@ def _first_node(given: _Variables) -> str:
         ) from None
 
 
-def _refuse_bare_allocation(given: _Variables) -> None:
-    tasks = given.number("SLURM_NTASKS", default=1)
-    if tasks > 1 and given.has("SLURM_JOB_ID") and not _in_slurm_step(given):
+def _refuse_bare_allocation(given: Variables) -> None:
+    tasks = max(number_of(given, "SLURM_NTASKS"), number_of(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"))
+    if tasks > 1 and given.has("SLURM_JOB_ID") and not in_slurm_step(given):
         raise MachineError(
             f"this Slurm allocation is for {tasks} tasks, and this process was started alone; start them with "
             "srun python -m trainwright.worker …"

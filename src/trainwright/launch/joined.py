@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, NoReturn
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, MachineError, TrainingError, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.environment import Environment, read_environment
+from trainwright.launch.limits import check_limits
 from trainwright.launch.process import Stopped, die_with_parent, enter_process, limit_threads, threads_allowed
 from trainwright.launch.request import Request, check_request, for_started, read_request, resolve_request
 from trainwright.launch.stop import STOP_SIGNALS, follow_signals
+from trainwright.launch.told import is_mine_to_tell
 from trainwright.machine.detect import detect
 from trainwright.text import say
 
@@ -79,15 +81,17 @@ def run_joined(
     os.environ.update(environment.torch_variables())
     if (parent := _parent(environment)) is not None:
         die_with_parent(parent)
+    check_limits(environment.local_size, environment.size)
     own_threads = "OMP_NUM_THREADS" in os.environ
     limit_threads(detect().cpu_cores, environment.local_size)
     # From here on torch is imported.
     from trainwright.launch.last_words import LastWords
 
     try:
-        meeting = _meet(environment, seconds)
+        meeting = _meet(environment, arguments, resume, seconds)
     except TrainwrightError as error:
-        if environment.rank <= 1:  # where rank 0 is missing, rank 1 speaks for the rest
+        # Where rank 0 is missing, rank 1 speaks for the rest.
+        if environment.rank <= 1 and is_mine_to_tell(environment.rank, f"{environment.address}:{environment.port}"):
             say(f"error: {error}", file=terminal)
         return error.exit_code
     words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers)
@@ -102,7 +106,7 @@ def run_joined(
         except Exception as error:
             return _refused(error, environment, meeting, words)
         if not own_threads:
-            os.environ["OMP_NUM_THREADS"] = str(_threads(environment, place))
+            os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
         words.interrupting(None)
         seat = _seat(environment, meeting, place)
@@ -137,18 +141,19 @@ def _accelerate() -> Meaning | None:
     return meaning
 
 
-def _meet(environment: Environment, seconds: float) -> Meeting | None:
+def _meet(environment: Environment, arguments: list[str], resume: str | None, seconds: float) -> Meeting | None:
     from trainwright.launch import rendezvous
+    from trainwright.launch.members import Member
 
     if environment.size == 1:
         return None
     address = rendezvous.LOOPBACK if environment.nodes == 1 else environment.address
     if address is not None:
         rendezvous.set_interfaces(address)
-    meeting = rendezvous.meet_ranks(environment, seconds)
-    from trainwright.launch.members import Member
-
-    meeting.post(Member.here(environment).posted())
+    member = Member.here(environment)  # before the others come, who want an answer at once
+    asked = [*arguments, *([] if resume is None else ["--resume", resume])]
+    meeting = rendezvous.meet_ranks(environment, asked, seconds)
+    meeting.post(member.posted())
     return meeting
 
 
@@ -168,9 +173,12 @@ def _open(
         members = [Member.here(environment)]
     else:
         members = [Member.read(posted) for posted in meeting.gather(asked.seconds)]
-    everyone = places(members)
     request = _request(asked, environment, meaning)
-    resolved = resolve_request(request, detect(), environment.nodes, check_gpus=False)
+    if request.recipe.parallel.device == "cpu":
+        members = [replace(member, gpus=()) for member in members]
+    everyone = places(members)
+    machines = len({(member.host, member.node) for member in members})
+    resolved = resolve_request(request, detect(), machines, check_gpus=False)
     check_request(request, resolved.recipe)
     if not asked.force:
         resolved.plan.refuse_shortage()
@@ -187,7 +195,7 @@ def _open(
         words.begin(logs)
     opened = Opened(str(run), os.getcwd(), text, request.run is not None)
     if meeting is not None:
-        shown = [[place.gpu, place.own_cores] for place in everyone]
+        shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
         meeting.publish("opened", {"opened": vars(opened), "places": shown})
     return opened, everyone[0]
 
@@ -280,9 +288,9 @@ def _parent(environment: Environment) -> int | None:
     return None if environment.launcher == "python" else os.getppid()
 
 
-def _threads(environment: Environment, place: Place) -> int:
+def _threads(place: Place) -> int:
     cores = detect().cpu_cores
-    return max(1, cores if place.own_cores else cores // environment.local_size) if cores else threads_allowed()
+    return max(1, cores if place.own_cores else cores // place.local_size) if cores else threads_allowed()
 
 
 def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Seat:
@@ -292,7 +300,7 @@ def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Se
         environment.rank,
         environment.size,
         environment.local_rank,
-        environment.local_size,
+        place.local_size,
         place.gpu,
         None if meeting is None else meeting.store,
     )

@@ -215,7 +215,7 @@ class _SeveralNodes(_OneNode):
         process groups leave their keys behind."""
         meeting, key = self._nodes.meeting, f"workers/{self._number}"
         if not self._number:
-            return meeting.port
+            return meeting.store_port
         if meeting.index == 0:
             self._store = store = host_store(meeting.address, 0, "")
             meeting.publish(key, store.port)

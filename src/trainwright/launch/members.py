@@ -39,10 +39,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Place:
-    """What a process uses of its machine: which of the GPUs it sees, and whether its cores are its alone."""
+    """What a process uses of its machine: which of the GPUs it sees, whether its cores are its alone, and how many
+    processes of the run there are on it."""
 
     gpu: int
     own_cores: bool
+    local_size: int = 1
 
 
 def places(members: Sequence[Member]) -> list[Place]:
@@ -55,7 +57,7 @@ def places(members: Sequence[Member]) -> list[Place]:
         apart = _gpus_suffice(members[0], here)
         bound = _disjoint([member.cores for member in here])
         for rank, member in zip(ranks, here, strict=True):
-            found[rank] = Place(0 if apart else member.local_rank, bound)
+            found[rank] = Place(0 if apart else member.local_rank, bound, len(here))
     return [found[rank] for rank in range(len(members))]
 
 

@@ -19,6 +19,7 @@ from trainwright import __version__
 from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, TrainwrightError
 from trainwright.launch import rendezvous, run_directory
 from trainwright.launch.failure import Failure, first_failure
+from trainwright.launch.identity import job_of
 from trainwright.launch.peers import GONE
 from trainwright.launch.rendezvous import Meeting
 from trainwright.launch.stop import Stopping
@@ -93,7 +94,6 @@ class Nodes:
 
         Raises MachineError that names who is missing, or a port that is taken, or what differs between nodes.
         """
-        address, port = place
 
         def patient() -> None:
             if stopping.flag.value:
@@ -101,18 +101,17 @@ class Nodes:
 
                 raise Stopped("stopped before the first step; nothing was kept")
 
-        if index == 0:
-            store = rendezvous.host_store(address, port, "choose another one with --rendezvous, on every node")
-        else:
-            store = rendezvous.join_store(address, port, seconds, "node 0", patient)
-        meeting = Meeting("node", index, count, store, address, store.port)
-        loopback = rendezvous.is_loopback(address)
-        meeting.join_peers(rendezvous.LOOPBACK if loopback else "", address)
-        rendezvous.set_interfaces(address)
+        def let_in() -> None:
+            patient()
+            meeting.listen()
+
+        fix = "choose another one with --rendezvous, on every node"
+        meeting = rendezvous.meet("node", index, count, place, job_of(count), seconds, fix, patient)
+        rendezvous.set_interfaces(place[0])
         meeting.post(asdict(mine))
         if index == 0:
             try:
-                found = [Node(**posted) for posted in meeting.gather(seconds, patient)]
+                found = [Node(**posted) for posted in meeting.gather(seconds, let_in)]
                 _check_same(found)
             except TrainwrightError as error:
                 meeting.publish("met", {"refused": str(error), "exit_code": error.exit_code})
@@ -236,7 +235,8 @@ class Nodes:
         self.meeting.close()
 
     def _listen(self) -> None:
-        for message in self.meeting.peers.poll():
+        early, self.meeting.early = self.meeting.early, []
+        for message in early + self.meeting.peers.poll():
             kind, peer = message["kind"], int(message["peer"])
             if kind in (_FAILED, _FINISHED):
                 self._ended[peer] = message

@@ -19,11 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainwright.launch.identity import Job, differences
+
 Message = dict[str, Any]
 
 GONE = "gone"  # a peer ended without a word; made here, never sent by the peer itself
-_HELLO, _BYE = "hello", "bye"
+_HELLO, _BYE, _WELCOME, _REFUSED = "hello", "bye", "welcome", "refused"
 _SEND_SECONDS = 5.0
+# How long who listens at a port may take to answer as peer 0 of this job does; the end of an earlier job may last.
+ANSWER_SECONDS = 8.0
 _RECEIVE = 65536
 
 
@@ -56,16 +60,34 @@ class _Line:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
+class NotReached(Exception):
+    """Nobody listens there; the reason is in the message."""
+
+
+class NotPeerZero(Exception):
+    """Who listens there is not peer 0 of this job: of another one that differs in ``differs``, or another program."""
+
+    def __init__(self, differs: list[str] | None) -> None:
+        super().__init__()
+        self.differs = differs
+
+
 class Peers:
     """This process's end of the lines: of all of them for peer 0, of the one to peer 0 for the others.
 
     Use `host` or `join`. A message is a dictionary with a "kind"; "peer" is added, who it is from.
+
+    Attributes:
+        job: what every peer has to show; where it is not known beforehand, a secret that only they are told.
+        welcome: what peer 0 tells each that joins.
     """
 
-    def __init__(self, index: int, token: str) -> None:
+    def __init__(self, index: int, job: Job) -> None:
         self.index = index
-        self.token = token
+        self.job = job
         self.port = 0
+        self.welcome: Message = {}
+        self._members = {0}
         self._listener: socket.socket | None = None
         self._lines: list[_Line] = []
         self._history: list[Message] = []  # for who joins late
@@ -75,21 +97,55 @@ class Peers:
         os.register_at_fork(after_in_child=self._forget)
 
     @classmethod
-    def host(cls, address: str) -> Peers:
-        """Peer 0, listening at a free port of `address` ("" for all interfaces)."""
-        peers = cls(0, secrets.token_hex(16))
-        peers._listener = socket.create_server((address, 0), backlog=4096)
-        peers.port = peers._listener.getsockname()[1]
+    def host(cls, listener: socket.socket, job: Job | None = None) -> Peers:
+        """Peer 0, listening there."""
+        peers = cls(0, {"secret": secrets.token_hex(16)} if job is None else job)
+        peers._listener = listener
+        peers.port = listener.getsockname()[1]
         return peers
 
     @classmethod
-    def join(cls, index: int, address: str, port: int, token: str) -> Peers:
-        """Any other peer. Raises OSError when peer 0 cannot be reached."""
-        peers = cls(index, token)
-        line = _Line(_connected(address, port), peer=0)
-        line.send({"kind": _HELLO, "peer": index, "token": token})
-        peers._lines.append(line)
-        return peers
+    def join(
+        cls,
+        index: int,
+        address: str,
+        port: int,
+        job: Job,
+        seconds: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        patience: float = ANSWER_SECONDS,
+    ) -> Peers:
+        """Any other peer, once peer 0 has let it in; `welcome` is what that has told it.
+
+        `meanwhile` is called again and again, and may raise. `patience`: seconds that who listens there may take to
+        answer as peer 0.
+
+        Raises:
+            NotReached: nobody listened there for `seconds`.
+            NotPeerZero: somebody did who is not peer 0 of this job, or has this peer already.
+        """
+        peers = cls(index, job)
+        deadline, answered_by, differs = time.monotonic() + seconds, None, None
+        while True:
+            try:
+                line = _Line(_connected(address, port), peer=0)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise NotReached(error.strerror or str(error)) from None
+            else:
+                answered_by = answered_by or time.monotonic() + patience
+                line.send({"kind": _HELLO, "peer": index, "job": job})
+                answer = _answer(line, answered_by, meanwhile)
+                if answer.get("kind") == _WELCOME:
+                    peers.welcome = answer
+                    peers._lines.append(line)
+                    return peers
+                line.socket.close()
+                differs = answer.get("differs", differs)
+            if answered_by is not None and time.monotonic() > answered_by:
+                raise NotPeerZero(differs)
+            meanwhile()
+            time.sleep(0.2)
 
     def send(self, kind: str, **content: Any) -> None:
         """Tell all the others. What cannot be delivered is dropped: whoever is gone need not know."""
@@ -103,6 +159,8 @@ class Peers:
             watched: list[Any] = [line.socket for line in self._lines] + [self._wake[0]]
             if self._listener is not None:
                 watched.append(self._listener)
+            if any(line.messages for line in self._lines):  # they came with the welcome
+                seconds = 0
         poller = select.poll()
         for each in watched:
             with contextlib.suppress(ValueError):  # closed meanwhile
@@ -140,8 +198,8 @@ class Peers:
         if self._listener is not None and self._listener.fileno() in ready:
             self._accept()
         received: list[Message] = []
-        for line in [line for line in self._lines if line.socket.fileno() in ready]:
-            alive = line.receive()
+        for line in [line for line in self._lines if line.socket.fileno() in ready or line.messages]:
+            alive = line.socket.fileno() not in ready or line.receive()
             for message in line.messages:
                 received += self._handle(line, message)
             line.messages.clear()
@@ -155,11 +213,14 @@ class Peers:
 
     def _handle(self, line: _Line, message: Message) -> list[Message]:
         if line.peer is None:
-            known = message.get("kind") == _HELLO and message.get("token") == self.token
-            if not known:
+            differs = self._stranger(message)
+            if differs:
+                line.send({"kind": _REFUSED, "differs": differs})
                 self._drop(line)
                 return []
             line.peer = int(message["peer"])
+            self._members.add(line.peer)
+            line.send({"kind": _WELCOME, **self.welcome})
             for earlier in self._history:
                 line.send(earlier)
             return []
@@ -169,6 +230,13 @@ class Peers:
             return []
         self._send(message, origin=line)
         return [message]
+
+    def _stranger(self, message: Message) -> list[str]:
+        """Why who says this is not of this job; empty for one that is."""
+        job, peer = message.get("job"), message.get("peer")
+        if message.get("kind") != _HELLO or not isinstance(job, dict) or not isinstance(peer, int):
+            return ["program"]
+        return differences(self.job, job) or (["member"] if peer in self._members else [])
 
     def _send(self, message: Message, origin: _Line | None) -> None:
         with self._lock:
@@ -200,17 +268,20 @@ class Peers:
 
 
 def _connected(address: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            connection = socket.create_connection((address, port), timeout=_SEND_SECONDS)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-            continue
-        _keep_alive(connection)
-        return connection
+    connection = socket.create_connection((address, port), timeout=_SEND_SECONDS)
+    _keep_alive(connection)
+    return connection
+
+
+def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
+    """The first message on a line; empty where none has come by then."""
+    while not line.messages and time.monotonic() < until:
+        if select.select([line.socket], [], [], 0.1)[0] and not line.receive():
+            break
+        meanwhile()
+        if len(line.pending) > _RECEIVE:  # of another program, which has no end
+            break
+    return line.messages.pop(0) if line.messages else {}
 
 
 def _keep_alive(connection: socket.socket) -> None:

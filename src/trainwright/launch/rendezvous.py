@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,16 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trainwright.errors import MachineError, TrainingError
-from trainwright.launch.environment import Environment
-from trainwright.launch.peers import Peers
+from trainwright.launch.environment import Environment, is_loopback
+from trainwright.launch.identity import WORDS, Job, job_of
+from trainwright.launch.names import skip_reverse_lookups
+from trainwright.launch.peers import ANSWER_SECONDS, Message, NotPeerZero, NotReached, Peers
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
 
+_ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737)
+_PEERS_SECONDS = 30.0
 _STORE_TIMEOUT = timedelta(minutes=15)
 _POLL_SECONDS = 0.1
 
@@ -37,28 +41,45 @@ class Meeting:
     """The members of a start, counted from 0: ranks or nodes. Member 0 asks, checks and decides.
 
     Attributes:
-        store: for whoever wants to go on from here, such as a process group.
+        store: for whoever wants to go on from here, such as a process group; at store_port of the address.
         peers: tells at once of a member that is gone.
+        early: what the others have said while member 0 waited for all of them.
     """
 
-    def __init__(self, noun: str, index: int, count: int, store: TCPStore, address: str, port: int) -> None:
+    def __init__(
+        self, noun: str, index: int, count: int, store: TCPStore, address: str, port: int, prefix: str = ""
+    ) -> None:
         self.noun = noun
         self.index = index
         self.count = count
         self.address = address
         self.port = port
         self.store: Store = store
-        self._keys = PrefixStore(f"trainwright/{noun}", store)
+        self.store_port = int(store.port)
+        self._keys = PrefixStore(f"trainwright/{noun}{prefix}", store)
         self.peers: Peers
+        self.early: list[Message] = []
 
     def join_peers(self, bind: str, address: str) -> None:
-        """Open the lines between the members. Called once, right after the store is there."""
+        """Open the lines between the members, where they have met at a store. Called once, right after."""
+        if self._keys.add(f"claim/{self.index}", 1) > 1:
+            raise MachineError(
+                f"{self.noun} {self.index} of the run at {self.address}:{self.port} is there already: two jobs use "
+                "one port; give each job one of its own (MASTER_PORT, or the launcher's option for it)"
+            )
         if self.index == 0:
-            self.peers = Peers.host(bind)
-            self.publish("peers", [self.peers.port, self.peers.token])
+            self.peers = Peers.host(socket.create_server((bind, 0), backlog=4096))
+            self.publish("peers", [self.peers.port, self.peers.job])
         else:
-            port, token = self.wait_for("peers")
-            self.peers = Peers.join(self.index, address, port, token)
+            port, job = self.wait_for("peers")
+            try:
+                self.peers = Peers.join(self.index, address, port, job, _PEERS_SECONDS)
+            except (NotReached, NotPeerZero) as error:
+                raise MachineError(f"{self.noun} 0 cannot be reached at port {port} of {address}: {error}") from None
+
+    def listen(self) -> None:
+        """Member 0, while it waits: let the others in."""
+        self.early += self.peers.poll()
 
     def publish(self, key: str, value: Any) -> None:
         self._keys.set(key, json.dumps(value))
@@ -123,25 +144,78 @@ class Meeting:
         )
 
 
-def meet_ranks(environment: Environment, seconds: float = DEFAULT_TIMEOUT) -> Meeting:
-    """Meet the other processes that the launcher started; there are some.
+def meet_ranks(environment: Environment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT) -> Meeting:
+    """Meet the other processes that the launcher started; there are some. They have the same ``arguments``.
 
     Raises MachineError for a port that is taken, an unknown place to meet, or a rank 0 that does not come.
     """
-    alone = environment.nodes == 1
-    if environment.address is not None and environment.port is not None:
-        address, port = environment.address, environment.port
-        if environment.agent_store or environment.rank != 0:
-            store = join_store(address, port, seconds, "rank 0")
-        else:
-            fix = "set MASTER_PORT to a free one, the same for every process"
-            store = host_store(address, port, fix)
+    address, port = environment.address, environment.port
+    if address is not None and port is not None and not environment.agent_store:
+        job = job_of(environment.size, arguments, environment.job_everywhere)
+        fix = "set MASTER_PORT to a free one, the same for every process of the job"
+        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix)
+    if address is not None and port is not None:
+        if not is_loopback(address):
+            skip_reverse_lookups()
+        store = _join_store(address, port, seconds, "rank 0")
     else:
         store, port = _meet_by_file(environment, seconds)
         address = LOOPBACK
-    meeting = Meeting("rank", environment.rank, environment.size, store, address, port)
+    # The launcher's store may have been another start's before.
+    meeting = Meeting("rank", environment.rank, environment.size, store, address, port, f"/{environment.job}")
+    alone = environment.nodes == 1
     meeting.join_peers(LOOPBACK if alone else "", LOOPBACK if alone else address)
     return meeting
+
+
+def meet(
+    noun: str,
+    index: int,
+    count: int,
+    place: tuple[str, int],
+    job: Job,
+    seconds: float,
+    fix: str,
+    meanwhile: Callable[[], None] = lambda: None,
+    patience: float = ANSWER_SECONDS,
+) -> Meeting:
+    """Meet the other members at `place`, host and port of member 0. None of another job's gets as far as the store.
+
+    `patience`: seconds that who listens there may take to answer as member 0.
+
+    Raises MachineError, ending with `fix` where the port is another program's or another job's.
+    """
+    address, port = place
+    if not is_loopback(address):
+        skip_reverse_lookups()
+    if index == 0:
+        peers = Peers.host(_listen(address, port, fix), job)
+        store = host_store(address, 0, fix)
+        peers.welcome = {"store": store.port}
+    else:
+        try:
+            peers = Peers.join(index, address, port, job, seconds, meanwhile, patience)
+        except NotReached as error:
+            raise MachineError(
+                f"{noun} 0 did not open {address}:{port} within {seconds:g} s ({error}); start it, or give it longer "
+                "with --rendezvous-timeout"
+            ) from None
+        except NotPeerZero as error:
+            raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
+        store = _client(address, int(peers.welcome["store"]), f"{noun} 0")
+    meeting = Meeting(noun, index, count, store, address, port)
+    meeting.peers = peers
+    return meeting
+
+
+def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:
+    where = f"{place[0]}:{place[1]}"
+    if not differs or "program" in differs:
+        return f"what listens at {where} is not {noun} 0 of this run: another program has port {place[1]}; {fix}"
+    if "member" in differs:
+        return f"{noun} {index} of the run at {where} is there already: two jobs use port {place[1]}; {fix}"
+    words = ", ".join(WORDS.get(key, key) for key in differs)
+    return f"what listens at {where} is {noun} 0 of another run ({words}): two jobs use port {place[1]}; {fix}"
 
 
 def host_store(address: str, port: int, fix: str) -> TCPStore:
@@ -149,6 +223,20 @@ def host_store(address: str, port: int, fix: str) -> TCPStore:
 
     Raises MachineError, ending with `fix` where the port is taken.
     """
+    listener = _listen(address, port, fix)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(address: str, port: int, fix: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -164,21 +252,10 @@ def host_store(address: str, port: int, fix: str) -> TCPStore:
                 "started on the machine that the others meet at"
             ) from None
         raise MachineError(f"cannot listen on {address}:{port}: {error}; {fix}") from None
-    port = listener.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    return listener
 
 
-def join_store(
-    address: str, port: int, seconds: float, host: str, meanwhile: Callable[[], None] = lambda: None
-) -> TCPStore:
+def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     """A client of the store that `host`, a name for messages, opens at this address within `seconds`."""
     deadline = time.monotonic() + seconds
     # Asked for here first: torch's own attempts cannot be interrupted.
@@ -188,8 +265,11 @@ def join_store(
                 f"{host} did not open {address}:{port} within {seconds:g} s ({problem}); start it, or give it "
                 "longer with --rendezvous-timeout"
             )
-        meanwhile()
         time.sleep(_POLL_SECONDS)
+    return _client(address, port, host)
+
+
+def _client(address: str, port: int, host: str) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
     except RuntimeError as error:
@@ -198,10 +278,17 @@ def join_store(
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that leads to `address`; None where it cannot be told."""
+    """The name of this machine's network interface that leads to `address`; None where it cannot be told.
+
+    For this machine's own name, which stands for loopback in many an /etc/hosts (127.0.1.1 on Debian), it is the one
+    that others come by: that of the default route.
+    """
     try:
+        number = socket.gethostbyname(address)
+        if number.startswith("127.") and not is_loopback(address):
+            number = _ELSEWHERE
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing
+            probe.connect((number, 9))  # sends nothing
             own = probe.getsockname()[0]
     except OSError:
         return None
@@ -217,11 +304,6 @@ def set_interfaces(address: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if is_loopback(address):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a literal or well-known name for this machine; its own name may stand for it in /etc/hosts too."""
-    return address == "localhost" or address.startswith("127.")
 
 
 def _listening_at(address: str) -> str:
@@ -260,7 +342,7 @@ def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, i
                 time.sleep(_POLL_SECONDS)
         return store, int(store.port)
     port = _read_port(path, seconds)
-    store = join_store(LOOPBACK, port, seconds, "rank 0")
+    store = _join_store(LOOPBACK, port, seconds, "rank 0")
     PrefixStore("trainwright/file", store).add("read", 1)
     return store, port
 

@@ -1,0 +1,73 @@
+"""What is set around `trainwright train` that a user may take to be followed: told, or refused where it asks for more.
+
+`train` starts its processes itself, on this machine and those that --nodes names. It goes by its recipe and its
+options; variables and files that mean another run must not be passed over in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainwright.errors import RequestError
+from trainwright.launch.environment import Variables, in_slurm_step, number_of
+
+_WORKER = "python -m trainwright.worker"
+
+
+def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Mapping[str, str] | None = None) -> None:
+    """Refuse a plain line of a script in a Slurm allocation of several nodes: the others would do nothing.
+
+    Args:
+        arguments: of the command line, for the one that would use them.
+        nodes: as --nodes says; None where it does not.
+
+    Raises:
+        RequestError: with the command that uses all of them, and the option that leaves them out on purpose.
+    """
+    given = Variables(os.environ if variables is None else variables)
+    there = number_of(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if nodes is not None or there < 2 or in_slurm_step(given):
+        return
+    raise RequestError(
+        f"this Slurm allocation has {there} nodes, and this command trains on one; start a process for every device "
+        f"of all of them with `{srun_line(given, there, arguments)}`, or give --nodes 1 to leave the others idle"
+    )
+
+
+def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
+    """The command that starts workers on all nodes of the allocation."""
+    tasks = number_of(given, "SLURM_NTASKS")
+    each = number_of(given, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
+    return f"srun --nodes={nodes} --ntasks-per-node={each} {_WORKER} {shlex.join(arguments)}".rstrip()
+
+
+def not_followed(
+    nodes: int | None, processes: int, accelerate_file: Path | None, variables: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A line for each thing that is set, is not followed, and means nothing worse than that.
+
+    Args:
+        accelerate_file: Accelerate's default file, where there is one and no other was named.
+    """
+    given = Variables(os.environ if variables is None else variables)
+    if accelerate_file is not None:
+        yield (
+            f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config {accelerate_file} takes "
+            "processes, strategy and precision from it"
+        )
+    alone = number_of(given, "WORLD_SIZE") <= 1
+    if nodes is None and alone and not given.has("RANK") and (address := given.text("MASTER_ADDR")) is not None:
+        port = given.text("MASTER_PORT") or "29500"
+        yield (
+            f"MASTER_ADDR is {address}, which is not used: this trains on this machine alone; for several give each "
+            f"--nodes N --node-rank R --rendezvous {address}:{port}"
+        )
+    tasks = number_of(given, "SLURM_NTASKS")
+    if given.has("SLURM_JOB_ID") and not in_slurm_step(given) and tasks > 1 and tasks != processes:
+        yield (
+            f"this Slurm allocation is for {tasks} tasks, and {processes} process{'es' * (processes > 1)} "
+            f"start{'s' * (processes == 1)} here: parallel.num_processes sets their number"
+        )

@@ -1,0 +1,64 @@
+"""Says a refusal once on a machine, although every process that a launcher has started there meets it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "trainwright-told-"
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# For rank 0 to come and say it; and how long what was said counts as said of this start.
+_WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
+
+
+def is_mine_to_tell(rank: int, what: str) -> bool:
+    """Whether this process is the one to tell of `what`: rank 0, or the first of the others where rank 0 does not.
+
+    The processes that a launcher starts on one machine have one parent.
+    """
+    directory = Path(tempfile.gettempdir())
+    digest = hashlib.sha256(f"{os.getuid()} {os.getppid()} {what}".encode()).hexdigest()[:20]
+    marker = directory / f"{_PREFIX}{digest}"
+    if rank == 0:
+        _forget_old(directory)
+        with suppress(OSError):
+            marker.touch()
+        return True
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        if _is_fresh(marker):
+            return False
+        time.sleep(0.1)
+    try:
+        marker.unlink(missing_ok=True)
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def rank_by_name(variables: Mapping[str, str]) -> int:
+    """The rank that a launcher gives, where what it gives cannot be made sense of; 0 where it gives none."""
+    texts = (variables.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
+
+
+def _is_fresh(marker: Path) -> bool:
+    try:
+        return time.time() - marker.stat().st_mtime < _VALID_SECONDS
+    except OSError:
+        return False
+
+
+def _forget_old(directory: Path) -> None:
+    for marker in directory.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if marker.stat().st_uid == os.getuid() and not _is_fresh(marker):
+                marker.unlink()

@@ -1,0 +1,177 @@
+"""Where processes meet: on machines whose names say little, and beside programs that are not of the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import environment
+from trainwright.errors import MachineError
+from trainwright.launch.identity import Job, job_of
+from trainwright.launch.rendezvous import Meeting, interface_of, meet
+
+FIX = "take another port"
+JOB = job_of(2, ["recipe.yaml"], "slurm-7-0", {})
+
+
+@pytest.fixture
+def place() -> tuple[str, int]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def first(place: tuple[str, int]) -> Iterator[Meeting]:
+    """Member 0 of a job of two, which listens all the time."""
+    meeting = meet("rank", 0, 2, place, JOB, 10, FIX)
+    ended = threading.Event()
+
+    def listen() -> None:
+        while not ended.is_set():
+            meeting.listen()
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    yield meeting
+    ended.set()
+    thread.join()
+    meeting.close()
+
+
+def refusal(place: tuple[str, int], job: Job = JOB, index: int = 1, seconds: float = 10) -> str:
+    begun = time.monotonic()
+    with pytest.raises(MachineError) as caught:
+        meet("rank", index, 2, place, job, seconds, FIX, patience=1)
+    assert time.monotonic() - begun < 30
+    assert str(caught.value).endswith(FIX) or seconds < 10
+    return str(caught.value)
+
+
+def test_the_members_of_a_job_meet(first: Meeting, place: tuple[str, int]) -> None:
+    second = meet("rank", 1, 2, place, JOB, 10, FIX)
+    second.post({"here": 1})
+    first.post({"here": 0})
+    assert first.gather(10) == [{"here": 0}, {"here": 1}]
+    first.publish("word", "hello")
+    assert second.wait_for("word", seconds=10) == "hello"
+    second.peers.send("note", text="x")
+    deadline = time.monotonic() + 10
+    while not first.early and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [(message["kind"], message["peer"]) for message in first.early] == [("note", 1)]
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (job_of(3, ["recipe.yaml"], "slurm-7-0", {}), "of another size"),
+        (job_of(2, ["other.yaml"], "slurm-7-0", {}), "of another recipe"),
+        (job_of(2, ["recipe.yaml"], "slurm-8-0", {}), "another job's"),
+        ({**JOB, "user": "nobody"}, "another user's"),
+    ],
+)
+def test_a_member_of_another_job_is_refused(first: Meeting, place: tuple[str, int], job: Job, says: str) -> None:
+    said = refusal(place, job)
+    assert f"is rank 0 of another run ({says}): two jobs use port {place[1]}" in said
+    assert first.early == []
+
+
+def test_a_member_that_is_there_already_is_refused(first: Meeting, place: tuple[str, int]) -> None:
+    second = meet("rank", 1, 2, place, JOB, 10, FIX)
+    assert f"rank 1 of the run at 127.0.0.1:{place[1]} is there already: two jobs use port" in refusal(place)
+    assert first.early == []
+    second.close()
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 300_000])
+def test_another_program_at_the_port_is_told_from_rank_0(place: tuple[str, int], answer: bytes | None) -> None:
+    with socket.create_server(place) as listener:
+        kept = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                    if answer is None:
+                        kept.append(connection)
+                    else:
+                        connection.sendall(answer)
+                        connection.close()
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        said = refusal(place)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert f"what listens at 127.0.0.1:{place[1]} is not rank 0 of this run: another program has port" in said
+
+
+def test_what_a_stranger_sends_harms_nobody(first: Meeting, place: tuple[str, int]) -> None:
+    hello = {"kind": "hello", "peer": "one", "job": 5}
+    for data in (b"\x00\xff" * 5000, b"[1]\n", b"{}\n", json.dumps(hello).encode() + b"\n", b'{"kind": "failed"}\n'):
+        with socket.create_connection(place) as stranger:
+            stranger.sendall(data)
+    second = meet("rank", 1, 2, place, JOB, 10, FIX)
+    assert first.early == []
+    second.close()
+
+
+def test_nobody_at_the_port_is_told_in_the_time_given(place: tuple[str, int]) -> None:
+    assert "rank 0 did not open 127.0.0.1" in refusal(place, seconds=1)
+
+
+def test_a_machine_whose_name_is_loopback_is_reached_by_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes /etc/hosts: 127.0.1.1 beside the machine's own name."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert interface_of("node0") not in ("lo", "lo0")
+    assert interface_of("127.0.0.1") in ("lo", "lo0", None)
+
+
+ISOLATED = """
+set -e
+cd "$1"
+echo "nameserver 10.99.0.53" > resolv.conf; echo "hosts: files dns" > nsswitch.conf
+echo "127.0.0.1 localhost" > hosts; echo "127.0.1.1 node0" >> hosts
+for file in resolv.conf nsswitch.conf hosts; do mount --bind $file /etc/$file; done
+ip link set lo up; ip addr add 10.99.0.53/24 dev lo
+ip link add outside type veth peer name inside; ip addr add 10.98.0.1/24 dev outside
+ip link set outside up; ip link set inside up
+ip route add default dev outside
+shift; exec "$@"
+"""
+PROGRAM = """
+import json, socket, time
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
+from trainwright.launch.identity import job_of
+from trainwright.launch.rendezvous import host_store, interface_of, meet
+begun = time.monotonic()
+meeting = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
+print(json.dumps([interface_of("node0"), time.monotonic() - begun]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="takes a superuser")
+def test_a_machine_without_names_that_dns_does_not_answer(tmp_path: Path) -> None:
+    """Its own name is loopback, and a name server takes questions and never answers."""
+    into = ["unshare", "-m", "-n", "sh", "-c", ISOLATED, "sh", str(tmp_path)]
+    if subprocess.run([*into, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces can be made here")
+    command = [*into, sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    interface, seconds = json.loads(done.stdout)
+    assert interface == "outside"
+    assert seconds < 8  # the resolver's own patience is 10 s
+    assert "hostname of the client socket" not in done.stderr
