@@ -16,6 +16,7 @@ from trainwright.engine.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _statistics
 from trainwright.engine.events import Event
 from trainwright.engine.loss_watch import Losses, Noise
+from trainwright.engine.memory import Shortage
 from trainwright.engine.trainer import Progress, Trainer
 from trainwright.parallel.world import World
 
@@ -69,6 +70,26 @@ def test_shares_of_ranks_add_up_to_the_batch_with_the_passes_that_keep_others_co
     assert sum(losses) == pytest.approx(sum(whole), rel=1e-5)
     assert_close(gradients(trainer), expected)
     assert norm == pytest.approx(float(torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()))
+
+
+def test_the_gradient_of_a_batch_is_that_of_the_mean_over_its_targets_however_it_is_divided(make: Make) -> None:
+    found = []
+    for rows in (4, 2, 1):
+        trainer, _ = make(
+            NO_DROPOUT, "data.pack_length=null", "train.global_batch_size=4", f"train.micro_batch_size={rows}"
+        )
+        batch = trainer.task.stream.global_batch(0)
+        assert len(batch.micro_batches) == 4 // rows
+        assert len({micro.weight for micro in batch.micro_batches}) == len(batch.micro_batches)
+        trainer._passes(1, batch)
+        found.append(gradients(trainer))
+    for other in found[1:]:
+        assert_close(other, found[0])
+    trainer.task.stream._rows = 4
+    (micro,) = trainer.task.stream.global_batch(0).micro_batches
+    trainer.strategy.discard_gradients()
+    (trainer.task.loss(trainer.strategy.module, micro, ALONE.device).total / micro.targets).backward()
+    assert_close(gradients(trainer), found[0])
 
 
 def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path: Path) -> None:
@@ -148,6 +169,16 @@ def test_validation_has_no_dropout_and_training_goes_on_with_it(make: Make) -> N
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+def test_a_run_drops_out_from_its_first_step_though_nothing_is_measured_before(make: Make, tmp_path: Path) -> None:
+    losses = []
+    for dropout in ("model.dropout=0.5", NO_DROPOUT):
+        trainer, seen = make(dropout, "data.validation=null", "train.max_steps=1", "evaluate.every=null")
+        trainer.strategy.module.eval()  # as models are loaded
+        assert trainer.run(tmp_path / "final")
+        losses.append(last(seen, "step")["loss"])
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
 def last(seen: list[Event], kind: str) -> Event:
     return [event for event in seen if event["event"] == kind][-1]
 
@@ -220,6 +251,18 @@ def test_a_skipped_spike_leaves_no_gradient_behind(make: Make, monkeypatch: pyte
     plain.progress.step = 1
     plain._step()
     assert_close(weights(trainer), weights(plain))
+
+
+def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:
+    trainer, seen = make(NO_DROPOUT, "data.pack_length=null", "train.micro_batch_size=4", "train.global_batch_size=4")
+    batch = trainer.task.stream.global_batch(0)
+    trainer._passes(1, batch)
+    expected = gradients(trainer)
+    divided = trainer._halving.again(1, batch, Shortage("memory ran out elsewhere"))
+    assert last(seen, "fault")["kind"] == "out_of_memory"
+    assert divided.rows == 2
+    trainer._passes(1, divided)
+    assert_close(gradients(trainer), expected)
 
 
 def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
