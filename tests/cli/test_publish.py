@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.commands import environment
 from tests.support.runs import ON_ROWS, ROOT, Finished, Runs
+from tests.support.unlearning import write_rows
 
 FEW = (ON_ROWS, "train.max_steps=6", "checkpoint.every=3", "parallel.num_processes=1", "optimizer.learning_rate=1e-2")
 ADAPTERS = {
@@ -147,3 +152,34 @@ def test_a_real_model_trained_on_4_bits_and_merged_is_better_than_its_base(runs:
     assert done.code == 0, done.stderr
     difference = json.loads((tmp_path / "merged-loss" / "metrics.json").read_text())["against"]["difference"]["loss"]
     assert difference["high"] < 0
+
+
+FEW_ROWS = ("data.limit=40", "data.validation=4", "train.global_batch_size=2")
+CARDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "whole": ("sft/tiny.yaml", ()),
+    "pretrained GPT": ("pretrain/stdlib-tiny.yaml", (ON_ROWS, "data.validation=8", "model.tokenizer=bytes")),
+    "adapter on 4 bits of a GGUF file": ("sft/qlora.yaml", FEW_ROWS),
+    "adapter on a GGUF file": ("sft/lora.yaml", FEW_ROWS),
+    "unlearnt": ("", ()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CARDS)
+def test_the_python_of_the_card_of_a_run_runs_offline(runs: Runs, tmp_path: Path, kind: str) -> None:
+    name, more = CARDS[kind]
+    recipe = ROOT / "recipes" / name if name else write_rows(tmp_path / "rows")
+    run = runs.trained("train.max_steps=2", "parallel.num_processes=1", *more, recipe=recipe)
+    shown = ended(runs, "push", run, "me/model", "--dry-run")
+    assert shown.code == 0, shown.stderr
+    (block,) = re.findall(r"^```python\n(.*?)^```", shown.stdout, re.DOTALL | re.MULTILINE)
+    shutil.copytree(run / "final", tmp_path / "me" / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env=environment(HF_HUB_OFFLINE="1"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

@@ -141,7 +141,16 @@ class SavedAdapter:
                 f"{START_FROM}: {self.directory} is an adapter of {own}, and model.name is {base}; "
                 "set model.name to the model it was trained on"
             )
-        elif own.fingerprint != base.fingerprint or own.quantisation != base.quantisation:
+        elif own.fingerprint == base.fingerprint and own.quantisation != base.quantisation:
+            kinds = [
+                f"quantised to {each.quantisation}".replace("quantised to none", "not quantised")
+                for each in (own, base)
+            ]
+            _warn_once(
+                f"{self.directory} was trained on {own.name} {kinds[0]}; here it is {kinds[1]}: other weights, with "
+                "which it computes something else than was trained and measured"
+            )
+        elif own.fingerprint != base.fingerprint:
             _warn_once(
                 f"{self.directory} was trained on {own}; here it is on {base}: other weights, with which it computes "
                 "something else than was trained and measured"

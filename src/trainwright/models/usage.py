@@ -34,13 +34,15 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
         )
     if base.is_fresh:
         return None
-    classes = ["AutoModelForCausalLM", "AutoTokenizer"] + ["BitsAndBytesConfig"] * (base.quantisation != "none")
-    package = base.file is not None and base.package is not None
+    quantised, package = base.quantisation != "none", base.file is not None and base.package is not None
     before, arguments = _place(base, published)
-    if base.quantisation != "none":
-        arguments.append(
-            f"quantization_config={_QUANTISATION[base.quantisation].format(double=base.double_quantisation)}"
-        )
+    if quantised and base.file is not None:
+        before.append(f"# trained with these quantised to {base.quantisation}; transformers loads a GGUF file as it is")
+    elif quantised:
+        how = _QUANTISATION[base.quantisation].format(double=base.double_quantisation)
+        arguments.append(f"quantization_config={how}")
+    classes = ["AutoModelForCausalLM", "AutoTokenizer"]
+    classes += ["BitsAndBytesConfig"] * (quantised and base.file is None)
     return "\n".join(
         [
             *(["from importlib.metadata import files", ""] if package else []),
