@@ -145,6 +145,10 @@ def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
         ("train.max_steps=1.5", "train.max_steps: expected a whole number, not 1.5"),
         ("train.max_steps=true", "train.max_steps: expected a whole number, not true"),
         ("train.max_steps=0", "train.max_steps: expected a number of at least 1, not 0"),
+        (
+            "train.global_batch_size=99999999999999999999",
+            "expected a number of at most 1000000000000000, not 9999999999",
+        ),
         ("train.epochs=0", "train.epochs: expected a number above 0, not 0"),
         ("train.epochs=.inf", "train.epochs: expected a finite number, not Infinity"),
         ("train.micro_batch_size=lots", """expected a whole number or 'auto', not "lots\""""),

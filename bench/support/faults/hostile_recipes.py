@@ -121,12 +121,11 @@ def hostile_value(scene: Scene) -> None:
     _look(scene, value, looks=looks)
 
 
-@fault("a recipe that is no file", variants=("/dev/zero", "a directory", "a pipe", "a name of escapes"), share=0.8)
+@fault("a recipe that is no file", variants=("/dev/zero", "a directory", "a name of escapes"), share=0.8)
 def no_recipe(scene: Scene) -> None:
     """The same of what is given as the recipe itself."""
-    place = {"/dev/zero": "/dev/zero", "a directory": str(scene.work), "a pipe": str(_pipe(scene))}
+    place = {"/dev/zero": "/dev/zero", "a directory": str(scene.work)}
     scene.recipe = Path(place.get(scene.variant, "\x1b]52;c;cHduZWQ=\x07.yaml"))
-    scene.forget()
     words = scene.draw.choice(_LOOKS)
     command = scene.trainwright(*words, str(scene.recipe))
     scene.refused(command.wait(REFUSAL_SECONDS), ())

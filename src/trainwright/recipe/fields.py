@@ -42,7 +42,8 @@ def _is_count(value: object, least: int) -> bool:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+# More tokens than there are; a plan or a stream of what is far beyond that would not come to an end.
+Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(whole)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
