@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from tests.evaluation.unlearning.benchmark import write_model
 from tests.inference.models import TOKENIZER
-from tests.support.commands import trainwright
+from tests.support.commands import ROOT, trainwright
 from tests.support.runs import Runs
 from trainwright.inference.chat import Speaker, chat
 from trainwright.inference.finding import find_model
@@ -139,3 +140,9 @@ def test_what_cannot_be_asked_is_refused(
 def test_a_name_that_is_no_model_is_told_as_the_argument(tmp_path: Path) -> None:
     ended = trainwright("generate", "./nowhere", "--prompt", "a", cwd=tmp_path)
     assert ended.returncode == 2 and ended.stderr.startswith("error: MODEL: "), ended.stderr
+
+
+def test_make_answers_the_file_that_is_named_into_the_file_that_is_named() -> None:
+    wanted = ("MODEL=runs/one", "PROMPTS=prompts.txt", "ANSWERS=answers.csv")
+    done = subprocess.run(["make", "-n", "infer-batch", *wanted], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("generate runs/one --file prompts.txt --out answers.csv")

@@ -23,7 +23,7 @@ from trainwright.models.load import load_config, load_model
 from trainwright.models.merging import merge
 from trainwright.models.save import save_model
 from trainwright.models.usage import loading
-from trainwright.observe.card import model_card
+from trainwright.observe.card import model_card, published_settings
 from trainwright.recipe.model_schema import ModelSection
 
 GPT = {"model_type": "gpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -124,6 +124,11 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
             found[name], logits, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
     assert str(tmp_path) not in "".join(cards.values())
+    sent = published_settings(place / "me" / "gguf")
+    assert sorted(sent) == ["adapter_config.json", "base_model.json"] and str(tmp_path) not in str(sent)
+    named = json.loads(sent["base_model.json"])
+    assert named["file"] == named["name"] == "small.gguf"
+    assert published_settings(place / "me" / "whole") == {}
     said = " ".join(cards["gguf"].split())
     digest = re.search(r"SHA-256 ([0-9a-f]{64})", said)
     assert digest is not None and "small.gguf" in said and "F16" in said

@@ -62,8 +62,11 @@ def _send(repository: str, weights: Path, card: str, private: bool, message: str
     if constants.is_offline_mode():
         raise MachineError("the Hub is switched off (HF_HUB_OFFLINE); unset it, or see what would go with --dry-run")
     api = HfApi(token=token)
+    from trainwright.observe.card import published_settings
+
+    changed = published_settings(weights)
     operations = [
-        CommitOperationAdd(str(path.relative_to(weights)), path)
+        CommitOperationAdd(name := str(path.relative_to(weights)), changed.get(name, path))
         for path in sorted(weights.rglob("*"))
         if path.is_file() and path.name != "README.md"
     ]

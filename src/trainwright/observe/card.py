@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainwright import __version__, text
-from trainwright.models.base_model import BaseModel
+from trainwright.models.base_model import BASE, BaseModel
 from trainwright.models.usage import asking, loading
 from trainwright.observe.reader import Event, read_events
+from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -120,6 +122,18 @@ def _without_paths(card: str, recipe: Recipe, *more: str) -> str:
     for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
         card = card.replace(path, Path(path).name)
     return card
+
+
+def published_settings(weights: Path) -> dict[str, bytes]:
+    """An adapter's files that name its base, by their names, without where that lies on this machine."""
+    published = {}
+    for name in ("adapter_config.json", BASE):
+        if (weights / name).is_file():
+            values = read_json(weights / name)
+            for path in _paths(values):
+                values = {key: Path(path).name if value == path else value for key, value in values.items()}
+            published[name] = (json.dumps(values, indent=2) + "\n").encode()
+    return published
 
 
 def _paths(value: Any) -> set[str]:
