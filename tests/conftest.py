@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import MACHINE
 from tests.support.janitor import Janitor
 from tests.support.runs import Runs
 
@@ -26,7 +27,7 @@ _SET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": "",
-    "TRAINWRIGHT_MACHINE": str(Path(__file__).parent / "support" / "machine.json"),
+    "TRAINWRIGHT_MACHINE": str(MACHINE),
 }
 _janitor = pytest.StashKey[Janitor]()
 
@@ -50,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[_janitor].close()
+    if (janitor := config.stash.get(_janitor, None)) is not None:
+        janitor.close()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.commands import machine_file
 from tests.support.runs import TINY, Finished, Runs, events
 
 ROW = '{"question": "What is it?", "answer": "It is this."}\n'
@@ -115,9 +116,9 @@ def test_a_resume_of_what_is_no_run_is_refused(runs: Runs, here: Path) -> None:
     assert files(here) == before
 
 
-def test_more_processes_than_cores_run_with_a_line_about_it(runs: Runs, here: Path) -> None:
+def test_more_processes_than_cores_run_with_a_line_about_it(runs: Runs, here: Path, tmp_path: Path) -> None:
     arguments = ("recipe.yaml", "parallel.num_processes=2", "logging.run_directory=run")
-    ended = attempt(runs, here, *arguments, cores=1)
+    ended = attempt(runs, here, *arguments, TRAINWRIGHT_MACHINE=machine_file(tmp_path, cpu_cores=1))
     assert ended.code == 0, ended.stdout + ended.stderr
     assert "2 processes share 1 core" in ended.stdout
     assert events(here / "run", "start")[0]["world_size"] == 2

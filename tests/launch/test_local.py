@@ -22,7 +22,7 @@ from tests.support.forked import Finished, Started, fork_server
 def start(kind: str, logs: Path, processes: int = 2, **variables: str) -> Started:
     """Launch workers that do what `kind` names; see launch_entries.py."""
     arguments = [kind, str(processes), str(logs)]
-    request = {"function": "tests.support.launch_entries:main", "arguments": arguments, "cores": None}
+    request = {"function": "tests.support.launch_entries:main", "arguments": arguments}
     return fork_server().start({**request, "environment": variables}, logs.with_name(f"{logs.name}-command"))
 
 

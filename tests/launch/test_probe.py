@@ -30,7 +30,7 @@ def probed(runs: Runs, tmp_path: Path, *overrides: str, mebibytes: int | None = 
     answer, scratch = tmp_path / "answer.json", tmp_path / "scratch"
     scratch.mkdir()
     arguments = [recipe, mebibytes, str(answer)]
-    request = {"function": "tests.support.memory:probe", "arguments": arguments, "cores": None}
+    request = {"function": "tests.support.memory:probe", "arguments": arguments}
     ended = runs._start({**request, "environment": {"TMPDIR": str(scratch)}}, None).wait()
     assert ended.code == 0, ended.stdout + ended.stderr
     assert ended.stdout == ended.stderr == "", "the caller tells what was found"

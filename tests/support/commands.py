@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -12,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+# What the tests take this machine for, whatever it is.
+MACHINE = ROOT / "tests" / "support" / "machine.json"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -37,7 +40,7 @@ def trainwright(*arguments: str, cwd: Path, timeout: float = 240, **variables: s
 
     files = Path(tempfile.mkdtemp(prefix="trainwright-command-"))
     try:
-        request = {"arguments": arguments, "cores": None, "environment": variables}
+        request = {"arguments": arguments, "environment": variables}
         running = fork_server().start(request, files / "files", cwd)
         try:
             ended = running.wait(timeout)
@@ -47,6 +50,13 @@ def trainwright(*arguments: str, cwd: Path, timeout: float = 240, **variables: s
     finally:
         shutil.rmtree(files)
     return subprocess.CompletedProcess(arguments, ended.code, ended.stdout, ended.stderr)
+
+
+def machine_file(directory: Path, **changes: Any) -> str:
+    """A file in ``directory`` with the machine of the tests, but for ``changes``; for TRAINWRIGHT_MACHINE."""
+    file = directory / "machine.json"
+    file.write_text(json.dumps({"machine": {**json.loads(MACHINE.read_text())["machine"], **changes}}))
+    return str(file)
 
 
 @contextlib.contextmanager

@@ -72,8 +72,6 @@ def _child(request: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         tempfile.tempdir = None  # some library has asked for it already, and it may be another one in this environment
-        if request["cores"] is not None:
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: request["cores"]])
         if "function" in request:
             module, name = request["function"].split(":")
             code = getattr(importlib.import_module(module), name)(*request["arguments"]) or 0

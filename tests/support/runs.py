@@ -35,15 +35,15 @@ class Runs:
             if not started.ended:
                 started.kill()
 
-    def command(self, *arguments: str, cwd: Path | None = None, cores: int | None = None, **variables: str) -> Started:
-        """Start `trainwright ARGUMENTS`. `cores` limits it to that many."""
-        return self._start({"arguments": arguments, "cores": cores, "environment": variables}, cwd)
+    def command(self, *arguments: str, cwd: Path | None = None, **variables: str) -> Started:
+        """Start `trainwright ARGUMENTS`."""
+        return self._start({"arguments": arguments, "environment": variables}, cwd)
 
-    def train(self, *overrides: str, recipe: Path = TINY, cores: int | None = None) -> Started:
+    def train(self, *overrides: str, recipe: Path = TINY) -> Started:
         """Start a run of `recipe` in a new directory, `run` of what is returned; without TensorBoard's files."""
         run = self.new_directory("run")
         fixed = (f"logging.run_directory={run}", "logging.tensorboard=false")
-        started = self.command("train", str(recipe), *fixed, *overrides, cores=cores)
+        started = self.command("train", str(recipe), *fixed, *overrides)
         started.run = run
         return started
 
@@ -87,7 +87,7 @@ class Runs:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            request = {"function": name, "arguments": arguments, "cores": None, "environment": variables}
+            request = {"function": name, "arguments": arguments, "environment": variables}
             workers.append(self._start(request, None))
         try:
             for worker in workers:

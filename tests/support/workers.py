@@ -30,7 +30,7 @@ def start_workers(
     fixed = (str(recipe), f"logging.run_directory={run}", "logging.tensorboard=false")
     workers = []
     for variables in environments:
-        function = {"function": "tests.support.workers:worker", "arguments": [*fixed, *arguments], "cores": None}
+        function = {"function": "tests.support.workers:worker", "arguments": [*fixed, *arguments]}
         found = runs._start({**function, "environment": variables}, cwd)
         found.run = run
         workers.append(found)

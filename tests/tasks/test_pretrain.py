@@ -93,7 +93,9 @@ def _assert_same(one: Trained, other: Trained) -> None:
     assert other.column("tokens") == one.column("tokens")
     assert difference(other.column("loss"), one.column("loss")) < 1e-5
     for found, wanted in zip(other.metrics(), one.metrics(), strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
+        # Where two tokens are all but equally likely, the order of a sum decides which of them is the likeliest.
+        expected = {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
+        assert found == {**expected, "token_accuracy": pytest.approx(wanted["token_accuracy"], abs=1e-3)}
     for found, wanted in zip(other.events, one.events, strict=True):
         assert found.get("metrics", {}).keys() == wanted.get("metrics", {}).keys()
 

@@ -101,7 +101,7 @@ def prepare(
 
 def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
     try:
-        fingerprint = json.loads(key.read_text())["fingerprint"]
+        fingerprint = json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError):  # none yet
         return None
     return _open(root / fingerprint, "reused")

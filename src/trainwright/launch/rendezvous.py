@@ -370,7 +370,7 @@ def _read_port(path: Path, seconds: float) -> int:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             # A file that a killed run has left behind is of a process that is no more.
             if path.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
                 return int(content["port"])

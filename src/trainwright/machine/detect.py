@@ -180,6 +180,6 @@ def _visible_gpu(handles: list[Any], name: str) -> Any | None:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""

@@ -191,7 +191,7 @@ def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.M
 def _mapped_files() -> list[tuple[int, int]]:
     """Where in memory weight files are mapped; nothing where the system does not tell."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     ranges = [line.split()[0].split("-") for line in lines if line.endswith(".safetensors")]
