@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from trainwright.text import change, plural, printable, say, times, wrapped
+from trainwright.text import change, plural, printable, say, they, times, wrapped
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,9 @@ def test_no_percentage_is_absurd() -> None:
     ]
     assert change(0.0, 1.0) == change(-1.0, 1.0) == change(1.0, float("nan")) == ""
     assert [times(ratio) for ratio in (0.384, 2.64, 421.8)] == ["0.38", "2.6", "422"]
+
+
+def test_what_one_does_is_said_of_one() -> None:
+    assert they(1, "row", "have no answer") == "1 row has no answer"
+    assert they(1, "row", "begin with the assistant") == "1 row begins with the assistant"
+    assert they(2, "row", "were cut") == "2 rows were cut" and they(1, "row", "were cut") == "1 row was cut"

@@ -37,6 +37,14 @@ def plural(number: int, noun: str, nouns: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def they(number: int, noun: str, do: str) -> str:
+    """What some do, begun with the verb of several: they(1, "row", "have no answer") -> '1 row has no answer'."""
+    verb, space, rest = do.partition(" ")
+    if number == 1:
+        verb = {"have": "has", "are": "is", "were": "was", "do": "does"}.get(verb, f"{verb}s")
+    return f"{plural(number, noun)} {verb}{space}{rest}"
+
+
 def times(ratio: float) -> str:
     """A ratio in two digits or in full: 0.38, 2.6, 421."""
     return f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"

@@ -43,7 +43,7 @@ def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
     pytest.importorskip("matplotlib")
     done = trainwright("collect", "rooms.yaml", "--num-processes", "1", "--chart", "curves.png", cwd=place)
     assert done.returncode == 0, done.stderr
-    assert "q-learning in darkroom: 9 tasks x 4 streams x 100 steps, 1 processes" in done.stdout
+    assert "q-learning in darkroom: 9 tasks x 4 streams x 100 steps, 1 process" in done.stdout
     assert "9 of 9 tasks finished" in done.stdout and "mean return: " in done.stdout
     assert (place / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (place / "out").iterdir()] == ["rooms.h5"]

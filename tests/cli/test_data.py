@@ -72,7 +72,7 @@ def test_show_of_a_recipe_says_what_is_cut_and_left_out_and_how_full_packs_are(t
     result = trainwright("data", "show", "r.yaml", "-n", "0", cwd=tmp_path, TRAINWRIGHT_CACHE=cache)
     assert result.returncode == 0, result.stderr
     assert "1 of 10 rows cut to data.max_length 100" in result.stdout
-    assert "1 rows left out: the answer is empty" in result.stdout
+    assert "1 row left out: the answer is empty" in result.stdout
     assert "packs of 120 tokens: a batch of 3 examples is" in result.stdout
     small, large = 52, 100  # tokens of the short rows and of the one that is cut
     assert f"{small:>3} - " in result.stdout and f" - {large} " in result.stdout

@@ -66,7 +66,7 @@ def test_a_long_document_is_split_and_every_token_learnt_once(tmp_path: Path) ->
         learnt += ids[1:].tolist()
     assert learnt == tokens(text)[1:]
     assert found.train.report["divided"] == 1 and found.train.report["cut_tokens"] == 0
-    assert any("1 of 1 rows split at data.max_length 50" in line for line in found.summary)
+    assert any("1 of 1 row split at data.max_length 50" in line for line in found.summary)
     cut = run(tmp_path, train=str(tmp_path / "a.py"), max_length=50, long_documents="cut")
     assert (len(cut.train), cut.train.report["cut_tokens"]) == (1, 284)
 

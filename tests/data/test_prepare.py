@@ -96,7 +96,7 @@ def test_what_is_cut_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
     report = found.train.report
     assert (report["truncated"], report["without_target"], report["rows"]) == (2, 1, 7)
     assert any("2 of 7 rows cut to data.max_length 100" in line for line in found.summary)
-    assert any("1 rows left out" in line for line in found.summary)
+    assert any("1 row left out" in line for line in found.summary)
     whole = run(tmp_path, train=str(tmp_path / "a.jsonl"), validation=None, max_length=1000).train.token_count
     assert report["tokens"] + report["cut_tokens"] + 100 == whole  # 100 are in the row left out
 
@@ -123,8 +123,8 @@ def test_turns_that_are_left_out_are_counted(tmp_path: Path) -> None:
     ids, targets = found.train.document(2)
     assert third.count("<|im_start|>") == 4 and bytes_tokenizer().decode(ids[targets]) == "Hello<|im_end|>"
     assert found.summary[2:4] == [
-        "train: 1 rows begin with the assistant, whose turns before the first user's are left out",
-        "train: 1 rows have an empty assistant turn among others; it is not trained on",
+        "train: 1 row begins with the assistant, whose turns before the first user's are left out",
+        "train: 1 row has an empty assistant turn among others; it is not trained on",
     ]
 
 

@@ -12,7 +12,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides
 from trainwright.errors import EXIT_STOPPED, RequestError
-from trainwright.text import say
+from trainwright.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
@@ -45,9 +45,10 @@ def collect(
         check_chart(chart)
     processes = num_processes or detect().cpu_cores
     source = section.source
+    tasks, streams = plural(len(collection.goals), "task"), plural(source.streams, "stream")
     say(
-        f"{source.name} in {section.environment}: {len(collection.goals):,} tasks x {source.streams} streams x "
-        f"{source.steps:,} steps, {processes} processes"
+        f"{source.name} in {section.environment}: {tasks} x {streams} x "
+        f"{plural(source.steps, 'step')}, {plural(processes, 'process', 'processes')}"
     )
     if source.name == "ppo" and source.steps <= source.ppo.rollout_steps:
         say(
@@ -80,7 +81,7 @@ def _collection(section: AlgorithmDistillationSection) -> Collection:
         goals, _ = environment.split_indices(section.split_seed, section.test_fraction)
         if count > len(goals):
             raise RequestError(
-                f"algorithm_distillation.source.tasks: {count:,} is more than the {len(goals):,} tasks of "
+                f"algorithm_distillation.source.tasks: {count:,} is more than the {plural(len(goals), 'task')} of "
                 f"{section.environment} that are not held back; lower it, or set it to null for all"
             )
         goals = goals[:count]
@@ -111,7 +112,7 @@ class _Shown:
             self._bar.stop()
 
     def __call__(self, progress: Progress) -> None:
-        said = f"{progress.goals} of {progress.all_goals} tasks"
+        said = f"{progress.goals} of {plural(progress.all_goals, 'task')}"
         self._bar.update(self._task, completed=progress.done, description=said)
         if not self._console.is_terminal and progress.goals != self._said:
             say(f"{said} finished")

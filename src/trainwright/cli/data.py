@@ -12,7 +12,7 @@ import typer
 from trainwright.cli import data_tokens
 from trainwright.cli.recipe import Overrides
 from trainwright.errors import RequestError
-from trainwright.text import printable, say
+from trainwright.text import plural, printable, say, they
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
@@ -164,11 +164,11 @@ def style(
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--system: {system[1:]} cannot be read: {error}") from None
     found = style(file, system, out, replace=replace)
-    say(f"{out}: {found.added:,} prompts added, {found.replaced:,} replaced, {found.kept:,} left as they were")
+    say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} left as they were")
     if found.kept:
         say("with --replace those would be replaced too")
     for why, count in found.left_out.items():
-        say(f"{count:,} rows left out: {why}")
+        say(f"{plural(count, 'row')} left out: {why}")
 
 
 @contextmanager
@@ -224,7 +224,8 @@ def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenD
         for document in documents:
             length, targets = dataset.document_length(document), dataset.document_targets(document)
             role = "" if len(documents) == 1 else (" chosen", " rejected")[dataset.role(document)]
-            console.rule(f"example {number}{role}: {length:,} tokens, {targets:,} of them targets", align="left")
+            tokens = plural(length, "token")
+            console.rule(f"example {number}{role}: {tokens}, {targets:,} of them targets", align="left")
             text = Text()
             for piece, target in pieces(tokenizer, dataset, document):
                 shown = printable(piece) if coloured or not target else f"⟦{printable(piece)}⟧"
@@ -252,13 +253,11 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
         padded = fill(dataset, **asked, rows=rows, pack_length=None)
-        together = f"{rows or train.global_batch_size:,} examples, padded to the longest of them"
+        together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest of them"
         say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
+    batch = plural(train.global_batch_size, "example")
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
-    say(
-        f"{how} of {pack:,} tokens: a batch of {train.global_batch_size:,} examples is {packed.rows:.1f} of them, "
-        f"{packed.fill:.1%} full"
-    )
+    say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
 
 
 def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]:
@@ -301,7 +300,7 @@ def _show_statistics(found: Statistics, out: Path) -> None:
         kept = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
-        say(f"{source.source}: {source.rows:,} rows of {source.layout}{read}: {kept:,} kept")
+        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {kept:,} kept")
         for note in source.notes:
             say(f"  {note}")
         if source.kept:
@@ -310,15 +309,15 @@ def _show_statistics(found: Statistics, out: Path) -> None:
             say(f"  columns not kept: {_not_kept(source)}; --keep COLUMN writes one too, --map COLUMN=FIELD uses it")
         if source.duplicates:
             differ = f"; {source.differing:,} of them differ in columns not kept" if source.differing else ""
-            say(f"  {source.duplicates:,} rows repeat an earlier one and are left out{differ}")
+            say(f"  {they(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")
         if source.wrong:
-            say(f"  {source.wrong:,} rows are wrong and left out, such as")
+            say(f"  {they(source.wrong, 'row', 'are wrong')} and left out, such as")
         for problem in source.first_wrong:
             say(f"    {problem}")
         for why, count in source.left_out.items():
-            say(f"  {count:,} rows left out: {why}")
+            say(f"  {plural(count, 'row')} left out: {why}")
         for what, count in source.remarks.items():
-            say(f"  {count:,} rows {what}")
+            say(f"  {they(count, 'row', what)}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
     for name, side in found.sides.items():
         roles = ", ".join(f"{count:,} {role}" for role, count in side.roles.most_common())

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.text import draw, is_terminal, say
+from trainwright.text import draw, is_terminal, plural, say
 
 Sources = Annotated[
     list[str],
@@ -99,8 +99,8 @@ def train_tokenizer(
     with _written(out), replacing(out) as scratch:
         made.save_pretrained(scratch)
     if not characters and len(made) < vocab_size:
-        say(f"note: the text has no more than {len(made):,} tokens to give")
-    say(f"{out}: {len(made):,} tokens; use it as model.tokenizer")
+        say(f"note: the text has no more than {plural(len(made), 'token')} to give")
+    say(f"{out}: {plural(len(made), 'token')}; use it as model.tokenizer")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.text import say
+from trainwright.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.machine.calibration import Calibration
@@ -148,7 +148,7 @@ def _device_memory(cluster: Cluster) -> str:
 
 
 def _host(cluster: Cluster) -> str:
-    text = f"{cluster.cpu_cores} cores, {cluster.host_memory_bytes / 2**30:,.1f} GiB of memory"
+    text = f"{plural(cluster.cpu_cores, 'core')}, {cluster.host_memory_bytes / 2**30:,.1f} GiB of memory"
     if cluster.host_free_bytes is not None:
         text += f", {cluster.host_free_bytes / 2**30:,.1f} GiB free"
     if cluster.disk_free_bytes is not None:

@@ -10,7 +10,7 @@ import typer
 
 from trainwright.activity import Activity
 from trainwright.errors import RequestError
-from trainwright.text import say
+from trainwright.text import columns, say
 
 if TYPE_CHECKING:
     from trainwright.planning.facts import Facts
@@ -164,7 +164,8 @@ def _show(made: Plan, compare: bool) -> None:
 
     say(f"{'machine':<14} {made.cluster.name}")
     say()
-    for line in table(made, compare):
+    width = columns(sys.stdout) if sys.stdout.isatty() else None
+    for line in table(made, compare, width):
         say(line)
     say()
     for line in words(made):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.text import say
+from trainwright.text import plural, say
 
 
 def push(
@@ -45,7 +45,7 @@ def _weights(run: Path) -> Path:
 
 def _show(repository: str, weights: Path, files: list[Path], card: str) -> None:
     total = sum(file.stat().st_size for file in files)
-    say(f"would send {len(files) + 1} files, {total / 1e6:,.1f} MB, to https://huggingface.co/{repository}:")
+    say(f"would send {plural(len(files) + 1, 'file')}, {total / 1e6:,.1f} MB, to https://huggingface.co/{repository}:")
     for file in files:
         say(f"  {file.stat().st_size / 1e6:>10,.1f} MB  {file.relative_to(weights)}")
     say(f"  {len(card.encode()) / 1e6:>10,.1f} MB  README.md\n")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.text import say
+from trainwright.text import plural, say
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
 
@@ -44,12 +44,12 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     train = loaded.train
     length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs or 0:g} epochs in batches"
     if train.max_tokens is not None:
-        length = f"{train.max_tokens:,} tokens in batches"
+        length = f"{plural(train.max_tokens, 'token')} in batches"
     if loaded.algorithm_distillation is not None:
         model, data = "a fresh transformer", loaded.algorithm_distillation.histories
     else:
         model, data = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}", loaded.data.name
-    run = f"{loaded.task} of {model} on {data}, {length} of {train.global_batch_size} examples"
+    run = f"{loaded.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
     say(f"{recipe}: ok: {run}")
 
 

@@ -17,6 +17,7 @@ from trainwright.data.layouts import Layout
 from trainwright.data.row_files import Row
 from trainwright.data.sources import iterate_source, read_rows, source_notes
 from trainwright.errors import RequestError
+from trainwright.text import plural, they
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,15 +53,17 @@ class Checked:
 
     def lines(self, max_length: int | None) -> list[str]:
         """The counts as lines for people."""
-        counted = f", {self.tokens:,} tokens" if self.tokens else ""
+        counted = f", {plural(self.tokens, 'token')}" if self.tokens else ""
         if self.layout == _CORPUS:
-            return [f"{self.source}: {self.examples:,} documents{counted}", *(f"  {note}" for note in self.notes)]
-        found = [f"{self.source}: {self.rows:,} rows of {self.layout}: {self.examples:,} examples{counted}"]
+            documents = plural(self.examples, "document")
+            return [f"{self.source}: {documents}{counted}", *(f"  {note}" for note in self.notes)]
+        rows, examples = plural(self.rows, "row"), plural(self.examples, "example")
+        found = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
         if self.longer:
-            found.append(f"  {self.longer:,} rows longer than {max_length:,} tokens")
+            found.append(f"  {plural(self.longer, 'row')} longer than {max_length:,} tokens")
         found += [f"  {note}" for note in self.notes]
-        found += [f"  {count:,} rows left out: {why}" for why, count in self.left_out.items()]
-        found += [f"  {count:,} rows {what}" for what, count in self.remarks.items()]
+        found += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        found += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
         return found
 
 

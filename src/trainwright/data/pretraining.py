@@ -16,6 +16,7 @@ from trainwright.data.shards import Shards, is_shards, tokenizer_fingerprint
 from trainwright.data.texts import VERSION
 from trainwright.data.windows import Spans, WindowDataset, divided, everything
 from trainwright.errors import MachineError, RequestError
+from trainwright.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,7 +152,7 @@ def _mixture_lines(data: DataSection, mixture: tuple[Part, ...] | None) -> list[
 
 def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguous: bool) -> str:
     what = "contiguous windows" if contiguous else "windows of documents"
-    line = f"{len(train):,} {what} ({train.token_count:,} tokens) to train on"
+    line = f"{len(train):,} {what} ({plural(train.token_count, 'token')}) to train on"
     if validation is None:
         return f"{line}, none to validate"
-    return f"{line}, {len(validation):,} ({validation.token_count:,} tokens) to validate"
+    return f"{line}, {len(validation):,} ({plural(validation.token_count, 'token')}) to validate"

@@ -17,6 +17,7 @@ from trainwright.data.split import split
 from trainwright.data.token_files import write_dataset
 from trainwright.data.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
+from trainwright.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,7 +166,7 @@ def _write(
 
 def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
     (examples, tokens), *rest = counts
-    line = f"split: {examples:,} examples ({tokens:,} tokens) to train on"
+    line = f"split: {plural(examples, 'example')} ({plural(tokens, 'token')}) to train on"
     if not rest:
         return f"{line}, none to validate"
-    return f"{line}, {rest[0][0]:,} ({rest[0][1]:,} tokens) to validate, {how}"
+    return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) to validate, {how}"

@@ -23,6 +23,7 @@ from trainwright.data.sources import place_of, read_rows, source_notes
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.token_files import TokenSpool, header
 from trainwright.errors import RequestError
+from trainwright.text import plural, they
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -180,26 +181,28 @@ class TokenRows:
         how = "found from the first rows" if self.detected else "as data.format says"
         how += f"; {self.format.read_as}" if self.format.read_as else ""
         lines = [
-            f"{name}: {self.source}, {self.rows:,} rows of {self.format} ({how})",
+            f"{name}: {self.source}, {plural(self.rows, 'row')} of {self.format} ({how})",
             f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
-            f"longest {'row' if self.documents_per_example == 1 else 'side'} {self.longest:,} tokens",
+            f"longest {'row' if self.documents_per_example == 1 else 'side'} {plural(self.longest, 'token')}",
         ]
         if self.truncated:
             lines.append(
-                f"{name}: {self.truncated:,} of {self.rows:,} rows cut to data.max_length "
-                f"{self.max_length:,}, {self.cut_tokens:,} tokens lost"
+                f"{name}: {self.truncated:,} of {plural(self.rows, 'row')} cut to data.max_length "
+                f"{self.max_length:,}, {plural(self.cut_tokens, 'token')} lost"
             )
         if self.divided:
             lines.append(
-                f"{name}: {self.divided:,} of {self.rows:,} rows split at data.max_length {self.max_length:,}; "
-                f"{len(self):,} examples in all"
+                f"{name}: {self.divided:,} of {plural(self.rows, 'row')} split at data.max_length {self.max_length:,}; "
+                f"{plural(len(self), 'example')} in all"
             )
         if self.without_target:
-            lines.append(f"{name}: {self.without_target:,} rows left out, as they have no target in what is kept")
-        lines += [f"{name}: {count:,} rows left out: {why}" for why, count in self.left_out.items()]
-        lines += [f"{name}: {count:,} rows {what}" for what, count in self.remarks.items()]
+            rows = plural(self.without_target, "row")
+            lines.append(f"{name}: {rows} left out: no target in what is kept")
+        lines += [f"{name}: {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        lines += [f"{name}: {they(count, 'row', what)}" for what, count in self.remarks.items()]
         if self.duplicates:
-            lines.append(f"{name}: {self.duplicates:,} rows repeat an earlier one token by token; they are kept")
+            repeat = they(self.duplicates, "row", "repeat an earlier one token by token")
+            lines.append(f"{name}: {repeat}; nothing is removed")
         return lines + [f"{name}: {note}" for note in self.notes]
 
 
@@ -300,11 +303,11 @@ def _take_in(
 def _nothing_left(found: TokenRows) -> str:
     reasons = [f"{count:,}: {why}" for why, count in found.left_out.items()]
     if found.without_target:
-        cut = f"within data.max_length {found.max_length:,} tokens; the longest has {found.longest:,}"
+        cut = f"within data.max_length {plural(found.max_length, 'token')}; the longest has {found.longest:,}"
         if not reasons:
-            return f"none of {found.rows:,} rows has a target {cut}"
+            return f"none of {plural(found.rows, 'row')} has a target {cut}"
         reasons.append(f"{found.without_target:,}: no target {cut}")
-    return f"none of {found.rows:,} rows has anything to train on ({'; '.join(reasons)})"
+    return f"none of {plural(found.rows, 'row')} has anything to train on ({'; '.join(reasons)})"
 
 
 def _encoder_notes(encoder: ChatEncoder) -> list[str]:
@@ -312,7 +315,7 @@ def _encoder_notes(encoder: ChatEncoder) -> list[str]:
         return encoder.notes
     return [
         *encoder.notes,
-        f"the chat template of {encoder.name} takes no system turn: in {encoder.folded:,} rows its text is "
+        f"the chat template of {encoder.name} takes no system turn: in {plural(encoder.folded, 'row')} its text is "
         "put before the first user turn",
     ]
 

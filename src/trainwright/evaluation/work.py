@@ -33,6 +33,7 @@ from trainwright.machine.detect import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
 from trainwright.recipe.data_schema import SourceSection
+from trainwright.text import plural, they
 
 _MODEL, _AGAINST = "model", "against"
 _RUNS_OWN = "data.validation of the run"
@@ -155,12 +156,13 @@ def _measure(asked: Asked, work: Path, side: str, loaded: Loaded, world: World, 
 
 def _notes(measured: Measured, rows: EncodedRows, asked: Asked) -> Iterator[str]:
     if rows.cut:
-        yield f"{rows.cut:,} rows are longer than they may be and were cut"
+        yield f"{plural(rows.cut, 'row')} cut to the longest that is allowed"
     if rows.split:
-        yield f"{rows.split:,} rows are longer than they may be and were split; nothing of them is lost"
+        yield f"{plural(rows.split, 'row')} split at the longest that is allowed; nothing is lost"
     unfinished = sum(sample.complete is False for sample in measured.samples)
     if unfinished:
-        yield f"{unfinished:,} answers were cut at {asked.max_new_tokens:,} tokens; --max-new-tokens allows more"
+        cut = they(unfinished, "answer", "were cut")
+        yield f"{cut} at {plural(asked.max_new_tokens, 'token')}; --max-new-tokens allows more"
 
 
 def _harness(asked: Asked, side: Path, loaded: Loaded, world: World, stage: Stage) -> None:
@@ -252,7 +254,7 @@ def _check_room(encoded: EncodedRows, rows: Rows, positions: int | None, key: st
     for place, prompt in zip(encoded.prompts.places, encoded.prompts.tokens, strict=True):
         if positions is not None and len(prompt) >= positions:
             raise RequestError(
-                f"{key}: {rows.place(place)}: its question has {len(prompt):,} tokens, and the model only "
+                f"{key}: {rows.place(place)}: its question has {plural(len(prompt), 'token')}, and the model only "
                 f"{positions:,} positions; shorten or remove the row"
             )
 

@@ -13,6 +13,7 @@ from trainwright.machine import cgroups
 from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, unusable
 from trainwright.machine.links import Link, detect_links
 from trainwright.machine.processor import Processor, detect_processor
+from trainwright.text import plural
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Machine:
     def describe(self) -> str:
         if self.gpus:
             return f"{len(self.gpus)} x {self.gpus[0].name}, {self.gpus[0].memory_bytes / 2**30:.0f} GiB each"
-        return f"{self.cpu_name}, {self.cpu_cores} cores, {self.memory_bytes / 2**30:.0f} GiB"
+        return f"{self.cpu_name}, {plural(self.cpu_cores, 'core')}, {self.memory_bytes / 2**30:.0f} GiB"
 
 
 def detect() -> Machine:

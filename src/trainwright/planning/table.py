@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from trainwright.planning.plan import Plan
 from trainwright.planning.reasons import same_place, shortage, verdict
 from trainwright.planning.search import Judged
-from trainwright.text import count, size, span
+from trainwright.text import count, plural, size, span
 
 # Parts of the memory, from what is there from the beginning to what comes and goes, and what they are drawn with.
 _GROUPS = {
@@ -31,6 +31,8 @@ _GROUP_OF = (  # by words in a part's name
     ("base", "weights"),
 )
 _BAR = 24
+_MEMORY = f"  {'memory':<{_BAR}}"
+_WIDE = 120  # columns that a line with the bar and most verdicts takes
 _LABEL = 14
 _SHOWN = 8
 
@@ -44,23 +46,29 @@ def grouped(judged: Judged) -> dict[str, int]:
     return sums
 
 
-def table(plan: Plan, everything: bool = False) -> Iterator[str]:
-    """A line for each candidate, the fastest first; without ``everything`` the best of each strategy only."""
+def table(plan: Plan, everything: bool = False, width: int | None = None) -> Iterator[str]:
+    """A line for each candidate, the fastest first; without ``everything`` the best of each strategy only.
+
+    On a terminal of a ``width`` that has no room for it, memory is not drawn and a verdict has a line of its own.
+    """
+    narrow = width is not None and width < _WIDE
     best = plan.chosen if plan.fits else None
     rows = _rows(plan, everything)
     scale = max([one.needed_bytes for one in rows if one.runs] or [rows[0].needed_bytes]) if rows else 1
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
-        f"{'strategy':<18}{'on':>5}  {'batch':>9}  {'recompute':<9}  {'memory':<{_BAR}} {'needed':>9}"
-        f"{'step':>9}{'tokens/s':>12}{'MFU':>5}  verdict"
+        f"{'strategy':<18}{'on':>4} {'batch':>8}  {'recompute':<9}{'' if narrow else _MEMORY}{'needed':>10}"
+        f"{'step':>8}{'tokens/s':>11}{'MFU':>5}{'' if narrow else '  verdict'}"
     )
     for one in rows:
         chosen = best is not None and same_place(one.choice, best.choice)
-        yield _row(one, scale, _chosen_words(one) if chosen else verdict(one, plan.found.best), chosen=chosen)
-    legend = "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items())
+        row = _row(one, "" if narrow else f"  {_bar(one, scale):<{_BAR}}", chosen=chosen)
+        why = _chosen_words(one) if chosen else verdict(one, plan.found.best)
+        yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
+    legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = size(plan.chosen.available_bytes)
     whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
-    yield f"{legend}; {free} to be had ({whole}, the safety margin taken off)"
+    yield f"{legend}{free} available ({whole}, without the safety margin)"
 
 
 def words(plan: Plan) -> Iterator[str]:
@@ -93,7 +101,7 @@ def summary(plan: Plan) -> str:
         return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
     line = f"{place}, {memory}, {span(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s"
     steps = plan.workload.steps
-    return line if steps is None else f"{line}, {span(steps * time.seconds)} for {steps:,} steps"
+    return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
 
 def _rows(plan: Plan, everything: bool) -> list[Judged]:
@@ -108,7 +116,7 @@ def _rows(plan: Plan, everything: bool) -> list[Judged]:
     return list(kept.values())[:_SHOWN]
 
 
-def _row(one: Judged, scale: int, why: str, *, chosen: bool) -> str:
+def _row(one: Judged, memory: str, *, chosen: bool) -> str:
     choice, time = one.choice, one.time
     batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
     recompute = str(choice.activation_checkpointing)
@@ -118,8 +126,8 @@ def _row(one: Judged, scale: int, why: str, *, chosen: bool) -> str:
     mark = "*" if chosen else " "
     name = f"{mark}{one.layout.describe(choice.num_processes)}"
     return (
-        f"{name:<18}{choice.num_processes:>5}  {batch:>9}  {recompute:<9}  {_bar(one, scale):<{_BAR}} "
-        f"{size(one.needed_bytes):>9}{shown[0]:>9}{shown[1]:>12}{mfu:>5}  {why}"
+        f"{name:<18}{choice.num_processes:>4} {batch:>8}  {recompute:<9}{memory}"
+        f"{size(one.needed_bytes):>10}{shown[0]:>8}{shown[1]:>11}{mfu:>5}"
     )
 
 
@@ -171,7 +179,7 @@ def _run_line(plan: Plan) -> str:
     time, steps = plan.chosen.time, plan.workload.steps
     assert time is not None and steps is not None
     tokens = steps * time.tokens
-    line = f"{steps:,} steps, {count(tokens)} tokens in {span(steps * time.seconds)}"
+    line = f"{plural(steps, 'step')}, {count(tokens)} tokens in {span(steps * time.seconds)}"
     if time.joules:
         line += f", {steps * time.joules / 3.6e6:.3g} kWh"
     return line

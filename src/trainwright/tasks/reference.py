@@ -30,6 +30,7 @@ from trainwright.engine.look import look_at
 from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World
+from trainwright.text import plural
 
 Sums = npt.NDArray[np.float64]
 
@@ -73,11 +74,11 @@ def reference(
     file = cache / "references" / f"{_digest({**identity, 'data': dataset.fingerprint})}.npy"
     known = _open(file, dataset)
     if all(world.gather(not np.isnan(known[documents]).any())):
-        notify(f"the reference's log-probabilities of {len(documents):,} answers are in {file}")
+        notify(f"the reference's log-probabilities of {plural(len(documents), 'answer')} are in {file}")
         return Reference(known)
     known = world.broadcast(known if world.is_main else None)  # machines may have caches of their own
     missing = [example for example in examples if np.isnan(known[list(dataset.documents(example))]).any()]
-    notify(f"computing the reference's log-probabilities of {len(missing):,} of {len(examples):,} examples")
+    notify(f"computing the reference's log-probabilities of {len(missing):,} of {plural(len(examples), 'example')}")
     begun = time.monotonic()
     with without():
         found = _compute(strategy, stream, batch_of, missing)

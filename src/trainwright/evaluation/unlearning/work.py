@@ -32,6 +32,7 @@ from trainwright.machine.detect import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
+from trainwright.text import plural, they
 
 _MODEL, _OTHER = "found.json", "other.json"
 
@@ -169,9 +170,10 @@ def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked
                 f"of {name} not all rows have wrong answers (perturbed_answer), {bare:,} lack them, so none are used"
             )
     if about["cut"]:
-        notes.append(f"{about['cut']:,} texts are longer than they may be and were cut")
+        notes.append(f"{plural(about['cut'], 'text')} cut to the longest that is allowed")
     if unfinished:
-        notes.append(f"{unfinished:,} answers were cut at their limit, in a chat of {asked.max_new_tokens:,} tokens")
+        cut = they(unfinished, "answer", "were cut")
+        notes.append(f"{cut} at the limit, in a chat of {plural(asked.max_new_tokens, 'token')}")
     reference = None if found.reference is None else found.reference.truth_ratios
     if reference is not None and "forget_quality" in about["metrics"]:
         here = len(found.scores["forget"].answers)

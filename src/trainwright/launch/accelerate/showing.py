@@ -9,6 +9,7 @@ from trainwright.launch.accelerate.machine import SHARDING, becomes_ddp, lacking
 from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous
 from trainwright.launch.accelerate.reading import Source
 from trainwright.machine.detect import Machine
+from trainwright.text import plural
 
 _LABEL = 12
 _STRATEGIES = {
@@ -95,7 +96,7 @@ def _processes(meaning: Meaning) -> str:
     if meaning.nodes == 1:
         return f"{count} {where}, one machine"
     place = f", meeting at {meaning.rendezvous}" if meaning.rendezvous else ""
-    return f"{count} {where}, {meaning.nodes} machines, this is number {meaning.node_rank}{place}"
+    return f"{count} {where}, {plural(meaning.nodes, 'machine')}, this is number {meaning.node_rank}{place}"
 
 
 def _local(meaning: Meaning, machine: Machine) -> str:

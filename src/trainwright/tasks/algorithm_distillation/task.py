@@ -25,6 +25,7 @@ from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, 
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, mean_over_last, try_out
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.steps import planned_examples, stream_of
+from trainwright.text import plural
 
 _VALIDATION_WINDOWS = 512  # drawn from all of the tasks that are held back
 
@@ -173,9 +174,9 @@ class AlgorithmDistillation:
         return {
             "weights": "fresh weights",
             "data": [
-                f"{self._section.histories}: {len(self._goals.train)} tasks of {self._environment.name}, "
-                f"{windows.steps:,} steps{every}",
-                f"{len(windows):,} windows of up to {windows.cut.window} steps, {seen} a target",
+                f"{self._section.histories}: {plural(len(self._goals.train), 'task')} of {self._environment.name}, "
+                f"{plural(windows.steps, 'step')}{every}",
+                f"{plural(len(windows), 'window')} of up to {plural(windows.cut.window, 'step')}, {seen} a target",
                 f"tried on {len(self._goals.tried)} other tasks",
             ],
             "epoch_examples": len(self._train),
@@ -260,9 +261,9 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
     if section.context_length >= environment.horizon:
         return None
     return (
-        f"algorithm_distillation.context_length: {section.context_length} steps are less than an episode of "
+        f"algorithm_distillation.context_length: {plural(section.context_length, 'step')} are less than an episode of "
         f"{environment.horizon}: the agent forgets what an episode brought before the next one begins, so it hardly "
-        f"gets better from one to the next; it needs several, such as {4 * environment.horizon} steps"
+        f"gets better from one to the next; it needs several, such as {plural(4 * environment.horizon, 'step')}"
     )
 
 

@@ -14,6 +14,7 @@ from trainwright.data.unlearning import joined, some_of, with_roles
 from trainwright.models.load import load_config
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import check_prepared
+from trainwright.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
 
 
 def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
-    line = f"unlearning: {len(pairs):,} rows to be forgotten"
+    line = f"unlearning: {plural(len(pairs), 'row')} to be forgotten"
     if pairs.companions is not None:
-        line += f", each beside one of {pairs.companions.count:,} rows to be kept, another one every epoch"
+        line += f", each beside one of {plural(pairs.companions.count, 'row')} to be kept, another one every epoch"
     return line if validation is None else f"{line}; {len(validation):,} of them are measured"

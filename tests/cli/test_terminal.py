@@ -1,0 +1,146 @@
+"""What a terminal of some width shows, of the kinds that there are."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from tests.support.commands import environment
+from tests.support.runs import TINY
+from trainwright.observe.console import ConsoleObserver
+from trainwright.text import say
+
+RUN = "/data/experiments/language-models/runs/tiny-20261122-110556"
+ABOUT = {"world_size": 2, "strategy": "ddp", "mixed_precision": "no", "device": "cpu", "parameters": 90_600}
+BATCH = {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 8, "max_steps": 10}
+START = {"event": "start", "task": "sft", "trainable_parameters": 90_600, "run_directory": RUN, **ABOUT, **BATCH}
+REASONS = ["parallel.strategy ddp: the fastest that fits; fsdp 1.62 times the step time: communication"]
+DATA = [f"train: tokens kept in {RUN}/cache/datasets/9d2224ceb33754e979a4f52cab518f13 (reused)"]
+
+
+class Terminal:
+    """A pseudo-terminal that is so many columns wide, and what was written to it."""
+
+    def __init__(self, columns: int) -> None:
+        self._master, self.slave = os.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        self._written = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(self._master, 65536):
+                self._written += part
+
+    def close(self) -> str:
+        """What was written, up to the end."""
+        os.close(self.slave)
+        self._reader.join(60)
+        os.close(self._master)
+        return self._written.decode()
+
+
+@contextlib.contextmanager
+def stream(terminal: Terminal) -> Iterator[TextIO]:
+    with os.fdopen(os.dup(terminal.slave), "w") as opened:
+        yield opened
+
+
+def lines(written: str) -> list[str]:
+    """Lines as they stay, without what was drawn over and the terminal's own sequences."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+    return [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
+
+
+def whole(shown: list[str], columns: int) -> None:
+    """Nothing is longer than the terminal is wide but what is never broken: a word, such as a path, or a command."""
+    for line in shown:
+        if len(line) > columns:
+            assert re.fullmatch(r"\s*(\S+|(trainwright|tensorboard) .*|\w+\.from_pretrained\(.*\))", line), line
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_run_breaks_no_word_and_no_command(columns: int) -> None:
+    terminal = Terminal(columns)
+    with stream(terminal) as opened:
+        console = ConsoleObserver(opened)
+        console({**START, "reasons": REASONS, "data": DATA, "predicted": {"step_time": 0.01, "calibrated": 0.0}})
+        for number in range(1, 11):
+            console({"event": "step", "step": number, "loss": 2.5, "step_time": 0.1, "tokens_per_second": 9_857.0})
+        console(
+            {"event": "evaluate", "step": 10, "metrics": {"loss": 5.5, "perplexity": 255.1, "token_accuracy": 0.02}}
+        )
+        console({"event": "generate", "step": 10, "prompt": "Where?", "text": f"It is in {RUN}/final. " * 3})
+        console({"event": "checkpoint", "step": 10, "path": f"{RUN}/checkpoints/step-00000010", "seconds": 0.1})
+        measured = {"step_time": 1.0, "waited": 0.8}
+        finish: dict[str, Any] = {"event": "finish", "status": "finished", "step": 10, "seconds": 75.0}
+        console({**finish, "path": f"{RUN}/final", "measured": measured})
+        say(f"stopped after a checkpoint; continue with: trainwright train --resume {RUN}", file=opened)
+    written = terminal.close()
+    shown = lines(written)
+    whole(shown, columns)
+    assert any(line.endswith(f"trainwright train --resume {RUN}") for line in shown)
+    assert any(line.endswith(f'AutoModelForCausalLM.from_pretrained("{RUN}/final")') for line in shown)
+    assert sum(f"{RUN}/checkpoints/step-00000010" in line for line in shown) == 1
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_commands_break_no_word(tmp_path: Path, columns: int) -> None:
+    for arguments in (
+        ["plan", str(TINY)],
+        ["train", f"{RUN}/no.yaml"],
+        ["setup", "--show", "--config-file", f"{RUN}/no"],
+    ):
+        terminal = Terminal(columns)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainwright", *arguments],
+            cwd=tmp_path,
+            env=environment(TERM="xterm", TRAINWRIGHT_CACHE=str(tmp_path / "cache")),
+            stdin=subprocess.DEVNULL,
+            stdout=terminal.slave,
+            stderr=terminal.slave,
+        )
+        assert process.wait(240) in (0, 2)
+        shown = lines(terminal.close())
+        assert "".join(shown) and not any("Traceback" in line for line in shown)
+        whole(shown, columns)
+
+
+def test_no_colours_and_no_drawing_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal(80)
+    with stream(terminal) as opened:
+        console = ConsoleObserver(opened)
+        console(START)
+        console({"event": "step", "step": 1, "loss": 2.5, "tokens_per_second": 9_857.0})
+        console.close()
+    written = terminal.close()
+    assert "\x1b" not in written and "step 1/10" in written
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal(80)
+    with stream(terminal) as opened:
+        console = ConsoleObserver(opened)
+        console(START)
+        console({"event": "step", "step": 1, "loss": 2.5, "tokens_per_second": 9_857.0})
+        console.close()
+    assert not re.search(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d)(?:;\d+)*m", terminal.close())
