@@ -19,6 +19,7 @@ from datasets import Dataset, DatasetDict
 from trainwright.data import file_kinds
 from trainwright.data.preflight import check_data
 from trainwright.data.prepare import prepare
+from trainwright.data.raw import prepare_raw
 from trainwright.data.sources import check_source, iterate_source, place_of, read_rows, source_notes
 from trainwright.data.texts import pieces
 from trainwright.errors import RequestError
@@ -239,6 +240,16 @@ def test_a_damaged_file_of_a_corpus_is_left_out_by_name(tmp_path: Path) -> None:
     assert [row["text"] for row in read_rows(str(tmp_path))] == ["one", "three"]
 
 
+def test_many_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    for number in range(9):
+        write(tmp_path / f"{number}.py", "" if number else "one")
+    assert source_notes(str(tmp_path))[-2:] == [
+        f"{tmp_path}/4.py is empty and is left out",
+        f"{tmp_path}/5.py is empty and is left out, and so are 3 more",
+    ]
+    assert [row["text"] for row in read_rows(str(tmp_path))] == ["one"]
+
+
 def test_damaged_parquet_among_others_is_left_out(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", rows("a"))
     whole = write(tmp_path / "b.parquet", rows("b")).read_bytes()
@@ -276,3 +287,5 @@ def test_names_that_are_no_utf8_are_read_and_printed(tmp_path: Path) -> None:
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
     write(Path(name), rows("a"))
     assert questions(name) == names("a")
+    prepare_raw([name], tmp_path / "out", renamed={}, validation=0, test=0, seed=0, deduplicate="none")
+    assert json.loads((tmp_path / "out" / "statistics.json").read_text())["sources"][0]["source"] == name

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from trainwright.data.raw import Statistics, prepare_raw
@@ -61,6 +64,21 @@ def test_a_column_that_is_not_kept_is_named_and_rows_that_differ_in_it_are_count
     assert len(read_rows(str(tmp_path / "all" / "train.jsonl"))) == 4
     with pytest.raises(RequestError, match=r"--keep: no row has the column colour .* are late, topic"):
         run(tmp_path, source, out="other", keep=["colour"])
+
+
+def test_values_of_tables_are_kept_as_json_has_them(tmp_path: Path) -> None:
+    row = {**MANY[0], "day": date(2024, 1, 2), "score": float("nan"), "tags": ["a"]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    run(tmp_path, str(tmp_path / "a.parquet"), keep=["all"])
+    [kept] = rows_of(tmp_path)
+    assert {name: kept[name] for name in ("day", "score", "tags")} == {
+        "day": "2024-01-02",
+        "score": None,
+        "tags": ["a"],
+    }
+    pq.write_table(pa.Table.from_pylist([{**MANY[0], "image": b"x"}]), tmp_path / "b.parquet")
+    with pytest.raises(RequestError, match="a column of bytes cannot be written as JSON"):
+        run(tmp_path, str(tmp_path / "b.parquet"), out="b", keep=["image"])
 
 
 def test_contexts_are_read_and_rows_that_differ_in_them_are_kept(tmp_path: Path) -> None:

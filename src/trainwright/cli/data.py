@@ -165,6 +165,8 @@ def style(
             raise RequestError(f"--system: {system[1:]} cannot be read: {error}") from None
     found = style(file, system, out, replace=replace)
     say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} left as they were")
+    for note in found.notes:
+        say(note)
     if found.kept:
         say("with --replace those would be replaced too")
     for why, count in found.left_out.items():

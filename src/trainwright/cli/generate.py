@@ -216,6 +216,8 @@ def _prepare(asked: _Asked, machine: Machine, processes: int, work: Path) -> Non
     check_fits(found, DTYPES[asked.dtype], machine, processes)
     found.save(work / "found.json")
     questions = read_questions(str(asked.file), "--file")
+    for note in questions.notes:
+        say(note, file=sys.stderr)
     tokenizer = load_tokenizer(found.section)
     plain = _is_plain(asked, tokenizer.chat_template is not None)
     asker = Asker(tokenizer, plain=plain, system=asked.system)

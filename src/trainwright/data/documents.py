@@ -29,7 +29,7 @@ def document_files(directory: Path) -> list[Path]:
     for place, inside, names in os.walk(directory):
         inside[:] = [name for name in inside if not name.startswith(".") and name != "__pycache__"]
         found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in found if file.suffix.lower() in SUFFIXES and file.stat().st_size)
+    return sorted(file for file in found if file.suffix.lower() in SUFFIXES)
 
 
 def read_document(path: Path) -> Iterator[LocatedRow]:

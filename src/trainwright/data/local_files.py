@@ -37,6 +37,7 @@ _ABOUT = {"statistics.json", "dataset_info.json", "dataset_infos.json", "dataset
 _ABOUT |= {"license.txt", "readme.txt", "requirements.txt"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _OF_MODELS = {"config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json"}
+_NAMED = 5  # of files that are left out for one reason
 _README_BYTES = 2**16
 
 
@@ -61,11 +62,19 @@ class Found:
         return (file for file in self.files if not several or why_unreadable(file) is None)
 
     def left_out(self) -> list[str]:
-        """Which files are left out and why, a line each; reads them all."""
+        """Which files are left out and why, a line each, or one for many alike; reads them all."""
         if len(self.files) == 1 or self.complete:
             return []
-        reasons = ((file, why_unreadable(file)) for file in self.files)
-        return [f"{file} {why} and is left out" for file, why in reasons if why is not None]
+        alike: dict[str, list[Path]] = {}
+        for file in self.files:
+            if (why := why_unreadable(file)) is not None:
+                alike.setdefault(why, []).append(file)
+        lines = []
+        for why, files in alike.items():
+            lines += [f"{file} {why} and is left out" for file in files[:_NAMED]]
+            if more := len(files) - _NAMED:
+                lines[-1] += f", and so are {more:,} more" if more > 0 else ""
+        return lines
 
 
 def find(source: str, key: str, documents: bool = False) -> Found | None:

@@ -23,7 +23,7 @@ from trainwright.data.kinds import ANY
 from trainwright.data.layouts import Layout
 from trainwright.data.pairs import CHOSEN
 from trainwright.data.raw_index import DUPLICATES, RowIndex, Seen
-from trainwright.data.row_files import Row
+from trainwright.data.row_files import Row, as_json
 from trainwright.data.sources import iterate_source, source_notes
 from trainwright.data.tool_calls import as_row
 from trainwright.errors import RequestError
@@ -131,7 +131,8 @@ def prepare_raw(
         _divide(scratch / "rows", scratch, borders, found, seed)
         (scratch / "rows").unlink()
         text = json.dumps(found, default=vars, indent=2, ensure_ascii=False)
-        (scratch / "statistics.json").write_text(text + "\n", encoding="utf-8")
+        # A file's name may be no UTF-8; what stands for its bytes becomes an escape of JSON.
+        (scratch / "statistics.json").write_bytes(f"{text}\n".encode(errors="backslashreplace"))
         scratch.chmod(0o755)
         if out.exists():
             out.rmdir()
@@ -152,7 +153,7 @@ def _normalise_all(
             found.sources.append(counts)
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
-                text = json.dumps(row, ensure_ascii=False)
+                text = as_json(row)
                 seen = index.add(_rank(text, seed), text, row, rest)
                 if seen is not Seen.NEW:
                     counts.duplicates += 1

@@ -79,7 +79,7 @@ def _refusal(line: str, place: str) -> str:
         return line
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
     texts = [one for one in value.values() if isinstance(one, str)] if isinstance(value, dict) else [value]
     if len(texts) != 1 or not isinstance(texts[0], str):

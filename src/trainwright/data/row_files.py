@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import codecs
 import csv
-import io
 import json
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trainwright.data.file_kinds import LONGEST_LINE, lines, opened, suffix_of, whole
+from trainwright.data.file_kinds import LONGEST_LINE, lines, suffix_of, whole
 from trainwright.errors import RequestError
 
 Row: TypeAlias = dict[str, Any]
@@ -143,47 +142,49 @@ def _only_list(path: Path, text: str, start: int) -> int:
         position = _skip_space(text, position) + 1  # over the comma
 
 
-@contextmanager
-def _text(path: Path) -> Iterator[io.TextIOWrapper]:
-    """The text of a file, with its line breaks as they are. Raises RequestError where it is no UTF-8."""
-    try:
-        with opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-            yield text
-    except UnicodeDecodeError:
-        raise _undecodable(path) from None
+def _text(path: Path) -> Iterator[str]:
+    """The lines of a file with their ends. Raises RequestError where they are no UTF-8."""
+    for _, raw in lines(path):
+        try:
+            yield raw.decode()
+        except UnicodeDecodeError:
+            raise _undecodable(path) from None
 
 
 def _csv(path: Path) -> Iterator[LocatedRow]:
     """Every value is text, as the file does not say otherwise; an empty field is empty text."""
     csv.field_size_limit(LONGEST_LINE)
-    with _text(path) as file:
-        delimiter = _delimiter(file.read(_SAMPLE), "\t" if suffix_of(path) == ".tsv" else ",")
-    with _text(path) as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        try:
-            header = next((fields for fields in reader if any(map(str.strip, fields))), [])
-            header = [name.strip() or f"column {number}" for number, name in enumerate(header, start=1)]
-            before = reader.line_num
-            _check_header(path, before, header)
-            for fields in reader:
-                line, before = before + 1, reader.line_num
-                if not fields:
-                    continue
-                if len(fields) != len(header):
-                    raise RequestError(
-                        f"{path}:{line}: {len(fields)} fields where the header has {len(header)} "
-                        f"({', '.join(header)}); is a comma or a quote not escaped?"
-                    )
-                yield line, dict(zip(header, fields, strict=True))
-        except csv.Error as error:
-            raise RequestError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+    delimiter = _delimiter(_text(path), "\t" if suffix_of(path) == ".tsv" else ",")
+    reader = csv.reader(_text(path), delimiter=delimiter, strict=True)
+    try:
+        header = next((fields for fields in reader if any(map(str.strip, fields))), [])
+        header = [name.strip() or f"column {number}" for number, name in enumerate(header, start=1)]
+        before = reader.line_num
+        _check_header(path, before, header)
+        for fields in reader:
+            line, before = before + 1, reader.line_num
+            if not fields:
+                continue
+            if len(fields) != len(header):
+                raise RequestError(
+                    f"{path}:{line}: {len(fields)} fields where the header has {len(header)} "
+                    f"({', '.join(header)}); is a comma or a quote not escaped?"
+                )
+            yield line, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise RequestError(f"{path}:{reader.line_num}: not CSV: {error}") from None
 
 
-def _delimiter(sample: str, usual: str) -> str:
+def _delimiter(text: Iterator[str], usual: str) -> str:
     """What separates at least two fields of the header, and as many of the line after it."""
+    sample, size = [], 0
+    for line in text:
+        sample.append(line)
+        if (size := size + len(line)) > _SAMPLE:
+            break
     for delimiter in (usual, *_DELIMITERS.replace(usual, "")):
         try:
-            records = csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter)
+            records = csv.reader(sample, delimiter=delimiter)
             header, *rest = islice((fields for fields in records if any(map(str.strip, fields))), 2)
         except (csv.Error, ValueError):
             continue
@@ -202,12 +203,8 @@ def _plain(path: Path) -> Iterator[LocatedRow]:
     """Paragraphs: what stands between empty lines is one row ``{"text"}``."""
     first = 0
     paragraph: list[str] = []
-    for number, raw in lines(path):
-        try:
-            line = raw.decode()
-        except UnicodeDecodeError:
-            raise _undecodable(path) from None
-        if b"\0" in raw:
+    for number, line in enumerate(_text(path), start=1):
+        if "\0" in line:
             raise RequestError(f"{path}:{number}: not text: a zero byte; is it a binary file?")
         if line.strip():
             first = first if paragraph else number
@@ -317,6 +314,25 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def as_json(row: Row) -> str:
+    """A row as one line of JSON: dates and other values of tables as text, what is no number as null.
+
+    Raises:
+        RequestError: a column holds bytes.
+    """
+    return json.dumps({name: _without_nan(value) for name, value in row.items()}, ensure_ascii=False, default=_as_text)
+
+
+def _without_nan(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        raise RequestError("a column of bytes cannot be written as JSON; leave it out")
+    return str(value)
 
 
 def kind_of(value: object) -> str:

@@ -126,7 +126,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
         return []
     first: list[Row] = []
     read = False
-    for file in found.files[:8] if found.documents else found.files:
+    for file in islice(found.usable(), 8) if found.documents else found.files:
         try:
             rows = _first_rows(file, found.documents)
         except RequestError:
@@ -137,7 +137,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
             raise RequestError(f"{key}: {file} holds no rows")
         read = read or bool(rows)
         first = (first + rows)[:8] if found.documents else first or rows[:8]
-    if not read and not (found.documents and any(found.usable())):
+    if not read:
         raise _nothing_usable(found, key)
     return first
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from pathlib import Path
 
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import EXAMPLES
-from trainwright.data.sources import iterate_source
+from trainwright.data.row_files import as_json
+from trainwright.data.sources import iterate_source, source_notes
 from trainwright.data.tool_calls import as_row
 from trainwright.errors import RequestError
 
@@ -24,6 +24,7 @@ class Styled:
     replaced: int = 0
     kept: int = 0  # with the system turn that they had
     left_out: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)  # on how the rows were read
 
 
 def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
@@ -39,6 +40,8 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     """
     if not system.strip():
         raise RequestError("--system: is empty; give the text of a system turn, or @FILE")
+    if not system.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in system):
+        raise RequestError("--system: is no UTF-8 text; give it in UTF-8, or as @FILE")
     if out.exists():
         raise RequestError(f"--out: {out} is there already; name a new file")
     rows = iterate_source(source, key="data style")
@@ -72,8 +75,9 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
                 else:
                     found.kept += 1
                 more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
-                file.write(json.dumps({**as_row(messages), **more}, ensure_ascii=False) + "\n")
+                file.write(as_json({**as_row(messages), **more}) + "\n")
         scratch.rename(out)
+        found.notes += source_notes(source, "data style")
     finally:
         scratch.unlink(missing_ok=True)
     return found

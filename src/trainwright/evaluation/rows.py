@@ -15,7 +15,7 @@ import numpy as np
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.formats import Example, NoTarget, to_example
 from trainwright.data.layouts import SINGLE, layout_of
-from trainwright.data.sources import place_of, read_rows
+from trainwright.data.sources import place_of, read_rows, source_notes
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.token_rows import splits_long, windows_of
 from trainwright.data.turns import Message
@@ -39,12 +39,14 @@ class Rows:
         examples: what each row holds.
         numbers: where each stands in its source, from 0.
         parts: which of the sources each is of.
+        notes: what a person should know of how they were read.
     """
 
     sources: tuple[SourceSection, ...]
     examples: list[Example] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -66,6 +68,7 @@ class Rows:
             [self.examples[place] for place in places],
             [self.numbers[place] for place in places],
             [self.parts[place] for place in places],
+            self.notes,
         )
 
     def place(self, index: int) -> str:
@@ -97,7 +100,8 @@ def joined(several: Sequence[Rows]) -> Rows:
         parts += [part + len(sources) for part in rows.parts]
         sources += rows.sources
     examples = [example for rows in several for example in rows.examples]
-    return Rows(sources, examples, [number for rows in several for number in rows.numbers], parts)
+    notes = list(dict.fromkeys(note for rows in several for note in rows.notes))
+    return Rows(sources, examples, [number for rows in several for number in rows.numbers], parts, notes)
 
 
 def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) -> Rows:
@@ -129,6 +133,9 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
             ) from None
         except RequestError as error:
             raise RequestError(f"{key}: {rows.place(index)}: {error}") from None
+    rows.notes.extend(source_notes(source.source, key, source.format == "documents"))
+    if layout.read_as:
+        rows.notes.append(f"{source.source}: {layout.read_as}")
     return rows
 
 
@@ -231,7 +238,7 @@ def encode(
             called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
     prompts = Prompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
-    notes = [] if encoder is None else encoder.notes
+    notes = [*rows.notes, *([] if encoder is None else encoder.notes)]
     return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainwright.data.bounded import tokenized
 from trainwright.data.formats import to_example
 from trainwright.data.row_files import Row, read_text
-from trainwright.data.sources import iterate_source
+from trainwright.data.sources import iterate_source, source_notes
 from trainwright.data.templates import ChatEncoder, TurnsError
 from trainwright.data.turns import Message
 from trainwright.errors import RequestError
@@ -34,11 +34,16 @@ _ANSWER = {"role": "assistant", "content": "."}  # stands where a row has none, 
 
 @dataclass(frozen=True)
 class Questions:
-    """The rows of a source, what each asks, and its file and line, for messages."""
+    """The rows of a source, what each asks, and its file and line, for messages.
+
+    Attributes:
+        notes: what a person should know of how they were read.
+    """
 
     rows: list[Row]
     asked: list[Question]
     places: list[str]
+    notes: list[str]
 
 
 def read_questions(source: str, key: str) -> Questions:
@@ -54,7 +59,7 @@ def read_questions(source: str, key: str) -> Questions:
     """
     path = Path(source).expanduser()
     lines = path.suffix.lower() == ".txt" and path.is_file()
-    found = Questions([], [], [])
+    found = Questions([], [], [], [])
     for place, row in _prompts(path) if lines else iterate_source(source, key=key):
         given = {name: value for name, value in row.items() if value is not None}
         try:
@@ -63,6 +68,7 @@ def read_questions(source: str, key: str) -> Questions:
             raise RequestError(f"{key}: {place}: {error}") from None
         found.rows.append(given)
         found.places.append(place)
+    found.notes.extend([] if lines else source_notes(source, key))
     if not found.rows:
         raise RequestError(f"{key}: {source} holds no {'prompts, a line each' if lines else 'rows'}")
     return found
