@@ -66,7 +66,8 @@ class DataSection(Section):
     """What the model is trained on. Relative paths start at the directory the command is run in."""
 
     train: Sources | None = Field(
-        description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet or text file, a directory of such files, a "
+        description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet, Arrow or text file, a directory of such "
+        "files or one that save_to_disk of datasets wrote (directory:split where it has several), a "
         "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
         "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each. "
         "Documents of text, Markdown, code or Word are read whole. A list of {source, weight, format, limit} is a "
