@@ -94,6 +94,20 @@ def test_language_models_are_not(config: dict[str, Any]) -> None:
     check_supported(config, "here")
 
 
+@pytest.mark.parametrize(("kind", "what"), [("mamba", "a state-space model"), ("rwkv", "a recurrent model")])
+def test_models_without_attention_can_be_asked_and_are_not_trained(tmp_path: Path, kind: str, what: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2}))
+    section = ModelSection(name=str(tmp_path))
+    assert config_from(tmp_path).model_type == kind
+    for look in (lambda: check_model(section), lambda: architecture_of(section)):
+        with pytest.raises(RequestError) as raised:
+            look()
+        assert (
+            str(raised.value)
+            == f"model.name: {tmp_path} is {what} ({kind}); Trainwright trains decoder-only transformers"
+        )
+
+
 def test_an_unknown_architecture_and_the_nearest_are_named() -> None:
     with pytest.raises(
         RequestError, match=r"of an architecture that transformers 5\S* does not have \(lama, perhaps ll"

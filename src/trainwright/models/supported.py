@@ -38,6 +38,11 @@ _AUDIO = {
     *("wav2vec2-bert", "wavlm", "whisper"),
 }
 _OTHERS = {"xlnet": "a permutation language model", "dpr": "an encoder-only model"}
+# Without attention: they can be loaded and asked, and are not trained.
+_RECURRENT = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "a state-space model"),
+    **dict.fromkeys(("rwkv", "xlstm"), "a recurrent model"),
+}
 _HEADS = {
     "ForSequenceClassification": "a classifier",
     "ForTokenClassification": "a classifier of tokens",
@@ -66,6 +71,14 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
             f"{where} has quantised weights, which can neither be trained nor merged into; use the model they were "
             "made from (model.adapter.quantisation quantises it as it is loaded)"
         )
+
+
+def check_trainable(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
+    """As ``check_supported``, and refuse a language model that can be asked here but not trained."""
+    check_supported(config, where, known)
+    kind = config.get("model_type")
+    if (what := _RECURRENT.get(str(kind))) is not None:
+        raise RequestError(f"{where} is {what} ({kind}); Trainwright trains decoder-only transformers")
 
 
 def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:

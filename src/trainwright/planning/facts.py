@@ -12,7 +12,7 @@ from trainwright.data.lengths import Lengths, check_length, estimate, recall
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
-from trainwright.models.supported import check_supported
+from trainwright.models.supported import check_trainable
 from trainwright.planning import unlearning
 from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.facts_histories import Facts, histories_of
@@ -124,11 +124,11 @@ def check_model(model: ModelSection) -> None:
         RequestError: says what it is instead.
     """
     if model.config is not None:
-        check_supported(model.config, "model.config", FAMILIES)
+        check_trainable(model.config, "model.config", FAMILIES)
     elif model.name is not None and (known := _catalogued(model.name)) is not None:
-        check_supported(known.config, f"model.name: {model.name}", FAMILIES)
+        check_trainable(known.config, f"model.name: {model.name}", FAMILIES)
     elif (file := _config_here(model)) is not None and isinstance(content := read_json(file), dict):
-        check_supported(content, f"model.name: {file.parent}", FAMILIES)
+        check_trainable(content, f"model.name: {file.parent}", FAMILIES)
 
 
 def _catalogued(name: str) -> KnownModel | None:
@@ -155,7 +155,7 @@ def architecture_named(name: str) -> Architecture:
     if known is None and (file := _cached_config(name)) is not None:
         return architecture_of_file(file)
     found = known or find_model(name)
-    check_supported(found.config, name, FAMILIES)
+    check_trainable(found.config, name, FAMILIES)
     return found.architecture()
 
 
@@ -190,7 +190,7 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
-    check_supported(content, where or str(file), FAMILIES)
+    check_trainable(content, where or str(file), FAMILIES)
     return _architecture(content, str(file))
 
 
@@ -207,8 +207,13 @@ def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
     text = json.dumps(dict(config), sort_keys=True)
     try:
         return _from_trace(str(config["model_type"]), text, traced.layout(text))
-    except traced.TraceError:
-        found = from_config({**config, "model_type": "llama"}, origin)
+    except traced.TraceError as failure:
+        try:
+            found = from_config({**config, "model_type": "llama"}, origin)
+        except RequestError as error:
+            raise RequestError(
+                f"{error}; {config['model_type']} is not known here, and not traced: {failure}"
+            ) from None
         assert found is not None
         return replace(found, family=str(config["model_type"]))
 
