@@ -115,14 +115,6 @@ def test_ranks_that_do_not_come_are_named(runs: Runs) -> None:
     assert "ranks 1, 2" in finished.stderr and "2 s" in finished.stderr
 
 
-def test_a_taken_port_is_named(runs: Runs, listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    (worker,) = start_workers(runs, by_hand(2, port)[:1])
-    finished = worker.wait(60)
-    assert finished.code == 3
-    assert f"port {port}" in finished.stderr and "MASTER_PORT" in finished.stderr
-
-
 def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) -> None:
     """The listener accepts and says nothing, which torch's own store would wait for without end."""
     port = listener.getsockname()[1]
@@ -132,6 +124,32 @@ def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) 
     assert time.monotonic() - begun < 30
     told = first.stderr + second.stderr
     assert told.count("error: ") == 1 and f"port {port}" in told and "MASTER_PORT" in told, told
+
+
+def test_pods_with_nothing_but_ranks_are_the_same_run(runs: Runs, free_port: int) -> None:
+    """As Kubeflow starts them: no LOCAL_RANK, and an address that is not known to be this machine's own."""
+    address = str(int.from_bytes(socket.inet_aton("127.0.0.1")))  # a name for it that no one takes for loopback
+    everywhere = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(free_port),
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "auto",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
+    }
+    workers = start_workers(runs, [{**everywhere, "RANK": str(rank)} for rank in range(2)], STEPS)
+    first, second = ended(workers)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert workers[0].run is not None
+    same_run(workers[0].run, reference(runs))
+
+
+def test_an_environment_that_no_rank_can_read_is_told_once(runs: Runs) -> None:
+    workers = start_workers(runs, [{**each, "MASTER_PORT": "none"} for each in by_hand(2, 1)])
+    first, second = ended(workers, 60)
+    assert (first.code, second.code) == (3, 3)
+    assert first.stderr.startswith("error: the environment variable MASTER_PORT is not a number")
+    assert second.stderr == ""
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_a_soft_limit_is_raised() -> None:
         "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard))\n"
         "from trainwright.launch.limits import check_limits; check_limits(2, 2)\n"
-        "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard"
+        "assert 24 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= hard"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1024:
         pytest.skip("the hard limit is low here")

@@ -123,6 +123,10 @@ def test_what_a_stranger_sends_harms_nobody(first: Meeting, place: tuple[str, in
     for data in (b"\x00\xff" * 5000, b"[1]\n", b"{}\n", json.dumps(hello).encode() + b"\n", b'{"kind": "failed"}\n'):
         with socket.create_connection(place) as stranger:
             stranger.sendall(data)
+    with socket.create_connection(place) as stranger, pytest.raises(OSError):
+        for _ in range(100):  # is hung up on, not listened to for ever
+            stranger.sendall(b"x" * 2**16)
+            time.sleep(0.02)
     second = meet("rank", 1, 2, place, JOB, 10, FIX)
     assert first.early == []
     second.close()

@@ -18,6 +18,7 @@ from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
 from trainwright.parallel import deepspeed_config
 from trainwright.parallel.deepspeed_config import check, check_installed, read_file, settings
+from trainwright.parallel.deepspeed_defaults import DEFAULTS
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -101,9 +102,7 @@ def test_what_passes_as_a_default_is_deepspeeds_default() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     section = "zero_optimization."
-    ours = {
-        key.removeprefix(section): value for key, value in deepspeed_config._HARMLESS.items() if key.startswith(section)
-    }
+    ours = {key.removeprefix(section): value for key, value in DEFAULTS.items() if key.startswith(section)}
     fields = {name: field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
     deprecated = {name: False for name in ours if name.startswith("cpu_offload")}  # their default says: not given
     known = {name: fields[name] for name in ours if not name.startswith("mics_")}  # those are of another class

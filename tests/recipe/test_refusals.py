@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import Recipe
-from trainwright.recipe.synonyms import known_keys
 
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
 
@@ -36,45 +32,6 @@ def test_a_mistyped_section_names_its_nearest_neighbour(refusal: Refusal) -> Non
 def test_a_key_in_the_wrong_section_names_the_right_one(refusal: Refusal, text: str) -> None:
     [line] = refusal(text)
     assert line.endswith("learning_rate: unknown key; did you mean optimizer.learning_rate?")
-
-
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [
-        ("optimizer.lr=1e-4", "did you mean learning_rate?"),
-        ("lr=1e-4", "did you mean optimizer.learning_rate?"),
-        ("train.per_device_train_batch_size=4", "did you mean micro_batch_size?"),
-        ("train.gradient_checkpointing=true", "did you mean activation_checkpointing: full?"),
-        ("gradient_checkpointing=true", "did you mean train.activation_checkpointing: full?"),
-        ("train.bf16=true", "did you mean mixed_precision: bf16?"),
-        ("train.num_train_epochs=3", "did you mean epochs?"),
-        ("optimizer.warmup_ratio=0.1", "did you mean warmup_steps (a fraction below 1 is one of all steps)?"),
-        ("data.max_seq_length=512", "did you mean max_length?"),
-        ("sample_packing=true", "did you mean data.pack_length (tokens of a row)?"),
-        ("model.lora_r=8", "did you mean model.adapter.rank?"),
-        ("model.adapter.lora_alpha=8", "did you mean alpha?"),
-        ("model.load_in_4bit=true", "did you mean model.adapter.quantisation: nf4?"),
-        ("model.model_name_or_path=x", "did you mean name?"),
-        ("output_dir=out", "did you mean logging.run_directory?"),
-        ("checkpoint.save-steps=10", "did you mean every?"),
-        ("deepspeed=zero.json", "did you mean parallel.deepspeed_config?"),
-        ("optimizer.schedule=wsd", "; did you mean warmup_stable_decay?"),
-        ("train.mixed_precision=bfloat16", "; did you mean bf16?"),
-        ("train.activation_checkpointing=true", "; did you mean full?"),
-        ("parallel.device=gpu", "; did you mean cuda?"),
-        ("parallel.strategy=full_shard", "; did you mean fsdp?"),
-    ],
-)
-def test_names_of_other_tools_are_answered_with_ours(refusal: Refusal, override: str, meant: str) -> None:
-    assert refusal("", override)[0].endswith(meant)
-
-
-def test_every_name_of_other_tools_leads_to_a_key_of_the_schema() -> None:
-    for ours in known_keys():
-        model: Any = Recipe
-        for part in ours.key.split("."):
-            kinds = (model.model_fields[part].annotation, *get_args(model.model_fields[part].annotation))
-            model = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
 
 
 def test_a_key_like_no_other_lists_those_there_are(refusal: Refusal) -> None:
@@ -406,54 +363,3 @@ def test_an_override_without_a_usable_value(refusal: Refusal) -> None:
         "override 'train={seed: 1, seed: 2}': train.seed: given twice, first in the same value; keep one of the two"
     ]
     assert refusal("", "include=base.yaml") == ["override 'include=base.yaml': include belongs in the recipe file"]
-
-
-ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in pairwise("abcdefghij")
-)
-CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (ALIASES, "run.yaml:4: YAML aliases repeat more than 10,000 values"),
-        (CHAIN, "run.yaml:4: not valid YAML: nested more than 64 deep by aliases"),
-        ("evaluate: {prompts: [" + "1," * 120_000 + "1]}\n", "run.yaml:4: not valid YAML: more than 100,000 keys"),
-        ("train: {max_steps: " + "9" * 2**20 + "}\n", "run.yaml: is larger than 1 MiB"),
-        ("train: {max_steps: " + "9" * 10_000 + "}\n", "run.yaml:4: not valid YAML: "),
-        ("model: {config: {model_type: llama, num_hidden_layers: 1000000000}, tokenizer: bytes}\n", "run.yaml:4: "),
-    ],
-    ids=["aliases of aliases", "chain of aliases", "values", "size", "digits", "layers"],
-)
-def test_what_would_take_all_memory_or_time_is_refused(refusal: Refusal, text: str, says: str) -> None:
-    assert refusal(text)[0].startswith(says)
-
-
-def test_an_override_and_an_included_file_are_bounded_too(refusal: Refusal, write: Write) -> None:
-    write("train: " + "[" * 100, "deep.yaml")
-    assert refusal("include: deep.yaml\n")[0].startswith("deep.yaml:1: not valid YAML: nested more than 64 deep")
-    many = "[&a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1], " + "*a, " * 2000 + "*a]"
-    assert "YAML aliases repeat" in refusal("", f"evaluate.prompts={many}")[0]
-
-
-def test_files_that_include_each_other_again_and_again_are_refused(refusal: Refusal, write: Write) -> None:
-    for one, other in pairwise("abcdefghijklm"):
-        write(f"include: [{other}.yaml, {other}.yaml]\n", f"{one}.yaml")
-    write("train: {seed: 1}\n", "m.yaml")
-    assert "include: more than 100 files" in refusal("include: a.yaml\n")[0]
-    for number in range(30):
-        write(f"include: f{number + 1}.yaml\n", f"f{number}.yaml")
-    assert "inside each other" in refusal("include: f0.yaml\n")[0]
-
-
-def test_many_problems_are_counted_and_the_first_are_shown(refusal: Refusal) -> None:
-    lines = refusal("".join(f"a{n}: 1\n" for n in range(2000)))
-    assert len(lines) < 40 and lines[-1] == "run.yaml:34: a30: and 1,970 more unknown keys"
-    lines = refusal("evaluate: {prompts: [" + "1," * 500 + "1]}\n")
-    assert len(lines) == 101 and lines[-1] == "and 401 more problems"
-
-
-def test_a_device_without_end_is_no_recipe() -> None:
-    with pytest.raises(RequestError, match="is larger than 1 MiB"):
-        load_recipe(Path("/dev/zero"))

@@ -92,11 +92,13 @@ def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> Pla
     if config_file is not None:
         return _plan_of_file(read(config_file), num_processes, cpu)
     from trainwright.launch.accelerate.machine import default_processes
+    from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
     variables = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     os.environ.update(variables)
     machine = detect()
+    refuse_unusable(machine)
     processes = num_processes or default_processes(machine)
     _check_gpus(processes, machine)
     if not machine.gpus:
@@ -108,6 +110,7 @@ def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
     from trainwright.launch.accelerate.environment import worker_environment
     from trainwright.launch.accelerate.machine import becomes_ddp, default_processes, require
     from trainwright.launch.accelerate.meaning import interpret
+    from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
     meaning = interpret(source)
@@ -124,6 +127,7 @@ def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
     machine = detect()
     require(meaning, machine, for_script=True)
     os.environ.update(meaning.device_environment())
+    refuse_unusable(detect())
     on_cpu = meaning.device == "cpu" or not machine.gpus
     if becomes_ddp(meaning, machine):
         raise _sharded_on_cpu(meaning)

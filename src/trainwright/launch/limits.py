@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import MachineError
@@ -22,15 +23,20 @@ def check_limits(local: int = 1, world: int = 1) -> None:
         MachineError: with the limit, and how it is changed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):  # systems where the hard limit is no number that may be set
-            pass
+    wanted = needed_files(local, world)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
+            soft = reached
     files = None if soft == resource.RLIM_INFINITY else soft
     if (problem := shortage(files, _free(_SHARED), local, world)) is not None:
         raise MachineError(problem)
+
+
+def needed_files(local: int, world: int) -> int:
+    """How many files a process may have open at once, of ``local`` of ``world``."""
+    return _FILES + _FILES_A_WORKER * local + _FILES_A_RANK * world
 
 
 def shortage(files: int | None, shared: int | None, local: int, world: int) -> str | None:
@@ -40,7 +46,7 @@ def shortage(files: int | None, shared: int | None, local: int, world: int) -> s
         files: that a process may have open; None without a limit.
         shared: bytes free in /dev/shm; None where there is none.
     """
-    needed = _FILES + _FILES_A_WORKER * local + _FILES_A_RANK * world
+    needed = needed_files(local, world)
     if files is not None and files < needed:
         return (
             f"a process may have {files} files open here (ulimit -n), and a run of {world} "

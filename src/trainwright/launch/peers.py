@@ -203,6 +203,7 @@ class Peers:
             for message in line.messages:
                 received += self._handle(line, message)
             line.messages.clear()
+            alive &= line.peer is not None or len(line.pending) <= _RECEIVE  # a stranger's words have no end
             if not alive and line in self._lines:
                 self._drop(line)
                 if line.peer is not None:
@@ -275,8 +276,10 @@ def _connected(address: str, port: int) -> socket.socket:
 
 def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
     """The first message on a line; empty where none has come by then."""
+    poller = select.poll()
+    poller.register(line.socket, select.POLLIN)
     while not line.messages and time.monotonic() < until:
-        if select.select([line.socket], [], [], 0.1)[0] and not line.receive():
+        if poller.poll(100) and not line.receive():
             break
         meanwhile()
         if len(line.pending) > _RECEIVE:  # of another program, which has no end

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.parallel.deepspeed_defaults import is_harmless
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import ParallelSection, Recipe
 
@@ -80,72 +81,6 @@ _FIXED: dict[str, Any] = {
     "communication_data_type": "fp32",
     "managed_gradient_accumulation": True,
 }
-# Keys that are not supported, at DeepSpeed's default: what runs here is the same as without them.
-_HARMLESS: dict[str, Any] = {
-    "communication_data_type": None,
-    "data_types.grad_accum_dtype": None,
-    "dataloader_drop_last": False,
-    "disable_allgather": False,
-    "disable_python_gc": False,
-    "fp32_allreduce": False,
-    "legacy_fusion": False,
-    "load_universal_checkpoint": False,
-    "seq_parallel_communication_data_type": "fp32",
-    "sparse_attention": None,
-    "sparse_gradients": False,
-    "use_data_before_expert_parallelism": False,
-    "vocabulary_size": None,
-    "bf16.bf16_master_weights_and_grads": False,
-    "bf16.bf16_optimizer_states": False,
-    "bf16.check_grad_overflow": False,
-    "bf16.immediate_grad_update": True,
-    "fp16.auto_cast": False,
-    "fp16.consecutive_hysteresis": False,
-    "fp16.fp16_master_weights_and_grads": False,
-    "optimizer.legacy_fusion": False,
-    "optimizer.params.amsgrad": False,
-    "optimizer.params.bias_correction": True,
-    "optimizer.params.max_grad_norm": 0,
-    "scheduler.params.last_batch_iteration": -1,
-    "zero_optimization.compute_grad_norm": True,
-    "zero_optimization.cpu_offload": False,
-    "zero_optimization.cpu_offload_param": False,
-    "zero_optimization.cpu_offload_use_pin_memory": False,
-    "zero_optimization.elastic_checkpoint": False,
-    "zero_optimization.legacy_stage1": False,
-    "zero_optimization.load_from_fp32_weights": True,
-    "zero_optimization.mics_hierarchical_params_gather": False,
-    "zero_optimization.mics_shard_size": -1,
-    "zero_optimization.override_module_apply": True,
-    "zero_optimization.pipeline_loading_checkpoint": False,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": False,
-    "zero_optimization.use_all_reduce_for_fetch_params": False,
-    "zero_optimization.zenflow": None,
-    "zero_optimization.zero_hpz_partition_size": 1,
-    "zero_optimization.zero_quantized_gradients": False,
-    "zero_optimization.zero_quantized_nontrainable_weights": False,
-    "zero_optimization.zero_quantized_weights": False,
-}
-# Sections of DeepSpeed's that do nothing while their `enabled` is false, which is their default.
-_OPTIONAL = {
-    "amp",
-    "autotuning",
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "flops_profiler",
-    "hybrid_engine",
-    "progressive_layer_drop",
-    "quantize_training",
-    "tensorboard",
-    "torch_autocast",
-    "wandb",
-    "weight_quantization",
-}
 # What the recipe has a key of its own for.
 _ELSEWHERE = {
     "activation_checkpointing": "use train.activation_checkpointing",
@@ -173,13 +108,12 @@ def check_installed() -> None:
 
 def read_file(path: str) -> dict[str, Any]:
     """The JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
-    where = f"parallel.deepspeed_config: {path}"
     try:
         content = read_json(Path(path).expanduser(), pairs=_once)
     except RequestError as error:
         raise RequestError(f"parallel.deepspeed_config: {error}") from None
     if not isinstance(content, dict):
-        raise RequestError(f"{where} holds no JSON object")
+        raise RequestError(f"parallel.deepspeed_config: {path} holds no JSON object")
     return content
 
 
@@ -218,7 +152,7 @@ def _problems(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         "data_types": _data_types,
     }
     for key, value in content.items():
-        if _harmless(key, value):
+        if is_harmless(key, value):
             continue
         if key in checks:
             if isinstance(value, dict):
@@ -234,13 +168,6 @@ def _problems(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
             yield from _agrees(key, value, *_scalar(key, recipe))
         elif key not in _PASSED | _GRANTED:
             yield f"{key}: is not supported here; remove it"
-
-
-def _harmless(key: str, value: Any) -> bool:
-    """Whether the file says what runs without it. ``key``: dotted where it is inside a section."""
-    if key in _HARMLESS:
-        return type(value) is type(_HARMLESS[key]) and value == _HARMLESS[key]
-    return key in _OPTIONAL and isinstance(value, dict) and value.get("enabled", False) is False
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -309,7 +236,7 @@ def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in _parameters(section).items():
         if key in expected:
             yield from _agrees(f"optimizer.params.{key}", value, *expected[key])
-        elif not _harmless(f"optimizer.params.{key}", value):
+        elif not is_harmless(f"optimizer.params.{key}", value):
             yield f"optimizer.params.{key}: is not supported here; remove it"
 
 
@@ -335,7 +262,7 @@ def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in _parameters(section).items():
         if key in expected:
             yield from _agrees(f"scheduler.params.{key}", value, *expected[key])
-        elif not _harmless(f"scheduler.params.{key}", value):
+        elif not is_harmless(f"scheduler.params.{key}", value):
             yield f"scheduler.params.{key}: is not supported here; remove it"
 
 
@@ -345,7 +272,7 @@ def _parameters(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _section(name: str, section: dict[str, Any], known: set[str]) -> Iterator[str]:
-    for key in (key for key, value in section.items() if key not in known and not _harmless(f"{name}.{key}", value)):
+    for key in (key for key, value in section.items() if key not in known and not is_harmless(f"{name}.{key}", value)):
         yield f"{name}.{key}: is not supported here; remove it"
 
 
@@ -360,7 +287,7 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
         # enabled, it does no harm.
         scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
         for key in section.keys() - {"enabled"}:
-            if _harmless(f"{name}.{key}", section[key]):
+            if is_harmless(f"{name}.{key}", section[key]):
                 continue
             if key not in scaling or (ours == "fp16" and key == "loss_scale" and section[key] not in (0, AUTO)):
                 yield f"{name}.{key}: is not supported here; remove it"
@@ -370,9 +297,8 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
 
 def _data_types(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in section.items():
-        if _harmless(f"data_types.{key}", value):
-            continue
-        if key != "grad_accum_dtype" or value not in (AUTO, "fp32", "float32"):
+        summed = key == "grad_accum_dtype" and value in (AUTO, "fp32", "float32")
+        if not summed and not is_harmless(f"data_types.{key}", value):
             yield f"data_types.{key}: {value} is not supported; gradients are summed in fp32. Remove it"
 
 
@@ -382,7 +308,7 @@ def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     if stage != AUTO and f"zero{stage}" != strategy:
         yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
     for key, value in section.items():
-        if _harmless(f"zero_optimization.{key}", value):
+        if is_harmless(f"zero_optimization.{key}", value):
             continue
         if key in _OFFLOAD:
             yield from _offload(key, value, recipe)

@@ -17,7 +17,7 @@ from trainwright.recipe.files import DEEPEST
 
 KeyPath = tuple[str | int, ...]
 
-_MOST_VALUES = 100_000  # read in seconds
+_MOST_VALUES = 50_000  # read in seconds
 # Values that aliases may add to those that are written. They stand for what they name, so aliases of aliases multiply.
 _MOST_REPEATED = 10_000
 
