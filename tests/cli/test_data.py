@@ -111,11 +111,13 @@ def test_check_names_the_row_that_a_template_rejects(tmp_path: Path) -> None:
 
 
 def test_prepare_and_style(tmp_path: Path) -> None:
-    (tmp_path / "raw.csv").write_text("frage,antwort\nWhy?,So.\nWhy?,So.\nWho?,Me.\n")
+    (tmp_path / "raw.csv").write_text("frage;antwort;topic\nWhy?;So.;a\nWhy?;So.;b\nWho?;Me.;c\n")
     names = ("--map", "frage=question", "--map", "antwort=answer")
     result = trainwright("data", "prepare", "raw.csv", "--out", "out", "--validation", "0", *names, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "raw.csv: 3 rows of question_answer (read frage as question, antwort as answer): 2 kept" in result.stdout
+    assert "columns not kept: topic; --keep COLUMN writes one too, --map COLUMN=FIELD uses it" in result.stdout
+    assert "1 row repeats an earlier one, left out; a column not kept differs in 1" in result.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["statistics.json", "train.jsonl"]
     (tmp_path / "prompt.txt").write_text("Be brief.\n")
     style = ("data", "style", "out/train.jsonl", "--system", "@prompt.txt", "--out", "styled.jsonl")

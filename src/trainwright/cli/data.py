@@ -291,7 +291,7 @@ def _report(found: list[Checked], max_length: int | None) -> None:
 
 def _not_kept(source: Source) -> str:
     filled = source.not_kept.most_common()
-    return ", ".join(column if count == source.rows else f"{column} ({count:,} rows)" for column, count in filled)
+    return ", ".join(name if count == source.rows else f"{name} ({plural(count, 'row')})" for name, count in filled)
 
 
 def _show_statistics(found: Statistics, out: Path) -> None:
@@ -310,7 +310,7 @@ def _show_statistics(found: Statistics, out: Path) -> None:
         if source.not_kept:
             say(f"  columns not kept: {_not_kept(source)}; --keep COLUMN writes one too, --map COLUMN=FIELD uses it")
         if source.duplicates:
-            differ = f"; {source.differing:,} of them differ in columns not kept" if source.differing else ""
+            differ = f"; a column not kept differs in {source.differing:,}" if source.differing else ""
             say(f"  {they(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")
         if source.wrong:
             say(f"  {they(source.wrong, 'row', 'are wrong')} and left out, such as")
