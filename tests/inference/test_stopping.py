@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.data.test_templates import CHATML, byte_level
 from tests.inference.models import TOKENIZER, model_of
 from trainwright.inference.stopping import Stop, stop_of
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
@@ -17,6 +18,16 @@ def test_the_models_own_ends_and_that_of_the_templates_turns() -> None:
     tokenizer.eos_token = "<|pad|>"
     assert stop_of(model, tokenizer, chat=True).tokens == {7, 9, 256, 258}
     assert stop_of(model, tokenizer, chat=False).tokens == {7, 9, 256, 258}, "258 is the model's own"
+
+
+def test_a_token_that_only_the_template_closes_turns_with_ends_answers_of_conversations() -> None:
+    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokenizer = byte_level(specials, CHATML, eos_token="<|endoftext|>")
+    end, turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    model: Any = model_of("llama")
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    assert stop_of(model, tokenizer, chat=True).tokens == {end, turn}
+    assert stop_of(model, tokenizer, chat=False).tokens == {end}
 
 
 def test_a_template_that_closes_turns_with_a_text() -> None:
