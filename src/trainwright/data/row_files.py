@@ -14,7 +14,7 @@ import codecs
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -87,7 +87,10 @@ def _values(path: Path) -> Iterator[LocatedRow]:
         start = _only_list(path, text, start)
     if text[start : start + 1] != "[":
         raise _wrong(path, text, start, "a list of objects should stand here")
-    yield from _array(path, text, start)
+    end = yield from _array(path, text, start)
+    rest = _skip_space(text, end)
+    if start == _skip_space(text, 0) and rest < len(text):  # of an object all has been read before
+        raise _wrong(path, text, rest, "one list was read and more follows; write an object a line, or one list of all")
 
 
 def _objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
@@ -99,11 +102,12 @@ def _objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
         position = _skip_space(text, end)
 
 
-def _array(path: Path, text: str, start: int) -> Iterator[LocatedRow]:
+def _array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int]:
+    """Rows of a list; returns where it ends."""
     position, line, counted = _skip_space(text, start + 1), 1, 0
     mark = text[position : position + 1]
     if mark == "]":
-        return
+        return position + 1
     texts = mark == '"'  # a plain list of texts, as MUSE's authors keep theirs
     while True:
         line, counted = line + text.count("\n", counted, position), position
@@ -113,7 +117,7 @@ def _array(path: Path, text: str, start: int) -> Iterator[LocatedRow]:
         position = _skip_space(text, end)
         mark = text[position : position + 1]
         if mark == "]":
-            return
+            return position + 1
         if mark != ",":
             raise _wrong(path, text, position, "',' or ']' should follow a row; is the file cut off?")
         position = _skip_space(text, position + 1)
