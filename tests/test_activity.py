@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
 from tests.support.commands import wait_for
+from tests.support.runs import TINY
 from trainwright.activity import Activity, doing
+from trainwright.models.load import load_model
+from trainwright.recipe.loading import load_recipe
+from trainwright.tasks.registry import prepare_task
+
+RESOLVED = ("parallel.strategy=single", "parallel.num_processes=1")
 
 
 class _Terminal(io.StringIO):
@@ -60,3 +67,22 @@ def test_an_error_ends_it() -> None:
         raise ValueError
     doing("planning")
     assert not stream.getvalue()
+
+
+class _Heard(Activity):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.what: list[str] = []
+
+    def begin(self, what: str) -> None:
+        self.what.append(what)
+
+
+def test_reading_data_and_loading_models_say_what_they_do(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "Why?", "answer": "So."}\n' * 3)
+    recipe = load_recipe(TINY, [f"data.train={tmp_path / 'rows.jsonl'}", "data.validation=null", *RESOLVED])
+    with _Heard() as heard:
+        prepare_task(recipe, tmp_path / "cache")
+        load_model(recipe.model)
+        prepare_task(recipe, tmp_path / "cache")  # in the cache now
+    assert heard.what == ["reading and tokenizing the rows", "initialising the model"]

@@ -52,6 +52,23 @@ def test_events_have_their_fields_and_no_others(runs: Runs) -> None:
     assert all(repr(float(number)) == number for number in numbers)
 
 
+def test_start_says_the_batch_as_it_is_run(runs: Runs) -> None:
+    run = runs.trained("train.micro_batch_size=auto", "train.gradient_accumulation_steps=4", "train.max_steps=2")
+    start, *_, finish = read_events(run / "events.jsonl")
+    assert isinstance(start["micro_batch_size"], int) and start["accumulation_asked"] == 4
+    assert finish["measured"]["steps"] == 0 and finish["measured"]["threads"] == 1
+    assert start["predicted"]["calibrated"] in (0.0, 1.0)
+
+
+def test_what_is_announced_reaches_the_observers_and_not_the_file(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    log = EventLog(tmp_path / "events.jsonl", [seen.append])
+    log.announce("evaluating", 7)
+    log.close()
+    assert [(event["event"], event["doing"], event["step"]) for event in seen] == [("phase", "evaluating", 7)]
+    assert not (tmp_path / "events.jsonl").read_text()
+
+
 def test_floats_are_written_to_the_last_digit(tmp_path: Path) -> None:
     values = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0**53 + 2, math.nan, math.inf, -math.inf]
     log = EventLog(tmp_path / "events.jsonl")
