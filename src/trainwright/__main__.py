@@ -1,6 +1,41 @@
 """`python -m trainwright` is the command `trainwright`."""
 
-from trainwright.cli.main import main
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+
+from trainwright.errors import EXIT_STOPPED, Interrupted
+from trainwright.launch.stop import interruptible
+from trainwright.text import say
+
+_INTERRUPTED = 130  # as shells have it of a program that ctrl-C has ended
+
+
+def main() -> None:
+    """Run the command line. What is imported takes seconds, in which a stop is a stop too."""
+    trains = sys.argv[1:2] == ["train"]
+    try:
+        with interruptible() if trains else nullcontext():
+            from trainwright.cli.main import main as command
+
+            command()
+    except Interrupted:
+        kept = "the run is as it was" if any(word.startswith("--resume") for word in sys.argv) else "nothing was kept"
+        say(f"stopped before the first step; {kept}; run the same command again", file=sys.stderr)
+        sys.exit(EXIT_STOPPED)
+    except KeyboardInterrupt:
+        sys.exit(_interrupted())
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:
+            _interrupted()
+        raise
+
+
+def _interrupted() -> int:
+    say(f"trainwright {' '.join(sys.argv[1:2])}: interrupted", file=sys.stderr)
+    return _INTERRUPTED
+
 
 if __name__ == "__main__":
     main()

@@ -31,3 +31,7 @@ class TrainingError(TrainwrightError):
     """Training began and failed. The message names the rank and the first error."""
 
     exit_code = EXIT_TRAINING
+
+
+class Interrupted(BaseException):
+    """A stop signal came before anything could be saved. Not an Exception: libraries that try an import catch those."""

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import Activity
-from trainwright.errors import TrainwrightError
+from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.joined import run_joined
 from trainwright.launch.process import console, stop_requested
 from trainwright.launch.request import is_bare_resume
 from trainwright.launch.run_directory import RECIPE
+from trainwright.launch.stop import interruptible
 from trainwright.launch.told import is_mine_to_tell, rank_by_name
 from trainwright.text import say
 
@@ -82,13 +83,19 @@ def main() -> None:
     """Run one worker and exit with its code: those of `trainwright train`."""
     arguments = _parse(sys.argv[1:])
     try:
-        code = run_joined(
-            arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work, arguments.force
-        )
+        with interruptible():
+            code = run_joined(
+                arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work, arguments.force
+            )
     except TrainwrightError as error:
         if is_mine_to_tell(rank_by_name(os.environ), str(error)):
             say(f"error: {error}", file=sys.stderr)
         code = error.exit_code
+    except Interrupted:
+        code = EXIT_STOPPED
+        stopped = "stopped before the first step; nothing was changed; run the same again"
+        if is_mine_to_tell(rank_by_name(os.environ), stopped):
+            say(stopped, file=sys.stderr)
     sys.exit(code)
 
 

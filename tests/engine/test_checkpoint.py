@@ -48,7 +48,8 @@ def save(directory: Path, *steps: int, what: Mapping[str, Shard] | None = None) 
 
 def test_tensor_files_are_safetensors_with_the_checksum_of_their_bytes(tmp_path: Path) -> None:
     size, digest = write_tensors(tmp_path / "x.safetensors", tensors())
-    assert (size, digest) == checksum(tmp_path / "x.safetensors")
+    with (tmp_path / "x.safetensors").open("rb") as file:
+        assert (size, digest) == checksum(file)
     loaded = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
 
@@ -65,8 +66,7 @@ def test_what_was_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_blocks_of_one_split_are_read_in_another(tmp_path: Path) -> None:
     whole = torch.arange(30.0).reshape(10, 3)
-    directory = tmp_path / "step-00000001"
-    parts = []
+    directory, parts = tmp_path, []
     for rank, (begin, end) in enumerate([(0, 4), (4, 8), (8, 10)]):
         block = Shard(whole[begin:end], (10, 3), (begin, 0))
         parts.append(module._write_part(directory / "parts", rank, {"w": block}))
@@ -168,3 +168,99 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 10)
     found, _ = made.latest()
     assert found is not None and json.loads((found.path / "state.json").read_text()) == {"progress": {"step": 10}}
+
+
+def damage(made: Checkpoints, step: int) -> None:
+    (made.path(step) / "state.json").write_text("broken")
+
+
+def test_checkpoints_that_cannot_be_used_do_not_count_among_the_last(tmp_path: Path) -> None:
+    made = save(tmp_path, 5, 10, 15, 20)
+    damage(made, 15)
+    damage(made, 20)
+    resumed = checkpoints(tmp_path)
+    assert resumed.latest()[0] is not None
+    resumed.save(WORLD, 13, shards(), {}, "")
+    resumed.prune(best=None)
+    assert resumed.steps() == [10, 13, 15, 20]
+    found, _ = checkpoints(tmp_path).latest()
+    assert found is not None and found.path == made.path(13)
+
+
+@pytest.mark.parametrize("best", [None, 10, 20])
+def test_the_newest_that_can_be_used_is_never_removed(tmp_path: Path, best: int | None) -> None:
+    made = save(tmp_path, 10, 20, 30)
+    damage(made, 20)
+    damage(made, 30)  # after this process has written it
+    made.prune(best=best)
+    assert made.steps() == [10, 20, 30]
+    fresh = checkpoints(tmp_path, keep_last=1)
+    fresh.prune(best=best)
+    assert made.path(10).exists()
+
+
+def test_pruning_reads_nothing_of_what_this_process_has_written_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    made = checkpoints(tmp_path)
+    assert made.latest()[0] is not None
+    read: list[object] = []
+    original = module.Checkpoint.open
+    monkeypatch.setattr(
+        module.Checkpoint, "open", lambda *given, **more: (read.append(given), original(*given, **more))
+    )
+    for step in (20, 30, 40):
+        made.save(WORLD, step, shards(), {}, "")
+        made.prune(best=None)
+    assert made.steps() == [30, 40] and read == []
+
+
+def test_only_names_as_they_are_written_are_checkpoints(tmp_path: Path) -> None:
+    made = save(tmp_path, 10)
+    directory = tmp_path / "checkpoints"
+    for name in ("step-7", "step-²", "step-٠٠٠٠٠٠٤٠", "step-0000000011", "step-00000012x", "step--0000013", "step-"):
+        (directory / name).mkdir()
+    assert made.steps() == [10]
+    found, refused = made.latest()
+    assert found is not None and refused == []
+    made.prune(best=None)
+
+
+def test_what_is_no_directory_is_refused_by_name_and_gives_way(tmp_path: Path) -> None:
+    made = save(tmp_path, 10)
+    (tmp_path / "outside").mkdir()
+    outside = save(tmp_path / "outside", 30)
+    made.path(20).write_text("a file")
+    made.path(30).symlink_to(outside.path(30))
+    made.path(40).symlink_to(tmp_path / "nowhere")
+    found, refused = made.latest()
+    assert found is not None and found.path == made.path(10)
+    assert [str(made.path(step)) in line for step, line in zip((40, 30, 20), refused, strict=True)] == [True] * 3
+    for step in (20, 30, 40):
+        made.save(WORLD, step, shards(), {"progress": {"step": step}}, "")
+        assert made.path(step).is_dir() and not made.path(step).is_symlink()
+    made.prune(best=None)
+    assert made.steps() == [30, 40] and made.latest()[1] == []
+    assert (outside.path(30) / "manifest.json").is_file()
+    assert not [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_a_link_in_the_place_of_a_checkpoint_being_written_is_not_followed(tmp_path: Path) -> None:
+    made = save(tmp_path, 10)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints" / ".writing-step-00000020").symlink_to(tmp_path / "elsewhere")
+    made.save(WORLD, 20, shards(), {}, "")
+    assert list((tmp_path / "elsewhere").iterdir()) == [] and made.steps() == [10, 20]
+
+
+def test_a_rank_without_tensors_of_its_own_has_a_file_that_verifies(tmp_path: Path) -> None:
+    made = save(tmp_path, 10, what={"model.scalar": Shard(torch.tensor(1.0), (), (), 1, 2)})
+    assert made.latest()[0] is not None
+
+
+def test_a_run_whose_directory_is_gone_does_not_get_it_back(tmp_path: Path) -> None:
+    made = checkpoints(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        made.save(WORLD, 10, shards(), {}, "")
+    assert not (tmp_path / "run").exists()

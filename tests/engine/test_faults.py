@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import descendants, wait_for
-from tests.support.runs import ON_ROWS, ROWS, Runs, column, events
+from tests.support.commands import descendants, started, wait_for
+from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, events
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
@@ -243,30 +243,89 @@ def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_i
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_a_disk_that_fills_and_then_a_stop_is_one_message(runs: Runs, tmp_path: Path, count: int) -> None:
+    """The whole run lies on the disk, with its logs and events."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    with small_disk(directory, 4096):
+        settings = (processes(count), ON_ROWS, "train.max_steps=3000", f"logging.run_directory={directory}/run")
+        started = runs.train(*settings)
+        started.run = directory / "run"
+        started.wait_for_step(3)
+        with pytest.raises(OSError, match="No space left"), (directory / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 1024)
+        started.kill(signal.SIGTERM)
+        ended = started.wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    said = [line for line in ended.stderr.splitlines() if line and not line.startswith("stopping: ")]
+    assert said[0].startswith("error: stopped by a signal, but the checkpoint of step "), ended.stderr
+    assert "No space left on device" in said[0] and str(directory / "run" / "checkpoints") in said[0]
+    assert "Traceback" not in ended.stderr and "Logging error" not in ended.stderr and len(said) <= 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_run_whose_output_cannot_be_written_goes_on(runs: Runs, tmp_path: Path) -> None:
+    settings = (processes(1), ON_ROWS, "train.max_steps=3")
+    expected = runs.trained(*settings)
+    command = ("-m", "trainwright", "train", str(TINY), *settings, f"logging.run_directory={tmp_path / 'run'}")
+    with started(*command, "logging.tensorboard=false", cwd=tmp_path, output=Path("/dev/full")) as process:
+        assert process.wait(200) == 0
+    assert column(tmp_path / "run", "loss") == column(expected, "loss")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int) -> None:
+    started = runs.train(processes(count), ON_ROWS, "train.max_steps=3000", "checkpoint.every=5")
+    started.wait_for_step(8)
+    assert started.run is not None
+    moved = started.run.rename(started.run.with_name(f"{started.run.name}-moved"))
+    ended = started.wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    assert f"{started.run}/events.jsonl is gone: the run's directory was deleted or moved" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not started.run.exists(), "it is not made again without what was in it"
+    assert checkpoints(moved).latest()[0] is not None
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=3000")
     run = stopped(runs, *settings, step=2)
     (step,) = checkpoints(run).steps()
-    # Files where the directories of later checkpoints would be written.
-    blocks = [run / "checkpoints" / f".writing-step-{n:08d}" for n in range(step + 1, 3001)]
-    for block in blocks:
-        block.touch()
     started = runs.resume(run)
     started.wait_for_step(step + 3)
+    # A file where the directories of later checkpoints would be written.
+    directory = (run / "checkpoints").rename(run / "before")
+    (run / "checkpoints").touch()
     started.kill(signal.SIGTERM)
     ended = started.wait()
     assert ended.code == 4, ended.stdout + ended.stderr
     assert "stopped by a signal, but the checkpoint of step" in ended.stderr
     assert f"the one of step {step} stands" in ended.stderr and "stopped after a checkpoint" not in ended.stderr
     assert [fault["action"] for fault in events(run, "fault")] == ["stop"]
-    for block in blocks:
-        block.unlink()
+    (run / "checkpoints").unlink()
+    directory.rename(run / "checkpoints")
     assert checkpoints(run).steps() == [step]
     again = runs.resume(run)
     wait_for(lambda: len(events(run, "start")) == 3 or again.ended)
     again.kill(signal.SIGTERM)
     assert again.wait().code == 75
     assert events(run, "start")[-1]["resumed_from"] == step
+
+
+def test_a_worker_that_a_signal_ends_is_named(runs: Runs) -> None:
+    import psutil
+
+    started = runs.train(processes(2), ON_ROWS, "train.max_steps=3000")
+    started.wait_for_step(3)
+    workers = {each.environ().get("RANK"): each for each in psutil.Process(started.pid).children(recursive=True)}
+    victim = workers.get("1") or max(workers.values(), key=lambda worker: worker.pid)
+    victim.send_signal(signal.SIGTERM)
+    ended = started.wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    assert "was ended by SIGTERM from outside" in ended.stderr and "rank" in ended.stderr.splitlines()[0]
+    assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
 
 
 def test_a_killed_worker_ends_the_run_with_its_rank(runs: Runs) -> None:

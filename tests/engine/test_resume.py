@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import Runs, column, difference, events
+from tests.support.runs import ON_ROWS, Runs, column, difference, events
 
 
 def processes(count: int) -> str:
@@ -131,3 +131,44 @@ def test_more_steps_can_be_asked_for_but_not_other_data(runs: Runs) -> None:
     assert "data" in refused.stderr and "resumed" in refused.stderr
     runs.resumed(run, "train.max_steps=33")
     assert len(column(run, "loss")) == 33
+
+
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+def every_pair(names: tuple[str, ...]) -> list[str]:
+    """A walk from the first name back to it in which each name follows each other one once (Hierholzer)."""
+    left = {name: [other for other in names if other != name] for name in names}
+    stack, walk = [names[0]], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        ("fsdp", "zero3", "single", "fsdp", "ddp"),
+        pytest.param(tuple(every_pair(STRATEGIES)), marks=(pytest.mark.slow, pytest.mark.timeout(1500))),
+    ],
+    ids=["a few", "each after each"],
+)
+def test_one_strategy_goes_on_from_another(runs: Runs, walk: tuple[str, ...]) -> None:
+    """By the command line, and what the plan has chosen for one strategy is no hindrance to another."""
+
+    def asked(position: int) -> tuple[str, ...]:
+        strategy = walk[position]
+        count = processes(1 if strategy == "single" else 2)
+        return f"parallel.strategy={strategy}", count, f"train.max_steps={2 * position + 2}"
+
+    fixed = (ON_ROWS, "optimizer.schedule=constant", "model.dropout=0", "data.validation=null")
+    uninterrupted = runs.trained(*fixed, processes(1), f"train.max_steps={2 * len(walk)}")
+    run = runs.copied(runs.trained(*fixed, *asked(0)))
+    for position in range(1, len(walk)):
+        runs.resumed(run, *asked(position))
+    assert [start["strategy"] for start in events(run, "start")] == list(walk)
+    assert difference(column(run, "loss"), column(uninterrupted, "loss")) < 1e-5
+    assert difference(column(run, "grad_norm"), column(uninterrupted, "grad_norm")) < 1e-4

@@ -7,7 +7,17 @@ import signal
 from pathlib import Path
 
 from trainwright.engine.memory import OutOfMemory
-from trainwright.launch.failure import RanOut, error_file, error_record, first_failure
+from trainwright.launch.failure import (
+    Ended,
+    RankErrorHandler,
+    RanOut,
+    ended_from_outside,
+    error_file,
+    error_record,
+    first_failure,
+    new_slot,
+    slot_records,
+)
 
 
 def fail(logs: Path, rank: int, time: float, text: str, known: bool = False, exit_code: int = 4) -> None:
@@ -76,3 +86,24 @@ def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "no such GPU", known=True, exit_code=3)
     failure = first_failure(tmp_path, 1, {0: 3}, False)
     assert (failure.message, failure.exit_code) == ("no such GPU", 3)
+
+
+def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_connections(tmp_path: Path) -> None:
+    slots = {rank: new_slot() for rank in range(3)}
+    RankErrorHandler(slots[0]).record_exception(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {'x' * 200_000}"))
+    RankErrorHandler(slots[2]).record_exception(Ended(ended_from_outside(2, signal.SIGTERM)))
+    records = slot_records(slots)
+    assert records.keys() == {0, 2}
+    failure = first_failure(tmp_path, 3, {0: 4, 1: None, 2: 143}, False, records=records)
+    assert failure.message.startswith("rank 2 was ended by SIGTERM from outside") and failure.exit_code == 4
+    # One that crashed is told of before one that may have been ended because of that.
+    crashed = first_failure(tmp_path, 3, {0: 4, 1: -signal.SIGSEGV, 2: 143}, False, records=records)
+    assert crashed.message.startswith("rank 1 crashed")
+
+
+def test_what_a_worker_ends_with_is_known_where_nothing_can_be_written(tmp_path: Path) -> None:
+    slot = new_slot()
+    handler = RankErrorHandler(slot)
+    handler._get_error_file_path = lambda: str(tmp_path / "gone" / "rank-0.error.json")  # type: ignore[method-assign]
+    handler.record_exception(ValueError("boom"))
+    assert "ValueError: boom" in first_failure(tmp_path, 1, {0: 4}, False, records=slot_records({0: slot})).message

@@ -115,6 +115,18 @@ def test_ranks_that_do_not_come_are_named(runs: Runs) -> None:
     assert "ranks 1, 2" in finished.stderr and "2 s" in finished.stderr
 
 
+def test_a_run_whose_directory_is_gone_is_told_of_once(runs: Runs) -> None:
+    workers = start_workers(runs, srun(2, next(_jobs)), LONG)
+    run = workers[0].run
+    assert run is not None
+    workers[0].wait_for_step(3)
+    run.rename(run.with_name(f"{run.name}-moved"))
+    first, second = ended(workers)
+    assert (first.code, second.code) == (4, 4), first.stderr + second.stderr
+    assert (first.stderr + second.stderr).count("is gone: the run's directory was deleted or moved") == 1
+    assert not run.exists()
+
+
 def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) -> None:
     """The listener accepts and says nothing, which torch's own store would wait for without end."""
     port = listener.getsockname()[1]

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import all_gone, descendants, environment, wait_for
+from tests.support.commands import ROOT, all_gone, descendants, environment, wait_for
 from tests.support.control_groups import real_group
 from tests.support.forked import Finished, Started, fork_server
 
@@ -144,7 +144,9 @@ def test_nothing_listens_outside_loopback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to_group", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+)
 def test_stop_signal_lets_workers_write_a_checkpoint(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     logs = tmp_path / "logs"
     with running("train", logs, CHECKPOINT_SECONDS="1") as process:
@@ -205,3 +207,101 @@ def test_a_control_group_that_is_too_small_ends_in_words(tmp_path: Path) -> None
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 4, done.stderr
     assert done.stderr.startswith("error: rank 1 was killed by the kernel because the machine ran out of memory")
+
+
+def pids(logs: Path) -> dict[int, int]:
+    return {rank: int((logs / f"ready-{rank}").read_text()) for rank in range(2)}
+
+
+def test_a_worker_that_is_ended_from_outside_is_named_and_not_its_peers(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with running("train", logs) as process:
+        ready(logs)
+        os.kill(pids(logs)[1], signal.SIGTERM)
+        ended = process.wait(60)
+    assert ended.code == 4
+    assert ended.stderr.startswith("error: rank 1 was ended by SIGTERM from outside"), ended.stderr
+    assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
+
+
+def test_other_signals_to_a_worker_do_nothing(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with running("train", logs) as process:
+        ready(logs)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+            os.kill(pids(logs)[1], number)
+        time.sleep(0.5)
+        assert not process.ended
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60).code == 75
+
+
+def test_a_worker_that_has_used_its_time_up_stops_the_run(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with running("train", logs) as process:
+        ready(logs)
+        os.kill(pids(logs)[1], signal.SIGXCPU)
+        assert process.wait(60).code == 75
+    assert (logs / "checkpoint-0").exists()
+
+
+def test_a_worker_that_stands_still_is_woken_for_the_checkpoint(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with running("train", logs) as process:
+        ready(logs)
+        os.kill(pids(logs)[1], signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGTERM)
+        ended = process.wait(90)
+    assert ended.code == 75
+    assert f"rank 1 (process {pids(logs)[1]}) is stopped" in ended.stderr
+    assert (logs / "checkpoint-1").exists()
+
+
+def test_workers_with_nothing_to_save_end_in_bounded_time(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with running("fresh", logs) as process:
+        wait_for(lambda: all((logs / f"fresh-{rank}").exists() for rank in range(2)))
+        workers = descendants(process.pid)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(90).code == 75
+        assert all_gone(workers)
+
+
+@contextmanager
+def in_a_shell(logs: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A launch that is a line of a script, with these variables of a batch system and no others."""
+    jobs = ("SLURM", "PBS", "LSB", "JOB_ID", "FLUX", "COBALT")
+    given = {name: value for name, value in environment(**variables).items() if not name.startswith(jobs)}
+    script = f"{sys.executable} -m tests.support.launch_entries train 2 {logs}; echo done"
+    with subprocess.Popen(["bash", "-c", script], env={**given, **variables}, cwd=ROOT) as shell:
+        try:
+            yield shell
+        finally:
+            for file in logs.glob("ready-*"):
+                with suppress(ProcessLookupError):
+                    os.kill(int(file.read_text()), signal.SIGKILL)
+            shell.kill()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells of a parent's death")
+def test_a_job_script_whose_shell_dies_stops_its_run_after_a_checkpoint(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with in_a_shell(logs, PBS_JOBID="7") as shell:
+        ready(logs)
+        family = descendants(shell.pid)
+        shell.terminate()
+        assert shell.wait(30) == -signal.SIGTERM
+        assert all_gone(family, 60)
+    assert all((logs / f"checkpoint-{rank}").exists() for rank in range(2))
+
+
+def test_outside_of_a_job_a_run_outlives_its_shell(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with in_a_shell(logs) as shell:
+        ready(logs)
+        family = descendants(shell.pid)
+        shell.kill()
+        shell.wait(30)
+        time.sleep(1)
+        assert all(process.is_running() for process in family)
+        assert not (logs / "checkpoint-0").exists()

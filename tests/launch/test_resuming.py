@@ -9,8 +9,10 @@ import pytest
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.accelerate.meaning import read_meaning
-from trainwright.launch.request import read_request
+from trainwright.launch.request import read_request, resolve_request
 from trainwright.launch.resuming import continued
+from trainwright.machine.detect import Machine
+from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -106,7 +108,7 @@ def test_an_override_alone_is_refused_too() -> None:
 @pytest.mark.parametrize(
     ("override", "key", "value", "line"),
     [
-        ("checkpoint.every=5", "checkpoint.every", 5, "checkpoint.every 5: null until"),
+        ("checkpoint.every=5", "checkpoint.every", 5, "checkpoint.every 5: auto until"),
         ("checkpoint.keep_last=9", "checkpoint.keep_last", 9, "checkpoint.keep_last 9: 2 until"),
         ("evaluate.every=null", "evaluate.every", None, "evaluate.every null: 10 until"),
         ("logging.tensorboard=false", "logging.tensorboard", False, "logging.tensorboard false: true until"),
@@ -121,7 +123,7 @@ def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
     override: str, key: str, value: object, line: str
 ) -> None:
     run = a_run()
-    recipe, reasons = continued(run, None, [override])
+    recipe, reasons, _ = continued(run, None, [override])
     section, name = key.split(".")
     assert getattr(getattr(recipe, section), name) == value
     told = [reason for reason in reasons if reason.endswith(f" until the run was resumed (override {override!r})")]
@@ -151,7 +153,7 @@ def test_auto_in_the_recipe_is_what_the_run_has_and_an_override_with_auto_is_cho
 
 def test_another_number_of_processes_decides_anew_what_it_had_decided() -> None:
     run = a_run("train.gradient_accumulation_steps=2")
-    recipe, reasons = continued(run, None, ["parallel.num_processes=1"])
+    recipe, reasons, _ = continued(run, None, ["parallel.num_processes=1"])
     assert (recipe.parallel.strategy, recipe.train.gradient_accumulation_steps) == ("auto", "auto")
     assert recipe.train.micro_batch_size == 2
     assert reasons == (
@@ -165,12 +167,70 @@ def test_another_number_of_processes_decides_anew_what_it_had_decided() -> None:
     assert goes_on(sharded, None, "parallel.num_processes=4").parallel.strategy == "fsdp"
 
 
+MACHINE = Machine("here", "Some CPU", 2, 2**34, (), memory_free_bytes=2**34)
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+SHAPE = ("intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4", "max_position_embeddings=2048")
+
+
+def planned(strategy: str, *overrides: str) -> Path:
+    """A run as the plan has made it, of a recipe that says its strategy and nothing else of how it is spread."""
+    run = Path("runs") / f"of-{strategy}"
+    run.mkdir(parents=True)
+    Path("rows.jsonl").write_text('{"question": "Why?", "answer": "Because."}\n' * 16)
+    fixed = ("train.mixed_precision=no", *(f"model.config.{value}" for value in SHAPE))
+    asked = load_recipe(Path("tiny.yaml"), [*fixed, f"parallel.strategy={strategy}", *overrides])
+    resolved = resolve(asked, MACHINE)
+    text = run_directory.recipe_text(resolved.recipe)
+    run_directory.record(run, text, "tiny", resolved.reasons, {}, resolved.chosen)
+    return run
+
+
+@pytest.mark.parametrize("after", STRATEGIES)
+@pytest.mark.parametrize("before", STRATEGIES)
+def test_every_strategy_goes_on_as_every_other(before: str, after: str) -> None:
+    processes = f"parallel.num_processes={1 if before == 'single' else 2}"
+    run = planned(before, processes)
+    recipe = load_recipe(run / "recipe.yaml")
+    if before == "fsdp":
+        assert not recipe.parallel.reshard_after_forward, "the plan has chosen what another strategy does not read"
+    count = f"parallel.num_processes={1 if after == 'single' else 2}"
+    request = read_request([f"parallel.strategy={after}", count], str(run))
+    resolved = resolve_request(request, MACHINE)
+    assert resolved.recipe.parallel.strategy == after
+    # And back again, by the recipe that this leaves behind.
+    text = run_directory.recipe_text(resolved.recipe)
+    run_directory.record(run, text, "tiny", resolved.reasons, {}, resolved.chosen)
+    back = resolve_request(read_request([f"parallel.strategy={before}", processes], str(run)), MACHINE)
+    assert back.recipe.parallel == recipe.parallel and back.recipe.train == recipe.train
+
+
+def test_a_number_of_processes_that_was_chosen_follows_the_strategy_and_one_that_was_written_stays() -> None:
+    chosen = planned("ddp", "parallel.num_processes=auto")
+    assert "parallel.num_processes" in run_directory.chosen(chosen)
+    resolved = resolve_request(read_request(["parallel.strategy=single"], str(chosen)), MACHINE)
+    assert resolved.recipe.parallel.num_processes == 1
+    written = planned("zero1", "parallel.num_processes=2")
+    with pytest.raises(RequestError, match=r"single runs one process, but parallel\.num_processes is 2"):
+        read_request(["parallel.strategy=single"], str(written))
+
+
+def test_a_key_of_another_strategy_that_the_user_wrote_is_refused_by_its_place() -> None:
+    run = planned("fsdp", "parallel.num_processes=2", "parallel.reshard_after_forward=false")
+    assert "parallel.reshard_after_forward" not in run_directory.chosen(run)
+    with pytest.raises(RequestError, match=r"reshard_after_forward: has no effect under parallel\.strategy ddp"):
+        read_request(["parallel.strategy=ddp"], str(run))
+    both = ["parallel.strategy=ddp", "parallel.reshard_after_forward=true"]
+    assert read_request(both, str(run)).recipe.parallel.strategy == "ddp"
+
+
 def test_the_reasons_of_the_run_are_kept_while_they_hold() -> None:
     run = a_run()
     assert continued(run, None, []).reasons == (*REASONS[:2], *REASONS[3:])
     prompts = f"evaluate.prompts=[{'why ' * 30}]"
     for override in (prompts, "checkpoint.every=5", "checkpoint.every=6"):
-        recipe, reasons = continued(run, None, [override])
+        recipe, reasons, _ = continued(run, None, [override])
         run_directory.record(run, run_directory.recipe_text(recipe), "tiny", reasons)
     kept = continued(run, None, []).reasons
     assert [line.partition(" until")[0] for line in kept[4:]] == [

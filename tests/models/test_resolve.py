@@ -81,7 +81,7 @@ def test_incomplete_directories_are_named(tmp_path: Path) -> None:
     weights = tmp_path / "m" / "model.safetensors"
     whole = weights.read_bytes()
     for content, message in (
-        (whole[:-1], "model.safetensors is truncated"),
+        (whole[:-1], "it is truncated"),
         (whole[:100], "is damaged or not safetensors"),
         (b"", "is damaged or not safetensors"),
     ):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError
-from trainwright.launch.process import console, preload_libraries, run_in_child, stop_requested
+from trainwright.launch.process import console, preload_libraries, run_in_child, set_fresh, stop_requested
 from trainwright.launch.stop import Stopping
 
 
@@ -25,7 +25,7 @@ def entry(kind: str, logs: Path) -> int:
     if (stream := console()) is not None:
         print(f"on the console: rank {rank} port {os.environ['MASTER_PORT']}", file=stream, flush=True)
     dist.barrier()
-    (logs / f"ready-{rank}").touch()
+    _write(logs / f"ready-{rank}", str(os.getpid()))
     if kind == "finish":
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
@@ -44,7 +44,10 @@ def entry(kind: str, logs: Path) -> int:
         os._exit(9)
     if kind in ("raise", "raise-known", "die", "exit"):
         dist.all_reduce(torch.ones(1))
-    if kind in ("sleep", "raise-sleeping"):
+    if kind == "fresh":
+        set_fresh(True)
+        (logs / f"fresh-{rank}").touch()
+    if kind in ("sleep", "raise-sleeping", "fresh"):
         time.sleep(600)
     if kind == "hog" and rank == 1:
         hoard: list[bytes] = []
@@ -56,6 +59,13 @@ def entry(kind: str, logs: Path) -> int:
         return train(rank, logs)
     dist.destroy_process_group()
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    """At once: a test looks for the file and reads it."""
+    part = file.with_suffix(".part")
+    part.write_text(text)
+    part.replace(file)
 
 
 def train(rank: int, logs: Path) -> int:

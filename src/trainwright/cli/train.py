@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from trainwright.activity import Activity, doing
-from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, RequestError
+from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, RequestError, TrainingError
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -169,10 +169,15 @@ def _run(
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     here = processes // count
     from trainwright.launch.limits import check_limits
-    from trainwright.launch.process import limit_threads
+    from trainwright.launch.process import limit_threads, outlive_output
 
+    outlive_output()
     check_limits(here, processes)
     limit_threads(machine.cpu_cores, here)
+    from trainwright.launch.batch import warning
+
+    if (said := warning()) is not None:
+        say(f"warning: {said}", file=sys.stderr)
     if place is None:
         from trainwright.launch.stop import Stopping
 
@@ -208,7 +213,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
             held.enter_context(run_directory.only_launch(run))
             until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
-            run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json())
+            run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
             (run / "logs").mkdir(exist_ok=True)
             return run, text
 
@@ -246,11 +251,27 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
         relaunch = Relaunch(run, lambda fault: functools.partial(work, run, True, fault=fault))
         code = launch(entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes, relaunch=relaunch)
     if code == EXIT_STOPPED:
-        killed = "killed; the newest whole checkpoint is kept" if stopping.killed else "stopped after a checkpoint"
-        say(f"{killed}; continue with: trainwright train --resume {run}", file=sys.stderr)
+        say(f"{_left(run, stopping)}; continue with: trainwright train --resume {run}", file=sys.stderr)
+    elif code == EXIT_FINISHED and not (run / "final").is_dir():
+        raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
     elif code == EXIT_REQUEST and node == 0 and request.run is None and not (run / "events.jsonl").exists():
         _discard(run)
     return code
+
+
+def _left(run: Path, stopping: Stopping) -> str:
+    """How a run ended that was stopped, and what it can go on from."""
+    from trainwright.engine.checkpoint import Checkpoints
+    from trainwright.launch.stop import CHECKPOINT, NEWEST
+
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
+    steps = checkpoints.steps()
+    if not steps:
+        return "stopped before the first checkpoint; nothing was kept"
+    if stopping.left == CHECKPOINT:
+        return "stopped after a checkpoint"
+    said = "killed" if stopping.left == NEWEST else "stopped before another step"
+    return f"{said}; the newest whole checkpoint is kept ({checkpoints.path(steps[-1])})"
 
 
 def _discard(run: Path) -> None:

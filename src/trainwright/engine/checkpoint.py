@@ -13,25 +13,38 @@ whole tensor, so a checkpoint loads on any number of ranks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainwright.engine.manifest import (
+    FORMAT,
+    MANIFEST,
+    RECIPE,
+    STATE,
+    CheckpointError,
+    Manifest,
+    check_tensors,
+    open_inside,
+    read_state,
+    seal_of,
+    whole_shape,
+)
 from trainwright.engine.tensor_files import checksum, sync_directory, write_tensors
-from trainwright.errors import RequestError, TrainingError
+from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
-_FORMAT = 1
+_Stamps = tuple[tuple[str, int, int, int], ...]  # of every file: name, size, when it was changed, inode
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class Checkpoints:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
+        # Of what this process has written or read: what its files looked like, and whether it can be used.
+        self._known: dict[int, tuple[_Stamps, bool]] = {}
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
@@ -65,63 +80,88 @@ class Checkpoints:
         if world.is_main:
             self._remove_leftovers()
         world.barrier()
-        outcome = _attempt(lambda: _write_part(scratch, world.rank, shards))
+        outcome = _attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
         outcomes = world.gather(outcome)
         if world.is_main and not any(isinstance(o, str) for o in outcomes):
-            outcomes = [_attempt(lambda: _finish(scratch, final, outcomes, state, recipe))]
+            outcomes = [_attempt(lambda: _finish(scratch, final, outcomes, state, recipe), scratch)]
         failure = world.broadcast(next((o for o in outcomes if isinstance(o, str)), None))
         if failure is not None:
             if world.is_main:
-                shutil.rmtree(scratch, ignore_errors=True)
+                _remove(scratch)
             raise CheckpointError(f"checkpoint of step {step} was not written: {failure}")
+        if world.is_main:
+            self._known[step] = (_stamps(final), True)
         return Saved(final, time.monotonic() - begun)
 
     def prune(self, best: int | None) -> None:
-        """Remove all but the last few and the best. Called by rank 0 alone, after a save."""
-        steps = self.steps()
-        keep = set(steps[-self._keep_last :])
-        if self._keep_best and best is not None:
-            keep.add(best)
+        """Remove what is older than the last few that can be used, but the best. Called by rank 0 alone, after a save.
+
+        A checkpoint that cannot be used does not count, so the newest that can is never removed.
+        """
+        steps, usable = self.steps(), 0
+        while steps and usable < self._keep_last:
+            if len(steps) <= self._keep_last - usable:
+                return  # all of them are kept, whatever they are
+            usable += self._is_usable(steps.pop())
         for step in steps:
-            if step not in keep:
-                # Renamed first: a kill between the two leaves no half checkpoint under a valid name.
-                doomed = self._directory / f".removing-{self.path(step).name}"
-                self.path(step).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+            if self._keep_best and step == best:
+                continue
+            # Renamed first: a kill between the two leaves no half checkpoint under a valid name.
+            doomed = self._directory / f".removing-{self.path(step).name}"
+            self.path(step).rename(doomed)
+            _remove(doomed)
+
+    def _is_usable(self, step: int) -> bool:
+        """Whether the checkpoint verifies; one that this process has written or read is not read again."""
+        path = self.path(step)
+        if (known := self._known.get(step)) is not None and known[0] == _stamps(path):
+            return known[1]
+        self._open(step)
+        return self._known[step][1]
+
+    def _open(self, step: int) -> Checkpoint | CheckpointError:
+        """The checkpoint, or why it cannot be used."""
+        path = self.path(step)
+        stamps = _stamps(path)
+        try:
+            if path.is_symlink() or not path.is_dir():
+                raise CheckpointError(f"{path} is not a directory")
+            found: Checkpoint | CheckpointError = Checkpoint.open(path)
+        except CheckpointError as error:
+            found = error
+        self._known[step] = (stamps, isinstance(found, Checkpoint))
+        return found
 
     def _remove_leftovers(self) -> None:
         """What a kill left of a checkpoint being written or removed."""
         for pattern in (".writing-*", ".removing-*"):
             for path in self._directory.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint directory, ascending. It may still fail its verification."""
-        names = self._directory.glob("step-*") if self._directory.is_dir() else ()
-        return sorted(int(path.name[5:]) for path in names if path.name[5:].isdigit())
+        """Steps whose checkpoint has its place taken, ascending. What is there may still fail its verification."""
+        names = self._directory.iterdir() if self._directory.is_dir() else ()
+        found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
+        return sorted(step for match in found if match and self.path(step := int(match[1])).name == match[0])
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and why each newer one was refused."""
         refused: list[str] = []
         for step in reversed(self.steps()):
-            try:
-                return Checkpoint.open(self.path(step)), refused
-            except CheckpointError as error:
-                refused.append(str(error))
+            found = self._open(step)
+            if isinstance(found, Checkpoint):
+                return found, refused
+            refused.append(str(found))
         return None, refused
-
-
-class CheckpointError(TrainingError):
-    """A checkpoint that could not be written, or that is not what its manifest says."""
 
 
 class Checkpoint:
     """A verified checkpoint."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
-        self._blocks: dict[str, list[dict[str, Any]]] = manifest["tensors"]
-        self.state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        self._manifest = manifest
+        self.state: dict[str, Any] = read_state(path)
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
@@ -130,35 +170,31 @@ class Checkpoint:
         Raises:
             CheckpointError: naming the first file that is missing or not as the manifest has it.
         """
-        try:
-            manifest = json.loads((path / "manifest.json").read_text())
-            seal = manifest.pop("sha256")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}/manifest.json cannot be read: {error!r}") from error
-        if seal != _seal(manifest):
-            raise CheckpointError(f"{path}/manifest.json is not what was written (checksum differs)")
-        if manifest["format"] != _FORMAT:
-            raise CheckpointError(f"{path}: written in format {manifest['format']}, not {_FORMAT}")
-        for name, expected in manifest["files"].items() if verify else ():
+        manifest = Manifest.read(path)
+        for name, expected in manifest.files.items() if verify else ():
             try:
-                found = checksum(path / name)
+                with open_inside(path, name) as file:
+                    # A file of another size need not be read to be refused.
+                    found = checksum(file) if os.fstat(file.fileno()).st_size == expected[0] else None
             except OSError as error:
-                raise CheckpointError(f"{path}/{name} cannot be read: {error.strerror}") from error
-            if found != (expected["size"], expected["sha256"]):
-                raise CheckpointError(f"{path}/{name} is not what was written (size or checksum differs)")
+                raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+            if found != expected:
+                raise CheckpointError(f"{path / name} is not what was written (size or checksum differs)")
+            if name.endswith(".safetensors"):
+                check_tensors(path, name, manifest)
         return cls(path, manifest)
 
     def reader(self) -> Reader:
         """Reads tensors, each in whatever blocks are asked for. Use as a context manager."""
-        return Reader(self.path, self._blocks)
+        return Reader(self.path, self._manifest)
 
 
 class Reader:
     """Gives any block of any tensor of a checkpoint, from whichever files hold it."""
 
-    def __init__(self, path: Path, blocks: dict[str, list[dict[str, Any]]]) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
-        self._blocks = blocks
+        self._manifest = manifest
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -173,13 +209,13 @@ class Reader:
 
         Raises:
             RequestError: the checkpoint is of another model: no such tensor, or of another shape.
+            CheckpointError: a file does not hold what the manifest says.
         """
-        blocks = self._blocks.get(name)
+        blocks = self._manifest.tensors.get(name)
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
-        whole = [max(b["offset"][d] + b["size"][d] for b in blocks) for d in range(len(shard.shape))]
-        if tuple(whole) != shard.shape:
-            raise RequestError(f"{self._path}: {name} has shape {whole}, the model wants {list(shard.shape)}")
+        if (whole := whole_shape(blocks)) != shard.shape:
+            raise RequestError(f"{self._path}: {name} has shape {list(whole)}, the model wants {list(shard.shape)}")
         result = torch.empty_like(shard.local, device="cpu")
         for block in blocks:
             _copy_overlap(result, shard.offset, block, lambda b=block: self._open(b["file"]).get_slice(name))
@@ -189,8 +225,19 @@ class Reader:
         from safetensors import safe_open
 
         if name not in self._files:
+            check_tensors(self._path, name, self._manifest)
             self._files[name] = self._stack.enter_context(safe_open(self._path / name, framework="pt"))
         return self._files[name]
+
+
+def _stamps(path: Path) -> _Stamps:
+    """What tells without reading it whether a checkpoint is still the one that was looked at before."""
+    try:
+        with os.scandir(path) as files:
+            found = [(file.name, file.stat(follow_symlinks=False)) for file in files]
+    except OSError:
+        return ()
+    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found))
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:
@@ -208,7 +255,9 @@ def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str
 
 def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> dict[str, Any]:
     """Write this rank's blocks; what its manifest needs to know of them."""
-    scratch.mkdir(parents=True, exist_ok=True)
+    # Not its parents too: a run's directory that has been deleted is not to come back without the run.
+    scratch.parent.mkdir(exist_ok=True)
+    scratch.mkdir(exist_ok=True)
     mine = {name: shards[name] for name in _own(shards)}
     file = f"rank-{rank:05d}.safetensors"
     size, digest = write_tensors(scratch / file, {name: shard.local for name, shard in mine.items()})
@@ -238,28 +287,33 @@ def _own(shards: Mapping[str, Shard]) -> list[str]:
 
 def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict[str, Any], recipe: str) -> None:
     """Add what is not a tensor, then the manifest, and give the checkpoint its name."""
-    manifest: dict[str, Any] = {"format": _FORMAT, "files": {}, "tensors": {}}
+    manifest: dict[str, Any] = {"format": FORMAT, "files": {}, "tensors": {}}
     for part in parts:
         manifest["files"].update(part["files"])
         for name, block in part["tensors"].items():
             manifest["tensors"].setdefault(name, []).append(block)
-    for name, text in (("state.json", json.dumps(state, indent=1)), ("recipe.yaml", recipe)):
+    for name, text in ((STATE, json.dumps(state, indent=1)), (RECIPE, recipe)):
         _write_text(scratch / name, text)
-        size, digest = checksum(scratch / name)
+        with (scratch / name).open("rb") as file:
+            size, digest = checksum(file)
         manifest["files"][name] = {"size": size, "sha256": digest}
-    _write_text(scratch / "manifest.json", json.dumps({**manifest, "sha256": _seal(manifest)}))
+    _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
     sync_directory(scratch)
     old = final.with_name(f".removing-{final.name}")
-    if final.exists():  # one that was refused when the run was resumed from an earlier step
+    if os.path.lexists(final):  # one that was refused when the run was resumed from an earlier step
         final.rename(old)
     scratch.rename(final)
     sync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
-def _seal(manifest: dict[str, Any]) -> str:
-    """The manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+def _remove(path: Path) -> None:
+    """Remove a directory with all that is in it, a file, or a link but nothing that it leads to; as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -269,9 +323,9 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _attempt(action: Any) -> Any:
-    """The action's result, or in words why it could not be done: ranks must agree before any of them raises."""
+def _attempt(action: Any, place: Path) -> Any:
+    """The action's result, or in words why it could not be done at ``place``: ranks agree before any of them raises."""
     try:
         return action()
     except OSError as error:
-        return f"{error.strerror or error} ({error.filename or 'while writing'})"
+        return f"{error.strerror or error} ({error.filename or place})"

@@ -8,7 +8,8 @@ import torch
 
 from trainwright.engine.memory import Shortage, attempt
 from trainwright.engine.task import Task
-from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.strategy import Independent, Strategy
+from trainwright.parallel.world import StopRequested
 
 
 def evaluate(
@@ -19,31 +20,53 @@ def evaluate(
     Args:
         again: told on every rank how memory ran out there, if it did; says whether all begin again.
         tell: as for ``generate``.
+
+    Raises:
+        StopRequested: on every rank, when any of them was asked to stop; nothing of it is kept.
     """
     while True:
-        sums = attempt(lambda: _statistics(task, strategy))
+        sums = _statistics(task, strategy)
         if not again(sums if isinstance(sums, Shortage) else None):
             break
     assert not isinstance(sums, Shortage)
     return task.metrics(strategy.world.sum(sums)) | task.answer_metrics(strategy, tell)
 
 
-def _statistics(task: Task, strategy: Strategy) -> list[float]:
-    """This rank's part of the sums over the validation split."""
+def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
+    """This rank's part of the sums over the validation split; or how memory ran out here."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
     sums: torch.Tensor | None = None
     module.eval()
-    with torch.no_grad():
+    try:
         for step in range(len(task.validation)):
-            batch = task.validation.global_batch(step)
-            task.before_passes(strategy, batch, validation=True)
-            for micro in batch.for_rank(world.rank, world.size):
-                part = task.statistics(module, micro, world.device).double()
+            parts = attempt(lambda step=step: _batch_statistics(task, strategy, step))  # type: ignore[misc]
+            if isinstance(parts, Shortage) and not isinstance(strategy, Independent):
+                return parts  # the other ranks wait for this one in passes of theirs
+            stop = world.stop_requested is not None and world.stop_requested()
+            ranks = world.gather_floats([float(stop), float(isinstance(parts, Shortage))])
+            if any(stopped for stopped, _ in ranks):
+                raise StopRequested
+            if isinstance(parts, Shortage):
+                return parts
+            for part in parts:
                 sums = part if sums is None else sums + part
-    module.train()
+            if any(short for _, short in ranks):
+                break  # another rank has to begin again, and so all do
+    finally:
+        module.train()
     assert sums is not None
     return sums.tolist()
+
+
+@torch.no_grad()
+def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.Tensor]:
+    """This rank's sums over each of its micro-batches of one batch of the validation split."""
+    assert task.validation is not None
+    world, batch = strategy.world, task.validation.global_batch(step)
+    task.before_passes(strategy, batch, validation=True)
+    mine = batch.for_rank(world.rank, world.size)
+    return [task.statistics(strategy.module, micro, world.device).double() for micro in mine]
 
 
 def generate(
@@ -54,6 +77,9 @@ def generate(
     Args:
         tell: gets the reason where the ranks generate in step, which is slower.
         room: see ``Strategy.whole``.
+
+    Raises:
+        StopRequested: as ``evaluate``.
     """
     world, prompts = strategy.world, task.prompts
     if not prompts:
@@ -62,8 +88,12 @@ def generate(
         if in_step is not None:
             tell(in_step)
         # In step, ranks run the module equally often by answering the same.
-        mine = range(len(prompts)) if in_step is not None else range(world.rank, len(prompts), world.size)
-        texts = {index: task.generate(module, prompts[index]) for index in mine}
+        mine, every = (0, 1) if in_step is not None else (world.rank, world.size)
+        texts = {}
+        for first in range(0, len(prompts), every):
+            if (index := first + mine) < len(prompts):
+                texts[index] = task.generate(module, prompts[index])
+            world.break_point()
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainwright.errors import TrainingError
+
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
 
@@ -23,6 +25,7 @@ class EventLog:
 
     def __init__(self, path: Path | None, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
+        self._path = path
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,9 +33,18 @@ class EventLog:
             self._file = path.open("a", encoding="utf-8")
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Record one event, with the time in seconds since the epoch."""
-        if self._file is None:
+        """Record one event, with the time in seconds since the epoch.
+
+        Raises:
+            TrainingError: the file is not there any more, and with it, as a rule, the run's directory.
+        """
+        if self._file is None or self._path is None:
             return
+        if _is_gone(self._path):
+            raise TrainingError(
+                f"{self._path} is gone: the run's directory was deleted or moved, or its file system is no longer "
+                "mounted; put it back, or --resume the run in its new place"
+            )
         record: Event = {"event": event, "time": time.time(), **fields}
         try:
             self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
@@ -40,20 +52,33 @@ class EventLog:
         except OSError as error:
             # A full disk must not end a run that can still train; the observers say so on the console.
             record = {**record, "write_error": str(error)}
-        for observer in self._observers:
-            observer(record)
+        self._show(record)
 
     def announce(self, doing: str, step: int | None = None) -> None:
         """Tell the observers what is being done until the next event, which may be a while; nothing is recorded."""
         if self._file is not None:
-            for observer in self._observers:
-                observer({"event": "phase", "time": time.time(), "doing": doing, "step": step})
+            self._show({"event": "phase", "time": time.time(), "doing": doing, "step": step})
+
+    def _show(self, event: Event) -> None:
+        for observer in self._observers:
+            with suppress(OSError):  # curves, or a console that is a file, on a disk that is full
+                observer(event)
 
     def close(self) -> None:
         """What could not be written until now, for want of space, is lost, and the observers know."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # a file system that does not answer now may do so later
+        return False
+    return False
 
 
 def _plain(value: Any) -> Any:

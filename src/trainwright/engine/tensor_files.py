@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -68,11 +69,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def checksum(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    return path.stat().st_size, digest.hexdigest()
+def checksum(file: BufferedReader) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of an open file."""
+    digest = hashlib.file_digest(file, "sha256")
+    return os.fstat(file.fileno()).st_size, digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

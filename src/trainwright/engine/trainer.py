@@ -7,9 +7,9 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,15 +17,18 @@ from trainwright.data.stream import GlobalBatch
 from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import EventLog
+from trainwright.engine.export import export
 from trainwright.engine.halving import Halving
-from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.measured import Measured
-from trainwright.engine.memory import Shortage, attempt, peak_memory
-from trainwright.engine.read_back import check_checkpoint, check_export, gathered
+from trainwright.engine.memory import Shortage, peak_memory
+from trainwright.engine.progress import EVALUATION, GENERATION, Progress
+from trainwright.engine.read_back import check_checkpoint
+from trainwright.engine.saving import Saving
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.errors import RequestError, TrainingError
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import StopRequested
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -36,25 +39,11 @@ _GROW_LOSS_SCALE_EVERY = 2000
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
 
 
-@dataclass
-class Progress:
-    """Where a run is: everything a checkpoint holds that is not a tensor."""
+class _Said(NamedTuple):
+    """What all ranks agree on after a step: whether any was asked to stop, and whether a checkpoint is due."""
 
-    step: int = 0  # also the position in the stream
-    tokens: int = 0
-    target_tokens: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    loss_scale: float = 1.0  # fp16 only: what losses are multiplied by so that small gradients do not vanish
-    steps_at_scale: int = 0
-    losses: Losses = field(default_factory=Losses)  # for train.skip_loss_spikes
-    noise: Noise = field(default_factory=Noise)  # for train.gradient_noise_scale
-
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> Progress:
-        """From what a checkpoint holds."""
-        losses, noise = Losses(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))
-        return cls(**saved, losses=losses, noise=noise)
+    stop: bool
+    save: bool
 
 
 class Trainer:
@@ -63,6 +52,7 @@ class Trainer:
     Args:
         stop_requested: asked after every step; true on any rank ends the run after a checkpoint.
         keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
+        updating: called before the weights are changed.
     """
 
     def __init__(
@@ -77,6 +67,7 @@ class Trainer:
         max_steps: int,
         stop_requested: Callable[[], bool],
         keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe),
+        updating: Callable[[], None] = lambda: None,
     ) -> None:
         self.recipe = recipe
         self.task = task
@@ -87,32 +78,50 @@ class Trainer:
         self.events = events
         self.max_steps = max_steps
         self.stop_requested = stop_requested
+        self._updating = updating
         self._scaled = recipe.train.mixed_precision == "fp16"
         self.progress = Progress(loss_scale=_FIRST_LOSS_SCALE if self._scaled else 1.0)
         self._saved_step: int | None = None
         self._told_of_room = False
         self._halving = Halving(recipe, recipe_text, task, strategy, events, keep_recipe)
         self._measured = Measured(self.world.device)
+        self._saving = Saving(recipe.checkpoint.every)
 
     def run(self, final: Path) -> bool:
-        """Train to the last step and write the model to ``final``; False when a signal ended it before."""
+        """Train to the last step and write the model to ``final``; False when a signal ended it before.
+
+        Where a stop comes in an evaluation or in the export, that is broken off and done again when the run is resumed.
+        """
         begun = time.monotonic()
+        try:
+            self._train()
+            self.events.announce(f"writing the model to {final}", self.progress.step)
+            export(self.task, self.strategy, final, self.progress.step, self._saved_step)
+        except StopRequested:
+            if self.progress.step:
+                self._checkpoint(last_chance=True)
+            self._finish("stopped", begun, self.checkpoints.path(self.progress.step) if self.progress.step else None)
+            return False
+        self._finish("finished", begun, final)
+        return True
+
+    def _train(self) -> None:
         if self.progress.step == 0:
-            self._evaluate()
+            self.progress.pending = EVALUATION
+        self._evaluate()
         self.strategy.module.train()
         self.events.announce("compiling" if self.recipe.train.compile is True else "the first step")
         while self.progress.step < self.max_steps:
-            stop = self._step()
+            said = self._step()
             last = self.progress.step == self.max_steps
-            improved = (last or self._due(self.recipe.evaluate.every)) and self._evaluate()
-            if stop or last or improved or self._due(self.recipe.checkpoint.every):
-                self._checkpoint(last_chance=stop and not last)
-            if stop and not last:
-                self._finish("stopped", begun, self.checkpoints.path(self._saved_step or 0))
-                return False
-        self._export(final)
-        self._finish("finished", begun, final)
-        return True
+            every = self.recipe.evaluate.every
+            if last or (every is not None and self.progress.step % every == 0):
+                self.progress.pending = EVALUATION
+            if said.stop:
+                raise StopRequested
+            improved = self._evaluate()
+            if last or improved or said.save:
+                self._checkpoint(last_chance=False)
 
     def rehearse(self, steps: int, *, fullest: bool = False) -> bool:
         """Take the first steps of the run and keep nothing of them but their events; False when a signal ended it.
@@ -128,7 +137,7 @@ class Trainer:
         first = self._fullest_step() if fullest else 0
         for done in range(steps):
             self.progress.step = first if fullest else done
-            if self._step() and done < steps - 1:
+            if self._step().stop and done < steps - 1:
                 return False
         return True
 
@@ -160,14 +169,19 @@ class Trainer:
                 f"model: the weights to start from are not those that {checkpoint.path} was started from, and what is "
                 "trained is compared with them; put back the model that the run began with, or start a new run"
             )
+        try:
+            progress = Progress.of(checkpoint.state.get("progress", {}))
+            own = {str(name): float(value) for name, value in checkpoint.state.get("task", {}).items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
         with checkpoint.reader() as reader:
             self.strategy.load_state(reader)
-        self.progress = Progress.of(dict(checkpoint.state["progress"]))
-        self.task.state.update(checkpoint.state.get("task", {}))
+        self.progress = progress
+        self.task.state.update(own)
         self._saved_step = self.progress.step
 
-    def _step(self) -> bool:
-        """One optimizer step; whether any rank was asked to stop."""
+    def _step(self) -> _Said:
+        """One optimizer step; what follows from it on every rank."""
         begun = time.perf_counter()
         step = self.progress.step + 1
         batch = self.task.stream.global_batch(step - 1)
@@ -178,6 +192,7 @@ class Trainer:
         if small and (noise := self.progress.noise.add(small, (norm, float(batch.examples)))) is not None:
             metrics["gradient_noise_scale"] = noise
         learning_rate = self.schedule(step)
+        self._updating()
         if self._is_spike(step, loss):
             self.strategy.discard_gradients()
         else:
@@ -204,7 +219,7 @@ class Trainer:
             **({"metrics": metrics} if metrics else {}),
         )
         self._grow_loss_scale()
-        return any(rank[1] for rank in ranks)
+        return _Said(stop=any(rank[1] for rank in ranks), save=bool(ranks[0][4]))
 
     def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]], list[float]]:
         """Gradients of the global batch; its mean loss, their norm, what every rank has to say, and own statistics.
@@ -216,7 +231,8 @@ class Trainer:
             done = self._halving.passes(step, batch, functools.partial(self._passes, step, batch))
             shortage = done if isinstance(done, Shortage) else None
             losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, Shortage) else done
-            state = [float(self.stop_requested()), peak_memory(self.world.device), float(shortage is not None)]
+            memory, due = peak_memory(self.world.device), self._saving.is_due(step)
+            state = [float(self.stop_requested()), memory, float(shortage is not None), float(due)]
             ranks = self.world.gather_floats([sum(losses), *state])
             if any(rank[3] for rank in ranks):
                 batch = self._halving.again(step, batch, shortage)
@@ -300,13 +316,14 @@ class Trainer:
         self.events.emit("fault", kind="non_finite", rank=rank, detail=detail, action="stop", step=step)
         raise TrainingError(f"training stopped: {detail}")
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.progress.step % every == 0
-
     def _evaluate(self) -> bool:
-        """Measure on the validation split and sample; whether this is a new best that is to be kept."""
+        """Measure on the validation split and sample, as far as pending; whether this is a new best that is to be kept.
+
+        Raises:
+            StopRequested: on every rank; what was broken off is still pending.
+        """
         step, progress, improved = self.progress.step, self.progress, False
-        if self.task.validation is not None:
+        if progress.pending == EVALUATION and self.task.validation is not None:
             self.events.announce("evaluating", step)
             begun = time.monotonic()
             metrics = evaluate(
@@ -316,10 +333,13 @@ class Trainer:
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step
-        if self.task.prompts:
-            self.events.announce("generating samples", step)
-        for prompt, text in generate(self.task, self.strategy, self._tell_of_room):
-            self.events.emit("generate", step=step, prompt=prompt, text=text)
+        if progress.pending is not None:
+            progress.pending = GENERATION
+            if self.task.prompts:
+                self.events.announce("generating samples", step)
+            for prompt, text in generate(self.task, self.strategy, self._tell_of_room):
+                self.events.emit("generate", step=step, prompt=prompt, text=text)
+            progress.pending = None
         return improved and self.recipe.checkpoint.keep_best is True
 
     def _tell_of_room(self, reason: str) -> None:
@@ -334,7 +354,7 @@ class Trainer:
         Raises:
             TrainingError: it failed at the ``last_chance``: the run ends here, and would be taken for saved.
         """
-        step = self.progress.step
+        step, begun = self.progress.step, time.monotonic()
         if self._saved_step == step:
             return
         self.events.announce("writing a checkpoint", step)
@@ -351,6 +371,7 @@ class Trainer:
             if base is not None:
                 check_checkpoint(self.task, self.world, saved.path, shards)
         except CheckpointError as error:
+            self._saving.saved(time.monotonic() - begun)
             action = "stop" if last_chance else "continue"
             self.events.emit("fault", kind="checkpoint", rank=0, detail=str(error), action=action, step=step)
             if last_chance:
@@ -360,44 +381,12 @@ class Trainer:
                 raise TrainingError(f"stopped by a signal, but the {error}; {stands}{hint}") from error
             return
         self._saved_step = step
+        self._saving.saved(time.monotonic() - begun)
         self.events.emit("checkpoint", step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds)
         if self.world.is_main:
             self.checkpoints.prune(self.progress.best_step)
 
-    def _export(self, final: Path) -> None:
-        self.events.announce(f"writing the model to {final}", self.progress.step)
-        different: list[str] = []
-        adapter = self.task.base is not None
-        tensors = gathered(self.strategy, different) if adapter else self.strategy.parameters()
-        failure: str | None = None
-        if self.world.is_main:
-            try:
-                done = attempt(lambda: self.task.export(tensors, final))
-            except OSError as error:
-                failure = f"{final} could not be written: {error.strerror or error}"
-            else:
-                if isinstance(done, Shortage):
-                    raise TrainingError(
-                        f"memory ran out while {final} was written: {done.detail}; {self._kept()}: --resume this "
-                        "run where there is more"
-                    )
-        for _ in tensors:  # every rank takes part in gathering
-            pass
-        failure = self.world.broadcast(failure)
-        if failure is not None:
-            raise TrainingError(f"{failure}; {self._kept()}: make room, then --resume this run")
-        if adapter:
-            check_export(self.task, self.strategy, final, different)
-
-    def _kept(self) -> str:
-        """What of a run whose last step is done can be resumed."""
-        if self._saved_step == self.progress.step:
-            return "the training is done and checkpointed"
-        if self._saved_step is None:
-            return "the training is done, but no checkpoint could be written, so it begins anew"
-        return f"the training is done, but its newest checkpoint is of step {self._saved_step}"
-
-    def _finish(self, status: str, begun: float, path: Path) -> None:
+    def _finish(self, status: str, begun: float, path: Path | None) -> None:
         seconds = time.monotonic() - begun
         found = self._measured.summary()
         self.events.emit("finish", status=status, step=self.progress.step, seconds=seconds, path=path, measured=found)

@@ -53,13 +53,15 @@ def over_ranks(
 
     Raises:
         MachineError: on every rank, where memory runs out with a single example.
+        StopRequested: on every rank, when any of them was asked to stop.
     """
     found: dict[int, T] = {}
     shortage: str | None = None
     largest = max(map(len, batches), default=0)
     shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
-    for batch in (batches[number] for number in shares[0 if together else world.rank]):
-        waiting = [list(part) for part in _parts(batch, largest)]
+    mine = shares[0 if together else world.rank]
+    for place in range(max(map(len, shares))):
+        waiting = _parts(batches[mine[place]], largest) if place < len(mine) else []
         while waiting and shortage is None:
             part = waiting.pop(0)
             results = attempt(lambda part=part: work(part))  # type: ignore[misc]
@@ -71,6 +73,7 @@ def over_ranks(
                 waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
+        world.break_point()
     everyone = world.gather((shortage, found))
     if failed := [why for why, _ in everyone if why is not None]:
         raise MachineError(

@@ -69,7 +69,7 @@ def find_model(
     path = Path(model).expanduser()
     if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
-        found = _checkpoint(Checkpoint.open(path).path)
+        found = _checkpoint(_opened(path))
     elif (path / _RECIPE).is_file():
         found = _of_run(path, checkpoint)
     else:
@@ -105,7 +105,8 @@ def _of_run(run: Path, wanted: str | None) -> Found:
     newest, refused = checkpoints.latest()
     if newest is None:
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
-    best = newest.state["progress"].get("best_step")
+    progress = newest.state.get("progress")
+    best = progress.get("best_step") if isinstance(progress, dict) else None
     if wanted == "best" and best is None:
         raise RequestError(f"--checkpoint best: {run} was not measured on validation rows; {_held(steps)}")
     if wanted != "newest" and best in steps:

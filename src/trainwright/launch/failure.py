@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +20,78 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 
 from trainwright.engine.memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_TRAINING, TrainwrightError
-from trainwright.launch.stop import CLOSED_BY_LAUNCHER
+from trainwright.launch.stop import CLOSED_BY_LAUNCHER, START_METHOD
 from trainwright.text import say
 
 # What gloo, NCCL and the store say on the ranks that were waiting for one that is gone.
 _FOLLOW_UP = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|socket (is )?closed|"
-    r"recvvalue failed|sendbytes failed|remote process exited|ncclremoteerror|distnetworkerror|"
-    r"connectFullMesh failed|application timeout caused pair closure",
+    r"recvvalue failed|sendbytes failed|remote process exited|ncclremoteerror|distnetworkerror|diststoreerror|"
+    r"connectFullMesh failed|application timeout caused pair closure|gloo/transport|no route to host|"
+    r"peer (is )?gone|socket timeout|waitforinput|store->get",
     re.IGNORECASE,
 )
+
+
+# Memory that a worker shares with its launcher, for the record of the exception that it ends with: the disk may be
+# full, or the run's directory deleted.
+Slot = Any
+_SLOT_BYTES = 2**16
+
+
+class Ended(TrainwrightError):
+    """A worker was ended by a signal from outside."""
+
+    exit_code = EXIT_TRAINING
 
 
 class RankErrorHandler(ErrorHandler):
     """Torch's error file with what choosing the first failure needs: the exact time and the exit code."""
 
+    def __init__(self, slot: Slot | None = None) -> None:
+        self._slot = slot
+
     def record_exception(self, e: BaseException) -> None:
         record = error_record(e)
-        say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+        if self._slot is not None:
+            self._slot.value = _fitting(record)
+        with suppress(OSError):
+            say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
         if path := self._get_error_file_path():
-            Path(path).write_text(json.dumps(record), encoding="utf-8")
+            _write_whole(Path(path), json.dumps(record))
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file whole or, where there is no room, not at all: torch reads what is there as JSON."""
+    part = file.with_name(f"{file.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+
+
+def new_slot() -> Slot:
+    """An empty slot for one worker."""
+    return multiprocessing.get_context(START_METHOD).RawArray(ctypes.c_char, _SLOT_BYTES)
+
+
+def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
+    """What workers have left in their slots, by rank."""
+    return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value}
+
+
+def _fitting(record: dict[str, Any]) -> bytes:
+    """The record as JSON, its texts shortened where they are too long for a slot: a traceback to its end."""
+    for most in (_SLOT_BYTES, 10_000, 2_000):
+        said = record["message"]
+        info = {**said["extraInfo"], "py_callstack": said["extraInfo"]["py_callstack"][-most:]}
+        message = {"message": said["message"][:most], "extraInfo": info}
+        content = json.dumps({**record, "text": record["text"][:most], "message": message}).encode()
+        if len(content) < _SLOT_BYTES:
+            return content
+    return b""
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
@@ -55,6 +110,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "known": isinstance(error, TrainwrightError),
         "exit_code": error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING,
         "ran_out": _ran_out(error),
+        "ended": isinstance(error, Ended),
     }
 
 
@@ -121,7 +177,7 @@ def first_failure(
         for rank, code in sorted(exit_codes.items())
         if rank not in records and code not in (None, 0, CLOSED_BY_LAUNCHER, -signal.SIGTERM)
     ]
-    if not causes and silent:
+    if silent and all(record.get("ended") for record in causes.values()):
         rank = silent[0]
         code = exit_codes[rank]
         assert code is not None
@@ -152,6 +208,11 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     if exit_code != EXIT_TRAINING:  # the request or the machine: the rank that noticed does not matter
         return Failure(record["text"], exit_code)
     return Failure(f"{record['text']}\nfirst seen on rank {rank}, log: {_log(logs, rank)}", exit_code, ran_out)
+
+
+def ended_from_outside(rank: int, number: signal.Signals) -> str:
+    """What is said of a rank that a signal has ended which did not come from its launcher."""
+    return f"rank {rank} was ended by {number.name} from outside: by a user, a scheduler or another program"
 
 
 def _ended(code: int, out_of_memory: bool) -> str:

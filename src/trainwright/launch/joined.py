@@ -23,7 +23,14 @@ from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, Machin
 from trainwright.launch import run_directory
 from trainwright.launch.environment import Environment, read_environment
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import Stopped, die_with_parent, enter_process, limit_threads, threads_allowed
+from trainwright.launch.process import (
+    Stopped,
+    die_with_parent,
+    enter_process,
+    limit_threads,
+    lossy_text,
+    threads_allowed,
+)
 from trainwright.launch.request import Request, check_request, for_started, read_request, resolve_request
 from trainwright.launch.stop import STOP_SIGNALS, follow_signals
 from trainwright.launch.told import is_mine_to_tell
@@ -75,7 +82,7 @@ def run_joined(
         work: trains: run directory, whether to resume, seat.
         force: start even where the plan says that it does not fit.
     """
-    terminal = os.fdopen(os.dup(2), "w")
+    terminal = lossy_text(os.dup(2), None, "replace")
     environment = read_environment()
     meaning = _accelerate()
     os.environ.update(environment.torch_variables())
@@ -186,7 +193,7 @@ def _open(
     held.enter_context(run_directory.only_launch(run))
     text = run_directory.recipe_text(resolved.recipe)
     with run_directory.undone_on_error(run, created=request.run is None):
-        run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json())
+        run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
         logs = run / "logs"
         logs.mkdir(exist_ok=True)
         words.clear(logs, environment.size)

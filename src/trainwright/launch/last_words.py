@@ -64,7 +64,7 @@ class LastWords:
             return self.exit_code
         failure = describe_failure(self.rank, record, self._logs or Path("logs"))
         if self._logs is not None or self.rank == 0:
-            self._tell(failure.message)
+            self._tell(failure.message, own=True)
         if self._peers is not None:
             self._peers.send(_FAILED, text=failure.message, exit_code=failure.exit_code)
         return failure.exit_code
@@ -76,7 +76,7 @@ class LastWords:
         self.exit_code = int(message.get("exit_code", EXIT_TRAINING))
         self.text = str(message.get("text") or self._gone(peer))
         if self._logs is not None:
-            self._tell(self.text)
+            self._tell(self.text, own=False)
         self.heard.set()
         if self._interrupt is not None:
             self._interrupt()
@@ -90,19 +90,22 @@ class LastWords:
         log = f"; its log: {self._logs / f'rank-{peer}.log'}" if self._logs is not None else ""
         return f"rank {peer} is gone: it was killed, or crashed inside native code, or its machine is lost{log}"
 
-    def _tell(self, text: str) -> None:
-        if self._logs is not None and not self._is_first():
+    def _tell(self, text: str, *, own: bool) -> None:
+        if self._logs is not None and not self._is_first(own):
             return
         if self.terminal.isatty():
             self.terminal.write("\x1b[?25h\r")  # a progress bar has hidden the cursor
         say(f"error: {text}", file=self.terminal)
 
-    def _is_first(self) -> bool:
+    def _is_first(self, own: bool) -> bool:
+        """Whether nobody has spoken yet. Where the disk does not say, the rank that has failed speaks."""
         assert self._logs is not None
         try:
             os.close(os.open(self._logs / _FIRST, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        except OSError:  # there, or the run's directory is not any more
+        except FileExistsError:
             return False
+        except OSError:  # it is full, or the run's directory is not there any more
+            return own
         return True
 
 

@@ -18,13 +18,13 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -32,7 +32,19 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.launch import oom_killer, stop
-from trainwright.launch.failure import Failure, RankErrorHandler, error_file, error_records, first_failure
+from trainwright.launch.answering import Answering
+from trainwright.launch.failure import (
+    Ended,
+    Failure,
+    RankErrorHandler,
+    Slot,
+    ended_from_outside,
+    error_file,
+    error_records,
+    first_failure,
+    new_slot,
+    slot_records,
+)
 from trainwright.launch.nodes import Nodes, NodesLost
 from trainwright.launch.process import enter_process, threads_allowed
 from trainwright.launch.relaunch import Relaunch
@@ -90,13 +102,16 @@ def launch_once(
     for rank in ranks:
         error_file(logs, rank).unlink(missing_ok=True)
     rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes, number)
+    rendezvous.answering = Answering(stopping, functools.partial(rendezvous.alive, first))
+    stopping.flags.fresh.value = stopping.flags.closing.value = 0
+    slots = {rank: new_slot() for rank in ranks}
     killed_for_memory = oom_killer.kills()
     codes: dict[int, int | None] = {}
     try:
         with _quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
             stopping.kill = functools.partial(_kill_workers, nodes)
-            arguments = (entry, logs, os.getpid(), stopping.flag)
-            result = _agent(rendezvous, processes, logs, arguments).run()
+            arguments = (entry, logs, os.getpid(), stopping.flags, slots)
+            result = _agent(rendezvous, processes, logs, arguments, stopping.flags).run()
         codes = rendezvous.exit_codes(first) | {rank: f.exitcode for rank, f in result.failures.items()}
         if not result.is_failed():
             codes = {rank: int(code or 0) for rank, code in result.return_values.items()}
@@ -107,9 +122,10 @@ def launch_once(
     except SignalException:
         return EXIT_STOPPED if stopping.killed else EXIT_TRAINING
     out_of_memory = oom_killer.kills() > killed_for_memory
+    records = error_records(logs, ranks) | slot_records(slots)
     if nodes is None:
-        return first_failure(logs, processes, codes, out_of_memory)
-    failure = nodes.fail(logs, codes, error_records(logs, ranks), out_of_memory)
+        return first_failure(logs, processes, codes, out_of_memory, records=records)
+    failure = nodes.fail(logs, codes, records, out_of_memory)
     return EXIT_STOPPED if stopping.killed else failure
 
 
@@ -133,18 +149,24 @@ def _joint_code(codes: list[int]) -> int:
     return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_FINISHED
 
 
-def _worker(entry: Callable[[], int], logs: Path, parent: int, flag: stop.Flag) -> int:
+def _worker(entry: Callable[[], int], logs: Path, parent: int, flags: stop.Flags, slots: dict[int, Slot]) -> int:
     rank = int(os.environ["RANK"])
     enter_process(logs / f"rank-{rank}.log", parent=parent, keep_console=rank == 0)
-    stop.follow_launcher(flag)
+    errors = RankErrorHandler(slots[rank])
+    stop.follow_launcher(flags, functools.partial(_ended_from_outside, rank, errors))
     torch.set_num_threads(threads_allowed())
     try:
-        return record(entry, RankErrorHandler())() or EXIT_FINISHED
+        return record(entry, errors)() or EXIT_FINISHED
     except Exception as error:
         sys.stdout.flush()
         sys.stderr.flush()
         # At once: the other ranks wait for this one, and its threads may not be joinable any more.
         os._exit(error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING)
+
+
+def _ended_from_outside(rank: int, errors: RankErrorHandler, number: signal.Signals) -> None:
+    """Leave the reason behind, as for an exception: what other ranks say of broken connections follows from it."""
+    errors.record_exception(Ended(ended_from_outside(rank, number)))
 
 
 class _OneNode(RendezvousHandler):
@@ -158,6 +180,7 @@ class _OneNode(RendezvousHandler):
         self._processes = processes
         self._run_id = uuid.uuid4().hex
         self._store: Store | None = None
+        self.answering: Answering | None = None
         self._workers: list[multiprocessing.process.BaseProcess] = []
 
     def get_backend(self) -> str:
@@ -172,6 +195,9 @@ class _OneNode(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def num_nodes_waiting(self) -> int:
+        # The agent asks again and again while its workers run: the moment to look after them.
+        if self.answering is not None:
+            self.answering.look()
         return 0
 
     def get_run_id(self) -> str:
@@ -180,6 +206,10 @@ class _OneNode(RendezvousHandler):
         if len(self._workers) < self._processes:
             self._workers = sorted(multiprocessing.active_children(), key=_started_as)
         return self._run_id
+
+    def alive(self, first: int) -> dict[int, int]:
+        """Pids by rank, of which `first` is the lowest here, of the workers that have not ended."""
+        return {rank: int(worker.pid or 0) for rank, worker in enumerate(self._workers, first) if worker.is_alive()}
 
     def exit_codes(self, first: int) -> dict[int, int | None]:
         """Exit codes by rank, of which `first` is the lowest here; negative for signals."""
@@ -222,9 +252,8 @@ class _SeveralNodes(_OneNode):
         return int(meeting.wait_for(key, self._nodes.poll))
 
     def num_nodes_waiting(self) -> int:
-        # The agent asks again and again while its workers run: the moment to hear of the other nodes.
         self._nodes.poll()
-        return 0
+        return super().num_nodes_waiting()
 
 
 class _ErrorFiles(LogsSpecs):
@@ -246,7 +275,24 @@ class _ErrorFiles(LogsSpecs):
         return str(self._logs)
 
 
-def _agent(rendezvous: _OneNode, processes: int, logs: Path, arguments: tuple[Any, ...]) -> LocalElasticAgent:
+class _Agent(LocalElasticAgent):
+    """Tells the workers before the others are ended because one has failed."""
+
+    def __init__(self, flags: stop.Flags, rendezvous: _OneNode, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._told = flags
+        self._workers_of = rendezvous
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # The workers are ended in the middle of what follows.
+        if any(self._workers_of.exit_codes(0).values()):
+            self._told.closing.value = 1
+        return super()._monitor_workers(worker_group)
+
+
+def _agent(
+    rendezvous: _OneNode, processes: int, logs: Path, arguments: tuple[Any, ...], flags: stop.Flags
+) -> LocalElasticAgent:
     # Not SIGINT and SIGTERM: the agent would kill a worker that takes over 30 s to write its checkpoint.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     spec = WorkerSpec(
@@ -259,7 +305,9 @@ def _agent(rendezvous: _OneNode, processes: int, logs: Path, arguments: tuple[An
         monitor_interval=_MONITOR_SECONDS,
         local_addr=LOOPBACK,
     )
-    return LocalElasticAgent(
+    return _Agent(
+        flags,
+        rendezvous,
         spec,
         logs_specs=_ErrorFiles(logs),
         start_method=START_METHOD,
@@ -302,7 +350,7 @@ def _agent_environment(loopback: bool) -> Any:
 @contextmanager
 def _quiet_agent(log: Path) -> Any:
     """The agent's own reports of a failure go to a file: the console gets ours, once."""
-    handler = logging.FileHandler(log, delay=True)
+    handler = _QuietFile(log, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     for logger in loggers:
@@ -315,6 +363,21 @@ def _quiet_agent(log: Path) -> Any:
             logger.removeHandler(handler)
             logger.propagate = True
         handler.close()
+
+
+class _QuietFile(logging.FileHandler):
+    """A log whose disk may fill, or whose directory may be deleted: what cannot be written is left out."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # of opening it
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def _tell(message: str) -> None:

@@ -1,11 +1,12 @@
 """What every process of a run does first: it dies with its parent, writes to its log, knows its console.
 
-`stop_requested` is here too, as this is the module that code running in a worker looks at.
+`stop_requested` and `set_fresh` are here too, as this is the module that code running in a worker looks at.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,13 +16,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, TrainingError, TrainwrightError
 from trainwright.launch.oom_killer import be_killed_first
-from trainwright.launch.stop import START_METHOD, Stopping, restore_default_signals, stop_requested
+from trainwright.launch.stop import START_METHOD, Stopping, restore_default_signals, set_fresh, stop_requested
 
 __all__ = [
     "Stopped",
@@ -29,8 +31,10 @@ __all__ = [
     "die_with_parent",
     "enter_process",
     "limit_threads",
+    "outlive_output",
     "preload_libraries",
     "run_in_child",
+    "set_fresh",
     "stop_requested",
 ]
 
@@ -60,15 +64,44 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if keep_console:
-        _console = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding or "utf-8", errors="replace")
+        _console = lossy_text(os.dup(1), sys.stdout.encoding, "replace")
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Line by line, so that the log tells what happened even when the process is killed.
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = lossy_text(1, "utf-8", "backslashreplace"), lossy_text(2, "utf-8", "backslashreplace")
+
+
+def outlive_output() -> None:
+    """From now on what this process cannot write to its standard output or error is left out, and ends nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            descriptor = os.dup(stream.fileno())
+        except (OSError, ValueError, AttributeError):  # not a file
+            continue
+        with suppress(OSError):
+            stream.flush()
+        setattr(sys, name, lossy_text(descriptor, stream.encoding, stream.errors))
+
+
+class _LossyFile(io.FileIO):
+    """What cannot be written is left out: a disk that is full, or a pipe that nobody reads, ends no run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
+    """A stream whose text is left out where it cannot be written.
+
+    It is written line by line, so that a log tells what happened even when the process is killed.
+    """
+    file = io.BufferedWriter(_LossyFile(descriptor, "w", closefd=descriptor > 2))
+    return io.TextIOWrapper(file, encoding=encoding or "utf-8", errors=errors, line_buffering=True)
 
 
 def die_with_parent(parent: int) -> None:

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `run` is the run to continue, None for a new one; `stem` names a new one."""
+    """What is asked for. `run` is the run to continue, None for a new one; `stem` names a new one.
+
+    `chosen`: the keys of the recipe whose values were chosen when the run began, and not asked for since.
+    """
 
     recipe: Recipe
     stem: str
     run: Path | None
     reasons: tuple[str, ...] = field(default=())
+    chosen: tuple[str, ...] = field(default=())
 
 
 def read_request(arguments: list[str], resume: str | None, meaning: Meaning | None = None) -> Request:
@@ -54,7 +58,7 @@ def read_request(arguments: list[str], resume: str | None, meaning: Meaning | No
     overrides, reasons = _under(overrides, meaning, path or own, resumed=path is None)
     goes_on = continued(run, path, overrides)
     everything = tuple(dict.fromkeys((*goes_on.reasons, *reasons)))
-    return Request(goes_on.recipe, run_directory.stem_of(own), run, everything)
+    return Request(goes_on.recipe, run_directory.stem_of(own), run, everything, goes_on.chosen)
 
 
 def _run_of(resume: str, path: Path | None, overrides: list[str]) -> Path:
@@ -126,7 +130,8 @@ def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gp
     from trainwright.planning.resolve import resolve
 
     resolved = resolve(request.recipe, machine, nodes, check_gpus)
-    return replace(resolved, reasons=(*request.reasons, *resolved.reasons))
+    chosen = tuple(dict.fromkeys((*request.chosen, *resolved.chosen)))
+    return replace(resolved, reasons=(*request.reasons, *resolved.reasons), chosen=chosen)
 
 
 def check_request(request: Request, recipe: Recipe, creates: bool = True) -> None:

@@ -37,14 +37,19 @@ _STRATEGY = ("parallel", "strategy")
 _ACCUMULATION = ("train", "gradient_accumulation_steps")
 # What is chosen by the number of processes alone, and so anew for another one.
 _BY_PROCESSES = ("single", "ddp")
+# What is chosen by the strategy and the number of processes.
+_LAYOUT = tuple(
+    ("parallel", key) for key in ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
+)
 _ABSENT = object()
 
 
 class Continued(NamedTuple):
-    """The recipe a run goes on with, and why each of its values is what it is."""
+    """The recipe a run goes on with, why each of its values is what it is, and the keys whose values nobody wrote."""
 
     recipe: Recipe
     reasons: tuple[str, ...]
+    chosen: tuple[str, ...]
 
 
 def continued(run: Path, path: Path | None, overrides: Sequence[str]) -> Continued:
@@ -57,7 +62,9 @@ def continued(run: Path, path: Path | None, overrides: Sequence[str]) -> Continu
     """
     own = run / run_directory.RECIPE
     before = load_recipe(own)
-    anew = [f"{dotted(key)}=auto" for key in _anew(before, read_merged(path, overrides))]
+    chosen = run_directory.chosen(run)
+    reset = dict(_anew(before, read_merged(path, overrides), chosen))
+    anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
     asked = load_with_origins(own if path is None else path, [*anew, *overrides])
     changes = _changes(before, asked)
     _refuse(run, path, [change for change in changes if not change.allowed(run)])
@@ -66,10 +73,15 @@ def continued(run: Path, path: Path | None, overrides: Sequence[str]) -> Continu
         if change.path != _DIRECTORY:
             tree.values[change.path[0]][change.path[1]] = change.new
             tree.origins[change.path] = change.origin
+    for section, key in reset.keys() & set(_LAYOUT):
+        del tree.values[section][key]  # a default that is written counts as asked for
     recipe = checked(tree, Origin(str(own))).recipe
-    lines = [change.line() for change in changes if change.path != _DIRECTORY and change.new != "auto"]
+    told = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
+    lines = [change.line() for change in told if change.new != "auto"]
     kept = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
-    return Continued(recipe, (*kept, *(line for line in lines if line not in kept)))
+    asked_for = {dotted(change.path) for change in told}
+    still_chosen = tuple(key for key in chosen if key not in asked_for)
+    return Continued(recipe, (*kept, *(line for line in lines if line not in kept)), still_chosen)
 
 
 class _Change(NamedTuple):
@@ -134,16 +146,36 @@ def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, o
             yield from _parts((*path, key), was, now)
 
 
-def _anew(before: Recipe, said: Tree) -> Iterator[KeyPath]:
-    """What the run's number of processes decided, where that is to be another and nothing is ``said`` of it."""
-    origin, count = said.origins.get(_PROCESSES), _value(said, _PROCESSES)
-    left_open = origin is None or (count == "auto" and origin.line is not None)
-    if left_open or count == before.parallel.num_processes:
+def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
+    """What the run's strategy and number of processes decided, where they are to be others and nothing is ``said`` of
+    it; each with the value that leaves it open.
+
+    Args:
+        chosen: the keys whose values nobody wrote when the run began.
+    """
+    parallel = before.parallel
+    spread = _asked(said, _PROCESSES, parallel.num_processes)
+    strategy = _asked(said, _STRATEGY, parallel.strategy)
+    if spread:
+        if parallel.strategy in _BY_PROCESSES and _value(said, _STRATEGY) == "auto":
+            yield _STRATEGY, "auto"
+        if _value(said, _ACCUMULATION) == "auto":
+            yield _ACCUMULATION, "auto"
+    from_or_to_one = "single" in (parallel.strategy, _value(said, _STRATEGY))
+    if strategy and not spread and from_or_to_one and dotted(_PROCESSES) in chosen:
+        yield _PROCESSES, "auto"
+    if not (spread or strategy):
         return
-    if before.parallel.strategy in _BY_PROCESSES and _value(said, _STRATEGY) == "auto":
-        yield _STRATEGY
-    if _value(said, _ACCUMULATION) == "auto":
-        yield _ACCUMULATION
+    for key in _LAYOUT:
+        if dotted(key) in chosen and key not in said.origins:
+            yield key, type(parallel).model_fields[key[1]].default
+
+
+def _asked(said: Tree, key: KeyPath, before: object) -> bool:
+    """Whether a value other than ``before`` is asked for; auto in a recipe asks for none, as an override it does."""
+    origin, value = said.origins.get(key), _value(said, key)
+    left_open = origin is None or (value == "auto" and origin.line is not None)
+    return not left_open and value != before
 
 
 def _value(tree: Tree, path: KeyPath) -> object:

@@ -87,20 +87,35 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def record(
-    directory: Path, recipe: str, stem: str, reasons: Sequence[str], plan: Mapping[str, Any] | None = None
+    directory: Path,
+    recipe: str,
+    stem: str,
+    reasons: Sequence[str],
+    plan: Mapping[str, Any] | None = None,
+    chosen: Sequence[str] = (),
 ) -> None:
     """Write the resolved recipe (YAML), its name, what device it was resolved for, and why each choice was made.
 
-    ``plan``: all else that is known beforehand, as JSON has it. Each file is written whole or not.
+    Args:
+        plan: all else that is known beforehand, as JSON has it.
+        chosen: the keys of the recipe whose values the user did not write.
+
+    Each file is written whole or not.
     """
     _write(directory / RECIPE, recipe)
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
+    known["chosen_keys"] = list(chosen)
     _write(directory / PLAN, json.dumps(known, indent=2) + "\n")
 
 
 def reasons(directory: Path) -> list[str]:
     """Why each value of a run's recipe is what it is, as recorded."""
     return list(_plan(directory).get("reasons", ()))
+
+
+def chosen(directory: Path) -> tuple[str, ...]:
+    """The keys (``section.key``) of a run's recipe whose values were chosen for the user, as recorded."""
+    return tuple(map(str, _plan(directory).get("chosen_keys", ())))
 
 
 def planned_device(directory: Path) -> str:

@@ -13,12 +13,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
+from trainwright.errors import Interrupted
+from trainwright.launch.batch import stop_with_shell
+
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Schedulers send SIGUSR1 or SIGUSR2 ahead of the end, where they are asked to, and the kernel SIGXCPU (ulimit -t).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 # Wrappers such as make or a notebook pass on a ctrl-C that the terminal has already sent to everyone:
 # a second signal this soon after the first is the same request.
@@ -28,9 +33,12 @@ _SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER_DECIDES_SECONDS = 1.0
 CLOSED_BY_LAUNCHER = 128 + signal.SIGTERM
 
+# What a launch that was stopped has left behind.
+CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
+
 
 class Flag(Protocol):
-    """Shared or local memory that is zero until a stop is requested."""
+    """Shared or local memory that is zero until something has happened; what, its name says."""
 
     value: int
 
@@ -40,6 +48,29 @@ class _LocalFlag:
 
 
 _flag: Flag = _LocalFlag()
+_fresh: Flag = _LocalFlag()
+_begun = False  # whether a launcher of ours answers to signals, or has done so
+
+
+class Flags:
+    """What a launcher and its workers tell each other, in memory that they share.
+
+    Attributes:
+        stop: a stop was requested.
+        fresh: the workers have not changed yet what they started from, so that nothing is lost with them.
+        closing: a worker has failed, and the launcher ends the others.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context(START_METHOD)
+        self.stop: Flag = context.RawValue(ctypes.c_byte, 0)
+        self.fresh: Flag = context.RawValue(ctypes.c_byte, 0)
+        self.closing: Flag = context.RawValue(ctypes.c_byte, 0)
+
+
+def set_fresh(fresh: bool) -> None:
+    """To be called by a worker that begins, and again, with False, before it changes what it started from."""
+    _fresh.value = int(fresh)
 
 
 def stop_requested() -> bool:
@@ -54,18 +85,22 @@ class Stopping:
     """
 
     def __init__(self, notice: Callable[[str], None] | None = None) -> None:
-        self.flag: Flag = multiprocessing.get_context(START_METHOD).RawValue(ctypes.c_byte, 0)
+        self.flags = Flags()
         self.kill: Callable[[], None] = _interrupt
         self.killed = False
+        self.left = CHECKPOINT
         self._notice = notice or _write_stderr
         self._first = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        global _begun
+        _begun = True
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the user wants the run to outlive the terminal
             self._previous[number] = signal.signal(number, self._handle)
+        stop_with_shell()
         return self
 
     def __exit__(
@@ -75,8 +110,17 @@ class Stopping:
             signal.signal(number, handler)
 
     @property
+    def flag(self) -> Flag:
+        return self.flags.stop
+
+    @property
     def requested(self) -> bool:
         return bool(self.flag.value)
+
+    def end(self, left: str) -> None:
+        """Kill the workers now. ``left``: what there is to go on from."""
+        self.killed, self.left = True, left
+        self.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -85,19 +129,39 @@ class Stopping:
             self._first = now
             self._notice("stopping: each worker finishes its step and a checkpoint is written")
         elif number == signal.SIGINT and now - self._first > _SAME_REQUEST_SECONDS:
-            self.killed = True
-            self.kill()
+            self.end(NEWEST)
 
 
-def follow_launcher(flag: Flag) -> None:
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """While nothing has begun: a stop signal raises Interrupted, wherever the main thread is."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not _begun:  # else it comes when all has been done
+            raise Interrupted
+
+    previous = {
+        number: signal.signal(number, interrupt)
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> None:
     """A worker under our launcher: the flag decides, signals to the worker itself do not.
 
-    The one exception is the elastic agent's SIGTERM after another worker has failed. A Python handler
-    would not run while the main thread waits inside a collective, so a thread reads the signal from a
-    pipe and ends the process.
+    There are two exceptions. SIGTERM ends the process where no stop was requested: it comes from the elastic agent
+    after another worker has failed, or else from outside, and then ``ended`` is called first. A Python handler would
+    not run while the main thread waits inside a collective, so a thread reads the signal from a pipe. And SIGXCPU
+    comes to the process that has used the time up, for which the whole run is to stop.
     """
-    global _flag
-    _flag = flag
+    global _flag, _fresh
+    _flag, _fresh = flags.stop, flags.fresh
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in STOP_SIGNALS:
@@ -106,7 +170,7 @@ def follow_launcher(flag: Flag) -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=restore_default_signals)
-    threading.Thread(target=_watch_termination, args=(read, flag), daemon=True).start()
+    threading.Thread(target=_watch_termination, args=(read, flags, ended), daemon=True).start()
 
 
 def follow_signals() -> None:
@@ -122,15 +186,20 @@ def restore_default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _watch_termination(read: int, flag: Flag) -> None:
+def _watch_termination(read: int, flags: Flags, ended: Callable[[signal.Signals], None]) -> None:
     while signals := os.read(read, 1):
+        if signals[0] == signal.SIGXCPU:
+            flags.stop.value = 1
         if signals[0] != signal.SIGTERM:
             continue
         deadline = time.monotonic() + _LAUNCHER_DECIDES_SECONDS
-        while not flag.value and time.monotonic() < deadline:
+        while not (flags.stop.value or flags.closing.value) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if not flag.value:
-            os._exit(CLOSED_BY_LAUNCHER)
+        if flags.stop.value and not flags.closing.value:
+            continue
+        if not flags.closing.value:
+            ended(signal.SIGTERM)
+        os._exit(CLOSED_BY_LAUNCHER)
 
 
 def _raise_flag(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.contract import agree, check_layout, usable_device
-from trainwright.launch.process import console, keep_freed_memory, threads_allowed
+from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
 from trainwright.machine.detect import detect
 from trainwright.models.adapters_files import check_libraries
 from trainwright.models.compilation import compile_blocks
@@ -66,6 +67,7 @@ def run_worker(
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
     """
+    set_fresh(True)
     recipe_text = (run / "recipe.yaml").read_text()
     recipe = load_recipe(run / "recipe.yaml")
     if recipe.parallel.device == "cpu":
@@ -84,6 +86,7 @@ def run_worker(
         sizes = count_parameters(task.module)  # before they are cut up
         doing("waiting for the other processes")
         world = join(usable_device(detect(), seat, recipe.parallel.device), seat)
+        world = replace(world, stop_requested=stop_requested)
     try:
         with Activity(console(), f"setting up {recipe.parallel.strategy}"):
             agree(recipe, task, world, run_directory.planned_device(run))
@@ -106,6 +109,7 @@ def run_worker(
             max_steps=max_steps,
             stop_requested=stop_requested,
             keep_recipe=functools.partial(_keep_recipe, run, world),
+            updating=lambda: set_fresh(False),
         )
         task.begin(strategy, lambda message: events.emit("notice", message=message))
         checkpoint = _latest(checkpoints, world, events) if resume else None
@@ -139,6 +143,7 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layou
 def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
     """The newest checkpoint that verifies; rank 0 reads every byte and the others take its word."""
     chosen: str | None = None
+    refused: list[str] = []
     if world.is_main:
         events.announce("checking the newest checkpoint")
         found, refused = checkpoints.latest()
@@ -147,9 +152,9 @@ def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpo
         chosen = None if found is None else str(found.path)
         if found is None and refused:
             chosen = ""
-    chosen = world.broadcast(chosen)
+    chosen, refused = world.broadcast((chosen, refused))
     if chosen == "":
-        raise TrainingError("no checkpoint of this run can be used, each for the reason given; start a new run")
+        raise RequestError(f"--resume: no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")
     return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
 
 
@@ -185,11 +190,12 @@ def _start(
         "parameters": sizes[0],
         "trainable_parameters": sizes[1],
         "resumed_from": trainer.progress.step or None,
+        "pending": trainer.progress.pending,
         "max_steps": trainer.max_steps,
         "batch_varies": recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
         "accumulation_asked": None if steps == "auto" else steps,
         "evaluate_every": recipe.evaluate.every,
-        "checkpoint_every": recipe.checkpoint.every,
+        "checkpoint_every": recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
         "threads": torch.get_num_threads(),
         "run_directory": str(run),
         "reasons": list(reasons),

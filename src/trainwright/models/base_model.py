@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
-from trainwright.models.resolve import resolve
+from trainwright.models.resolve import resolve, weight_files
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _fingerprint(directory: Path) -> str:
     from safetensors import safe_open
 
     samples: dict[str, bytes] = {}
-    for file in directory.glob("model*.safetensors"):
+    for file in weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 tensor = tensors.get_tensor(name)

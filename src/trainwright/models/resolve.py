@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
+from trainwright.models.safetensors_header import DamagedFile, read_header
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ HUB_FILES = [
     "README.md",
 ]
 HUB_TIMEOUT = 5.0  # seconds
-_LARGEST_HEADER = 100_000_000  # bytes of a safetensors file, as the library has it
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
@@ -159,6 +158,8 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
 
 def _shards(index: Path, key: str) -> list[str]:
     """The names of the files that an index names, all of them in its own directory."""
+    if not index.is_file():  # reading a pipe would wait for somebody to write to it
+        raise RequestError(f"{key}: {index} is not a file")
     content = read_json(index, f"{key}: {index}")
     named = content.get("weight_map") if isinstance(content, dict) else None
     shards = list(named.values()) if isinstance(named, dict) else []
@@ -172,30 +173,11 @@ def _shards(index: Path, key: str) -> list[str]:
 
 
 def check_safetensors(file: Path, key: str) -> None:
-    """Compare the file's size with what its header says, and have the library check the rest of the header
-    (https://github.com/huggingface/safetensors#format).
-
-    Raises:
-        RequestError: it is truncated, damaged, or no such file.
-    """
-    from safetensors import SafetensorError, safe_open
-
+    """Raise RequestError unless ``file`` is a whole safetensors file."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            if not 2 <= header_size <= min(size - 8, _LARGEST_HEADER):
-                raise ValueError("its header does not fit in it")
-            header = json.loads(stream.read(header_size))
-        end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-        expected = 8 + header_size + end
-        if size >= expected:
-            with safe_open(file, framework="numpy"):
-                pass
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        read_header(file)
+    except (DamagedFile, OSError) as error:
         raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
-    if size < expected:
-        raise RequestError(f"{key}: {file} is truncated: {size:,} bytes of {expected:,}; get it again")
 
 
 def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:

@@ -13,6 +13,8 @@ Event = dict[str, Any]
 
 # Other events may be told before the start of a launch, of what it finds.
 _WORK = ("step", "evaluate", "generate", "checkpoint", "finish")
+# What a stop has broken off after the step of its checkpoint, by `pending` of the `start` event.
+_PENDING = {"evaluation": ("evaluate", "generate"), "generation": ("generate",)}
 _NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
@@ -63,7 +65,8 @@ def _history(events: Iterable[Event]) -> list[Event]:
             # Resumed from nothing in a file that has a past: killed before the first checkpoint.
             resumed = resumed_step(event)
             kept = -1 if resumed is None else resumed
-            history = [past for past in history if not _superseded(past, kept)]
+            again = _PENDING.get(str(event.get("pending")), ())
+            history = [past for past in history if not _superseded(past, kept, again)]
         history.append(event)
     return history
 
@@ -77,9 +80,10 @@ def resumed_step(start: Event) -> int | None:
     return int(number.group(1)) if number else None
 
 
-def _superseded(event: Event, kept: int) -> bool:
+def _superseded(event: Event, kept: int, again: tuple[str, ...]) -> bool:
+    """``again``: the kinds of events of step ``kept`` itself that are written once more."""
     step = event.get("step")
-    return isinstance(step, int) and step > kept
+    return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
 
 
 def _lines(path: Path) -> Iterator[Event]:

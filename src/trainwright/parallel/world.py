@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,15 +12,23 @@ import torch
 import torch.distributed as dist
 
 
+class StopRequested(Exception):
+    """Raised on every rank at once: some rank was asked to stop, and what they do together is broken off."""
+
+
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run."""
+    """This process among all processes of the run.
+
+    ``stop_requested``: whether this rank was asked to stop; None where nothing is to be broken off.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
+    stop_requested: Callable[[], bool] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -58,6 +67,17 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def break_point(self) -> None:
+        """Where long work may be broken off. All ranks call this at the same points of it, or none.
+
+        Raises:
+            StopRequested: on every rank, where any of them was asked to stop.
+        """
+        if self.stop_requested is not None and any(
+            stop for (stop,) in self.gather_floats([float(self.stop_requested())])
+        ):
+            raise StopRequested
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from trainwright.engine.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.calibration import current_calibration
@@ -21,11 +23,16 @@ from trainwright.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe without `auto`; for every choice that was made ``key value: why``, and ``key: …`` for a remark."""
+    """A recipe without `auto`; for every choice that was made ``key value: why``, and ``key: …`` for a remark.
+
+    Attributes:
+        chosen: the keys (``section.key``) whose value was not asked for.
+    """
 
     recipe: Recipe
     reasons: tuple[str, ...]
     plan: Plan
+    chosen: tuple[str, ...]
 
 
 def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
@@ -39,6 +46,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         RequestError: more processes than GPUs, or batch sizes that no number of processes here goes with.
         MachineError: a device that is not here or cannot be used, or a precision that it cannot compute in.
     """
+    asked = recipe
     machine = with_device(machine, recipe.parallel.device)
     recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
     facts = facts_of(recipe)
@@ -54,7 +62,17 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         # The loss of unlearning is lowest where everything is forgotten; that of predicted actions does not say which
         # agent learns best in its context.
         values["checkpoint"]["keep_best"] = recipe.has_texts and recipe.validates and recipe.unlearn is None
-    return Resolved(_checked(recipe, values), (*plan.reasons, *remarks), plan)
+    if recipe.checkpoint.every == "auto":
+        remarks.append(auto_reason())
+    resolved = _checked(recipe, values)
+    return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)))
+
+
+def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
+    before, after = asked.model_dump(), resolved.model_dump()
+    for section, values in after.items():
+        if isinstance(values, dict):
+            yield from (f"{section}.{key}" for key, value in values.items() if value != before[section].get(key))
 
 
 def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:

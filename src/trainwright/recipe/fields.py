@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -54,6 +55,36 @@ ValidationRows = Annotated[
     Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text | None,
     BeforeValidator(_validation_rows),
 ]
+
+
+# A number and a unit, as people write a time.
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|seconds?|min|minutes?|h|hours?)")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds_of(time: str) -> float:
+    """The seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError for what is none."""
+    found = _TIME.fullmatch(time.strip())
+    seconds = float(found[1]) * _UNITS[found[2][0]] if found else 0.0
+    if seconds <= 0:
+        raise ValueError(time)
+    return seconds
+
+
+def _interval(value: object) -> object:
+    if value is None or value == "auto" or _is_count(value, least=1):
+        return value
+    try:
+        assert isinstance(value, str)
+        seconds_of(value)
+    except (AssertionError, ValueError):
+        raise PydanticCustomError(
+            "interval", "a whole number of steps, a time such as 10 min or 600 s, auto, or null"
+        ) from None
+    return value
+
+
+Interval = Annotated[Annotated[int, Field(ge=1)] | Text | None, BeforeValidator(_interval)]
 
 
 class Section(BaseModel):

@@ -19,6 +19,7 @@ from trainwright.recipe.fields import (
     Auto,
     BelowOne,
     Count,
+    Interval,
     NotNegative,
     Positive,
     Proportion,
@@ -178,7 +179,11 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """When the run's state is saved, and how many of the saved states are kept."""
 
-    every: Count | None = Field(None, description="Steps from one checkpoint to the next. null: only at the end.")
+    every: Interval = Field(
+        "auto",
+        description="From one checkpoint to the next: a number of steps, or a time such as 10 min. auto: by time, and "
+        "so seldom that saving takes a small part of it. null: only at the end.",
+    )
     keep_last: Count = Field(2, description="How many of the newest checkpoints are kept.")
     keep_best: bool | Auto = Field(
         "auto",

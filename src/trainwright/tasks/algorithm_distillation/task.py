@@ -146,6 +146,7 @@ class AlgorithmDistillation:
             assert isinstance(module, HistoryObjective)
             for prefix, temperature in dict.fromkeys([("", trial.temperature), ("greedy_", 0.0)]):
                 returns = self._try(module, strategy, temperature, together=in_step is not None)
+                strategy.world.break_point()
                 metrics |= {
                     f"{prefix}return_first": float(returns[..., 0].mean()),
                     f"{prefix}return_last": float(mean_over_last(returns, trial.last_episodes).mean()),

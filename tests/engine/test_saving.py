@@ -1,0 +1,86 @@
+"""When a run saves its state by itself."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ON_ROWS, Runs, column, events
+from trainwright.engine.saving import Saving
+from trainwright.errors import RequestError
+from trainwright.recipe.fields import seconds_of
+from trainwright.recipe.loading import load_recipe
+
+RECIPE = "task: sft\nmodel: {config: {model_type: llama}, tokenizer: bytes}\ndata: {train: rows.jsonl}\n"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def saved_at(every: int | str | None, step_seconds: float, steps: int, cost: float) -> list[float]:
+    """Seconds from the beginning at which a run with steps and checkpoints this long saves."""
+    clock = Clock()
+    saving, found = Saving(every, clock), []
+    for step in range(1, steps + 1):
+        clock.now += step_seconds
+        if saving.is_due(step):
+            found.append(clock.now - 1000)
+            clock.now += cost
+            saving.saved(cost)
+    return found
+
+
+def test_by_itself_a_run_saves_early_and_then_every_ten_minutes() -> None:
+    assert saved_at("auto", 1.0, 2400, 0.0) == [120, 720, 1320, 1920]
+    assert saved_at("auto", 1.0, 119, 0.0) == []
+
+
+@pytest.mark.parametrize("cost", [0.1, 5.0, 30.0, 600.0])
+@pytest.mark.parametrize("step", [0.01, 7.0, 900.0])
+def test_saving_takes_a_small_part_of_the_time(cost: float, step: float) -> None:
+    steps = int(2_000_000 / step) if step > 1 else 300_000
+    saves = saved_at("auto", step, steps, cost)
+    total = steps * step + len(saves) * cost
+    assert saves and (len(saves) - 1) * cost <= 0.02 * total
+    assert all(later - earlier <= max(600, cost * 50) + cost + step for earlier, later in itertools.pairwise(saves))
+
+
+def test_one_that_cannot_be_written_is_not_tried_again_at_every_step() -> None:
+    assert len(saved_at("auto", 1.0, 300, 0.0)) == 1
+
+
+def test_steps_times_and_never() -> None:
+    assert saved_at(3, 1.0, 10, 5.0) == [3, 11, 19]
+    assert saved_at("4 s", 1.0, 12, 0.0) == [4, 8, 12]
+    assert saved_at(None, 1e6, 10, 0.0) == []
+
+
+@pytest.mark.parametrize(("time", "seconds"), [("600 s", 600), ("10 min", 600), ("1.5h", 5400), ("2 hours", 7200)])
+def test_times_are_read_as_people_write_them(tmp_path: Path, time: str, seconds: float) -> None:
+    assert seconds_of(time) == seconds
+    (tmp_path / "recipe.yaml").write_text(f"{RECIPE}checkpoint: {{every: {time}}}\n")
+    assert load_recipe(tmp_path / "recipe.yaml").checkpoint.every == time
+
+
+@pytest.mark.parametrize("every", ["0", "-3", "2.5", "true", "'5'", "10 parsecs", "0 s", "often", "'٣ s'", "[5]"])
+def test_what_is_no_interval_is_refused_with_what_is(tmp_path: Path, every: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"{RECIPE}checkpoint: {{every: {every}}}\n")
+    with pytest.raises(RequestError, match=r"checkpoint\.every.*a whole number of steps, a time such as 10 min"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_saving_by_time_changes_no_loss(runs: Runs) -> None:
+    fixed = ("parallel.num_processes=2", ON_ROWS, "train.max_steps=12")
+    never = runs.trained(*fixed, "checkpoint.every=null")
+    often = runs.trained(*fixed, "checkpoint.every=0.001 s")
+    assert [event["step"] for event in events(never, "checkpoint")] == [12]
+    assert [event["step"] for event in events(often, "checkpoint")] == list(range(1, 13))
+    for name in ("loss", "grad_norm", "tokens"):
+        assert column(often, name) == column(never, name)
