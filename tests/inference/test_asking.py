@@ -42,6 +42,10 @@ def assistant(text: str) -> dict[str, str]:
         ({"conversations": [{"from": "human", "value": "h"}]}, [user("h")]),
         ({"prompt": [user("a")]}, [user("a")]),
         ({"text": "Once upon"}, "Once upon"),
+        ({"question": "q", "context": "c"}, [user("q\n\nc")]),
+        ({"instruction": "i", "context": "c", "response": "r"}, [user("i\n\nc")]),
+        ({"system_prompt": "s", "query": "q"}, [{"role": "system", "content": "s"}, user("q")]),
+        ({"input": "q"}, [user("q")]),
     ],
 )
 def test_a_row_asks_with_its_answer_and_without(tmp_path: Path, row: dict[str, Any], asked: Any) -> None:
@@ -75,7 +79,7 @@ def test_a_text_file_without_prompts_or_that_is_no_text_is_refused(tmp_path: Pat
     [
         ({"colour": "red"}, "nothing is asked: it has colour"),
         ({"question": "  "}, "the field question is empty"),
-        ({"messages": [assistant("a"), user("b"), user("c")]}, "the roles are out of order: turn 1 is user after user"),
+        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "out of order: turn 1 is tool after user"),
         ({"messages": [{"role": "pirate", "content": "a"}]}, "the role 'pirate'"),
         ({"messages": []}, "an empty list"),
     ],

@@ -61,4 +61,4 @@ def content_of(source: SourceSection, key: str) -> Any:
     for file in found.usable():
         with file.open("rb") as opened:
             digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
-    return digests
+    return [*digests, *found.left_out()]  # which the summary names

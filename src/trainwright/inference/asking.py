@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.bounded import tokenized
 from trainwright.data.formats import to_example
+from trainwright.data.layouts import Layout, check_format
 from trainwright.data.row_files import Row, read_text
 from trainwright.data.sources import iterate_source, source_notes
 from trainwright.data.templates import ChatEncoder, TurnsError
@@ -126,11 +127,9 @@ class Asker:
 
 
 def _question(row: Row) -> Question:
-    layout = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), None)
-    if layout is None:
-        fields = ", ".join(dict.fromkeys(field for field, _ in _FIELDS.values()))
-        raise RequestError(f"nothing is asked: it has {', '.join(row) or 'no fields'}, and none of {fields}")
-    field, answer = _FIELDS[layout]
+    layout = _layout(row)
+    asked, answered = _FIELDS[layout]
+    field, answer = layout.column(asked), None if answered is None else layout.column(answered)
     turns = isinstance(row[field], list)
     whole: dict[str, Any] = dict(row)
     if answer is not None:
@@ -139,6 +138,17 @@ def _question(row: Row) -> Question:
         whole[field] = [*row[field], _ANSWER]
     example = to_example(whole, layout)
     return example if isinstance(example, str) else example[: last_answer(example)]
+
+
+def _layout(row: Row) -> Layout:
+    """The layout that a row would have with an answer, which is read from the columns that training reads it from."""
+    name = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), "question_answer")
+    answer = _FIELDS[name][1]
+    try:
+        return check_format([*row, *([answer] if answer else ())], name)
+    except RequestError:
+        fields = ", ".join(dict.fromkeys(field for field, _ in _FIELDS.values()))
+        raise RequestError(f"nothing is asked: it has {', '.join(row) or 'no fields'}, and none of {fields}") from None
 
 
 def _is_answered(turns: list[Any]) -> bool:
