@@ -102,7 +102,10 @@ def test_a_document_that_is_no_text_is_named(tree: Path) -> None:
     (tree / "z.py").write_bytes(b"good\n\xff\xfe\n")
     with pytest.raises(RequestError, match=r"z\.py:2: not UTF-8 text"):
         read_rows(str(tree / "z.py"))
-    assert source_notes(str(tree)) == [f"{tree / 'z.py'} is not UTF-8 text (line 2) and is left out"]
+    assert source_notes(str(tree)) == [
+        f"{tree / 'empty.py'} is empty and is left out",
+        f"{tree / 'z.py'} is not UTF-8 text (line 2) and is left out",
+    ]
     (tree / "nothing").mkdir()
     with pytest.raises(RequestError, match="holds no document"):
         read_rows(str(tree / "nothing"), documents=True)
