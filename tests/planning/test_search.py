@@ -274,6 +274,8 @@ def test_what_is_not_installed_is_not_chosen() -> None:
         Wishes({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"), available=lambda name: missing.get(name)
     )
     assert not asked.fits and "not here" in str(asked.chosen.missing)
+    there = make_plan(Wishes({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"))
+    assert there.chosen.choice in [one.choice for one in asked.found.judged]  # judged as it would run
 
 
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:

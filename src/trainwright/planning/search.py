@@ -217,7 +217,8 @@ def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
     """
     if not one.fitting:
         return one.least
-    limit = (fastest if _is_as_fast(one, fastest) else one.fastest) * (1 + AS_FAST[judge.cluster.device])
+    compared = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
+    limit = compared * (1 + AS_FAST[judge.cluster.device])
     chosen = min((choice for choice in one.fitting if judge.seconds(choice) <= limit), key=_simplicity)
     return judge.timed(judge.fit(chosen))
 
