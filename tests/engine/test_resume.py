@@ -164,7 +164,8 @@ def test_one_strategy_goes_on_from_another(runs: Runs, walk: tuple[str, ...]) ->
         count = processes(1 if strategy == "single" else 2)
         return f"parallel.strategy={strategy}", count, f"train.max_steps={2 * position + 2}"
 
-    fixed = (ON_ROWS, "optimizer.schedule=constant", "model.dropout=0", "data.validation=null")
+    constant = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
+    fixed = (ON_ROWS, *constant, "model.dropout=0", "data.validation=null")
     uninterrupted = runs.trained(*fixed, processes(1), f"train.max_steps={2 * len(walk)}")
     run = runs.copied(runs.trained(*fixed, *asked(0)))
     for position in range(1, len(walk)):
