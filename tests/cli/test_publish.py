@@ -106,7 +106,8 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(runs: Runs, bas
         return done.stderr
 
     assert "is the base model itself" in refused(run, out=base)
-    assert "there is no adapter to merge" in refused(base)
+    assert f"there is no adapter to merge: {base} is a whole model" in refused(base)
+    assert "there is no adapter to merge: nowhere is not here; name a run" in refused("nowhere")
     unfinished = runs.copied(run)
     shutil.rmtree(unfinished / "final")
     assert f"--resume {unfinished}" in refused(unfinished)

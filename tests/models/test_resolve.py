@@ -130,3 +130,11 @@ def test_moved_directory_is_as_good(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert load_model(ModelSection(name=str(tmp_path / "b"))).num_parameters() > 0
+
+
+def test_a_path_that_is_not_there_names_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "first-lora").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name, said in (("runs/frst-lora", "did you mean runs/first-lora?"), ("runs/x", "there is first-lora")):
+        with pytest.raises(RequestError, match=f"was not found: no such local path \\({said.replace('?', '.')}"):
+            resolve(ModelSection(name=name))

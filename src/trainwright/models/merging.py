@@ -85,7 +85,10 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
 
 def _unquantised(section: ModelSection) -> ModelSection:
     if section.adapter.type == "none" or section.adapter.start_from is None:
-        raise RequestError("there is no adapter to merge: the model is whole as it is")
+        what = f"{section.name} is a whole model" if Path(str(section.name)).exists() else f"{section.name} is not here"
+        raise RequestError(
+            f"there is no adapter to merge: {what}; name a run or an adapter's directory, or its base with --adapter"
+        )
     adapter = section.adapter.model_copy(update={"quantisation": "none", "stack": False})
     return section.model_copy(update={"adapter": adapter})
 

@@ -196,7 +196,7 @@ def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
         origin = f"{name} from the package {package} ({file.name})"
         return _from_gguf(file, key, origin, say, package.partition(" ")[0])
     tried = [
-        "no such local path",
+        f"no such local path{_near_here(Path(name))}",
         "not whole in the Hugging Face cache",
         f"not in an installed package{_near(name)}",
     ]
@@ -293,6 +293,14 @@ def _existing(path: Path, key: str) -> Path:
     near = difflib.get_close_matches(path.name, os.listdir(parent), n=1)
     hint = f"; did you mean {parent / near[0]}?" if near else f"; {_holds(sorted(os.listdir(parent)))}"
     raise RequestError(f"{key}: {path} does not exist{hint}")
+
+
+def _near_here(path: Path) -> str:
+    """The nearest name in the local directory that the path would be in, where there is one."""
+    if len(path.parts) < 2 or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else f" ({_holds(sorted(os.listdir(path.parent)))})"
 
 
 def _near(name: str) -> str:
