@@ -36,7 +36,7 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     ]
     assert events(out / "learning_rate=2e-2", "step")[0]["step"] == 1
     again = runs.command(*asked).wait()
-    assert again.code == 0 and again.stderr.count("is there already") == 2
+    assert again.code == 0 and again.stderr.count("is finished already") == 2
 
 
 def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp_path: Path) -> None:

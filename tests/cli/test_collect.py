@@ -51,7 +51,7 @@ def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
         assert (len(histories), histories.time, histories.streams) == (9, 100, 4)
         assert histories.source["epsilon"] == 0.05
     again = trainwright("collect", "rooms.yaml", cwd=place)
-    assert again.returncode == 0 and "was there already" in again.stdout
+    assert again.returncode == 0 and "already collected" in again.stdout
     other = trainwright("collect", "rooms.yaml", "algorithm_distillation.source.seed=1", cwd=place)
     assert other.returncode == 2 and "is there, and of another environment, source or choice of tasks" in other.stderr
 

@@ -107,7 +107,7 @@ def test_a_conversation_holds_what_was_said_until_it_is_reset(loaded: Loaded) ->
     chat(speaker, lines, heard.append)
     first = greedy(loaded, [user("Why?")], 9)
     second = greedy(loaded, [user("Why?"), {"role": "assistant", "content": first}, user("And then?")], 9)
-    assert "".join(heard) == f"{first}\n{second}\nthe conversation begins anew\n{first}\n"
+    assert "".join(heard) == f"{first}\n{second}\nnew conversation\n{first}\n"
     assert next(lines) == "never read\n"
 
 

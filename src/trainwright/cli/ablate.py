@@ -136,7 +136,7 @@ def _load(recipe: Path, fixed: Sequence[str], variant: Variant) -> Recipe:
 def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> None:
     """Train one variant to its end, unless it has been. Raises SystemExit with the run's code where it ends early."""
     if (run / "final").is_dir():
-        say(f"{run} is there already", file=sys.stderr)
+        say(f"{run} is finished already", file=sys.stderr)
         return
     asked = [str(recipe), *fixed, *variant.overrides, f"logging.run_directory={run}"]
     if (run / "recipe.yaml").is_file():
@@ -164,9 +164,12 @@ def _last_metrics(run: Path) -> dict[str, Any]:
 def _lines(rows: Sequence[tuple[Variant, Variant, dict[str, Any]]]) -> list[str]:
     names = list(dict.fromkeys(name for _, _, metrics in rows for name in metrics))
     label = max(len(variant.name) for variant, _, _ in rows) + 2
-    lines = [f"{'':<{label}}" + "".join(f"{name.replace('_', ' '):>21}" for name in names)]
+    widths = [max(len(name), 10) + 2 for name in names]
+    heads = (f"{name.replace('_', ' '):>{width}}" for name, width in zip(names, widths, strict=True))
+    lines = [f"{'':<{label}}" + "".join(heads)]
     for variant, run, metrics in rows:
         cells = (f"{metrics[name]:.4f}" if name in metrics else "-" for name in names)
         same = "" if run == variant else f"  the run {run.name}"
-        lines.append(f"{variant.name:<{label}}" + "".join(f"{cell:>21}" for cell in cells) + same)
+        columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{variant.name:<{label}}{columns}{same}")
     return lines

@@ -65,7 +65,7 @@ def collect(
         say("stopped; finished tasks are kept: run the same command again to go on", file=sys.stderr)
         raise typer.Exit(EXIT_STOPPED) from None
     size = collection.path.stat().st_size / 2**20
-    how = f"written in {time.monotonic() - began:,.0f} s" if made else "was there already"
+    how = f"written in {time.monotonic() - began:,.0f} s" if made else "already collected"
     say(f"{collection.path}: {size:,.1f} MiB, {how}")
     _summarise(collection.path, chart)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +67,7 @@ def show(
         recipe = _recipe(asked, overrides or [], model, max_length)
         tokenizer = load_tokenizer(recipe.model)
         prepared = prepare_data(recipe, tokenizer, cache_root())
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     _show_examples(console, recipe, tokenizer, prepared.train, count)
     for line in prepared.summary:
         say(line)
@@ -322,7 +323,7 @@ def _show_statistics(found: Statistics, out: Path) -> None:
             say(f"  {they(count, 'row', what)}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
     for name, side in found.sides.items():
-        roles = ", ".join(f"{count:,} {role}" for role, count in side.roles.most_common())
+        roles = ", ".join(f"{count:,} {printable(role)}" for role, count in side.roles.most_common())
         mean = f"{side.characters / max(1, side.rows):,.0f}"
         table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")
     Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)

@@ -44,7 +44,7 @@ def merge(
         found = find_model(model, adapter)
         _check_finished(found)
         result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
-    say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, none of them the base's")
+    say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, each of them changed")
     say(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
     say(f"it writes: {result.sample!r}")
     _show_usage(result.directory)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.text import say
+from trainwright.text import printable, say
 
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.study.results import Results
@@ -184,9 +184,9 @@ class _Road:
         self._tell(what)
         code = _run([sys.executable, "-m", "trainwright", *words])
         if code == EXIT_STOPPED:
-            say(f"stopped while it {what}; the same command goes on from there", file=sys.stderr)
+            say(f"stopped; the study {what} at that point: run the same command again to continue", file=sys.stderr)
         elif code != EXIT_FINISHED:
-            say(f"the study ended while it {what}; the same command goes on from there", file=sys.stderr)
+            say(f"the study failed: it {what} at that point; run the same command again to continue", file=sys.stderr)
         if code != EXIT_FINISHED:
             raise SystemExit(code if code > 0 else EXIT_STOPPED)
 
@@ -232,7 +232,7 @@ def _show(results: Results) -> None:
     names, *columns = zip(*results.rows, strict=True)
     table.add_column("")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(printable(name), justify="right")
     for (_, _, title), values in zip(results.columns, columns, strict=True):
-        table.add_row(title, *values)
+        table.add_row(printable(title), *map(printable, values))
     Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False).print(table)

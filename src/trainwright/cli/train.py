@@ -153,7 +153,7 @@ def _show(resolved: Resolved) -> None:
     from trainwright.planning.table import summary
 
     for reason in (*resolved.reasons, summary(resolved.plan)):
-        say(f"# {reason}")
+        say(f"# {reason}", wrap=False)
 
 
 def _run(
@@ -189,7 +189,8 @@ def _run(
 
     mine = Node.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
     with LinkedStopping() as linked:
-        nodes = Nodes.meet(index, count, place, seconds, mine, linked)
+        with Activity(sys.stderr, f"waiting for the other nodes at {place[0]}:{place[1]}"):
+            nodes = Nodes.meet(index, count, place, seconds, mine, linked)
         try:
             return _train(request, resolved, here, linked, nodes)
         finally:

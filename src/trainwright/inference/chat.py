@@ -15,7 +15,7 @@ from trainwright.inference.stopping import stop_of
 from trainwright.inference.text_stream import TextStream
 from trainwright.text import say
 
-HELP = "/reset begins anew, /exit or ctrl-D ends, ctrl-C stops an answer"
+HELP = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 class Speaker:
@@ -86,7 +86,7 @@ def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -
             return
         if said == "/reset":
             conversation = []
-            write("the conversation begins anew\n")
+            write("new conversation\n")
             continue
         if not said:
             continue
@@ -96,7 +96,7 @@ def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -
         except KeyboardInterrupt as stopped:
             text = str(stopped)
         except RequestError as error:
-            write(f"{error}; /reset begins anew\n")
+            write(f"{error}; /reset starts a new conversation\n")
             conversation.pop()
             continue
         write("\n")

@@ -160,7 +160,7 @@ def _why_micro_batch(chosen: Judged, wishes: Wishes, workload: Workload) -> str:
     passes = choice.gradient_accumulation_steps
     about = "about " if workload.packed else ""  # a batch fills more or fewer packs from step to step
     return (
-        f"{rows} of up to {workload.row_tokens:,} tokens, {tokens:,} at a time, "
+        f"{rows} of up to {workload.row_tokens} tokens, {tokens} at a time, "
         f"{about}{plural(passes, 'micro-batch', 'micro-batches')} a step"
     )
 
