@@ -238,6 +238,8 @@ def test_far_from_the_plan_is_told_in_times_with_what_is_known_of_why() -> None:
     for part in ("waited for a core 85%", "limit on CPU time", "virtual machine gave 20%", "1 thread a process where"):
         assert part in told
     assert "only the first steps" in told and "`trainwright machine calibrate`" in told
+    assert "other programs use this machine" in told
+    assert "2 processes of 4 threads share 4 cores" in "\n".join(rows(waited=0.5, processes=2, threads=4, cores=4))
     assert "waited for a core" not in "\n".join(rows(waited=0.02))
     assert "thread a process where" not in "\n".join(rows(threads=4))
     assert "why" not in "\n".join(row.split(" ")[0] for row in rows(step_time=0.012))

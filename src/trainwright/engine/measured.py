@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from statistics import median
 
 import torch
 
-from trainwright.machine.waiting import Waiting
+from trainwright.machine.waiting import Waiting, usable_cores
 
 # The first steps are slower than the rest: memory is had for the first time, kernels are chosen or compiled.
 _WARM_UP_STEPS = 2
@@ -35,7 +36,7 @@ class Measured:
 
         ``tensors_bytes`` beside ``memory_bytes`` where the latter is of tensors alone, as it is on a GPU.
         ``steps``: how many there were after the first, 0 where the medians are of those. ``threads`` of this process,
-        and what kept it from computing: see `Waiting.since`.
+        how many ``processes`` and ``cores`` there are beside it, and what kept it from computing: see `Waiting.since`.
         """
         if not self._seconds or self._before is None:
             return {}
@@ -49,5 +50,7 @@ class Measured:
             "tokens_per_second": median(rates),
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),
             "threads": torch.get_num_threads(),
+            "processes": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            "cores": usable_cores(),
             **Waiting.now().since(self._before),
         }

@@ -5,6 +5,7 @@ Read from the kernel's counters (Linux); elsewhere nothing is known.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,11 @@ class Waiting:
         if self.all > before.all:
             found["stolen"] = (self.stolen - before.stolen) / (self.all - before.all)
         return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _more(after: Mapping[str, int], before: Mapping[str, int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from trainwright import text
+from trainwright.text import plural
 
 # From here on a step takes so much longer than planned that the reasons are given.
 _FAR = 1.5
@@ -44,17 +45,23 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
             "fewer cores than it can see"
         )
     if measured.get("waited", 0.0) >= _WAITED:
-        yield (
-            f"processes waited for a core {measured['waited']:.0%} of the time: other programs, or more threads than "
-            "cores, use this machine"
-        )
+        yield f"the process waited for a core {measured['waited']:.0%} of the time: {_beside(measured)}"
     if measured.get("stolen", 0.0) >= _STOLEN:
         yield f"the host of this virtual machine gave {measured['stolen']:.0%} of its CPU time to others"
     planned, threads = predicted.get("threads"), measured.get("threads")
     if planned is not None and threads is not None and threads < planned:
-        counted = text.plural(int(threads), "thread")
+        counted = plural(int(threads), "thread")
         yield f"{counted} a process where the plan counted on {planned:.0f}: OMP_NUM_THREADS, or fewer cores"
     if measured.get("steps") == 0:
         yield "only the first steps were measured, which are slower than the rest"
     if predicted.get("calibrated") == 0:
         yield "the plan's times are from nominal rates; `trainwright machine calibrate` measures those of this machine"
+
+
+def _beside(measured: Mapping[str, float]) -> str:
+    """What else there is that takes the cores."""
+    processes, threads, cores = (int(measured.get(name, 0)) for name in ("processes", "threads", "cores"))
+    if not processes * threads > cores > 0:
+        return "other programs use this machine"
+    own = f"{plural(processes, 'process', 'processes')} of {plural(threads, 'thread')}"
+    return f"{own} share {plural(cores, 'core')}; lower OMP_NUM_THREADS or parallel.num_processes"
