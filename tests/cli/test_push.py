@@ -74,6 +74,15 @@ def test_an_adapter_is_said_to_be_one(run: Path) -> None:
     assert 'PeftModel.from_pretrained(base, "me/model")' in shown and "An adapter (dora)" in shown
 
 
+def test_a_model_made_from_a_packages_gguf_file_does_not_name_the_hubs_weights_as_its_base(run: Path) -> None:
+    weights = "some/base from the package a-package 1.0 (base.Q4_1.gguf), dequantised to fp32"
+    start = {**EVENTS[0], "weights": weights}
+    lines = [json.dumps({"time": 0.0, **event}) + "\n" for event in (start, *EVENTS[1:])]
+    (run / "events.jsonl").write_text("".join(lines))
+    shown = invoke(str(run), "me/model", "--dry-run")
+    assert "base_model" not in shown and f"A model made from {weights}" in shown
+
+
 @pytest.mark.parametrize("offline", [False, True])
 def test_without_a_token_nothing_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
     from huggingface_hub import constants
