@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.support.commands import machine_file
-from tests.support.runs import TINY, Finished, Runs, events
+from tests.support.runs import ON_ROWS, TINY, Finished, Runs, events
 
 ROW = '{"question": "What is it?", "answer": "It is this."}\n'
 OTHER = '{"colour": "red", "size": 3}\n'
@@ -221,3 +221,16 @@ def test_a_run_that_is_being_trained_is_not_trained_by_another(runs: Runs) -> No
     started.kill()
     assert started.wait().code < 0
     assert json.loads((started.run / "events.jsonl").read_text().splitlines()[0])["event"] == "start"
+
+
+def test_summary_of_a_resumed_run_begins_where_the_run_began(runs: Runs) -> None:
+    run = runs.new_directory("longer")
+    asked = ("train.max_steps=3", f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS)
+    first = runs.command("train", str(TINY), *asked).wait()
+    assert first.code == 0, first.stderr
+    second = runs.resume(run, "train.max_steps=5").wait()
+    assert second.code == 0, second.stderr
+    losses = [event["metrics"]["loss"] for event in events(run, "evaluate")]
+    assert len(losses) == 3  # before the first step, at step 3 and at step 5
+    assert f"loss           {losses[0]:.4f} -> {losses[-1]:.4f}" in second.stdout
+    assert "of it since it was resumed at step 3" in second.stdout and "since it was" not in first.stdout
