@@ -3,12 +3,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.commands import environment, trainwright, wait_for
+from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.doctor.verify import reference_of
 from trainwright.recipe.loading import load_recipe
@@ -112,7 +114,14 @@ def test_what_the_second_side_lacks_is_said_before_the_first_runs(tmp_path: Path
     metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.2\n")
     path = os.pathsep.join([str(tmp_path / "site"), environment()["PYTHONPATH"]])
     overrides = (ON_ROWS, "parallel.strategy=zero2", "parallel.num_processes=2")
-    ended = trainwright("verify", str(TINY), *overrides, cwd=tmp_path, PYTHONPATH=path)
+    ended = subprocess.run(  # an interpreter of its own, which finds the other version
+        [sys.executable, "-m", "trainwright", "verify", str(TINY), *overrides],
+        cwd=tmp_path,
+        env={**environment(), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert ended.returncode == 3
     assert "DeepSpeed 0.17.2 is not known to work here; pip install" in ended.stderr and ended.stdout == ""
 

@@ -209,7 +209,10 @@ def test_a_run_is_measured_on_the_rows_that_it_held_back(
 
 BAD: dict[str, tuple[Any, str]] = {
     "an empty turn": ({"messages": [{**USER, "content": " "}, ASSISTANT]}, "a turn of the user, is empty"),
-    "roles out of order": ({"messages": [USER, USER, ASSISTANT]}, "the roles are out of order"),
+    "roles out of order": (
+        {"messages": [USER, {"role": "system", "content": "s"}, ASSISTANT]},
+        "the roles are out of order",
+    ),
     "no reference": ({"messages": [USER]}, "there is no reference to compare with"),
     "an empty reference": (
         {"messages": [USER, {**ASSISTANT, "content": ""}]},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.file_kinds import suffix_of
+from trainwright.data.shards import is_shards
 from trainwright.data.sources import BUILT_IN, files_of
 
 if TYPE_CHECKING:
@@ -43,10 +46,14 @@ def look(source: SourceSection, key: str) -> Any:
         from trainwright.data.pydoc_rows import pydoc_key
 
         return [source.source, pydoc_key()]
-    found = files_of(source.source, key, source.format == "documents")
-    if found is None:
-        return ["hub", source.source]
-    stats = [(file.resolve(), file.stat()) for file in found.files]
+    if is_shards(source.source):
+        files: Sequence[Path] = sorted(Path(source.source).expanduser().iterdir())
+    else:
+        found = files_of(source.source, key, source.format == "documents")
+        if found is None:
+            return ["hub", source.source]
+        files = found.files
+    stats = [(file.resolve(), file.stat()) for file in files]
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
