@@ -36,6 +36,11 @@ def test_what_would_take_all_memory_or_time_is_refused(refusal: Refusal, text: s
     assert refusal(text)[0].startswith(says)
 
 
+def test_more_processes_than_there_are_on_earth_are_refused(refusal: Refusal) -> None:
+    (line,) = refusal("", "parallel.num_processes=1000000000")
+    assert "parallel.num_processes: expected a number of at most 1000000" in line
+
+
 def test_an_override_and_an_included_file_are_bounded_too(refusal: Refusal, write: Write) -> None:
     write("train: " + "[" * 100, "deep.yaml")
     assert refusal("include: deep.yaml\n")[0].startswith("deep.yaml:1: not valid YAML: nested more than 64 deep")

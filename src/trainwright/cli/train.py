@@ -48,7 +48,7 @@ def train(
         typer.Option(min=1, help="Worker processes, of all nodes together: parallel.num_processes in short."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines that train together; run this on each of them.")
+        int | None, typer.Option(min=1, max=100_000, help="Machines that train together; run this on each of them.")
     ] = None,
     node_rank: Annotated[
         int | None, typer.Option(min=0, help="Which of the nodes this one is, counted from 0.")

@@ -146,7 +146,7 @@ class ParallelSection(Section):
         description="single: one process. ddp: a whole model in every process. fsdp: torch's FSDP2, everything "
         "sharded. zero1, zero2, zero3: DeepSpeed, sharding optimizer state, gradients too, parameters too.",
     )
-    num_processes: Count | Auto = Field(
+    num_processes: Annotated[Count, Field(le=1_000_000)] | Auto = Field(
         "auto", description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
