@@ -69,9 +69,10 @@ def tokenize(
     except KeyboardInterrupt:
         raise Stopped(f"stopped; the same command goes on with {out}") from None
     seconds = time.monotonic() - begun
+    shards = plural(len(about["shards"]), "shard")
     say(
-        f"{out}: {about['tokens']:,} tokens ({about['dtype']}) of {about['documents']:,} documents, "
-        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, {len(about['shards'])} shards, "
+        f"{out}: {plural(about['tokens'], 'token')} ({about['dtype']}) of {plural(about['documents'], 'document')}, "
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, {shards}, "
         f"in {seconds:.1f} s"
     )
     for note in about.get("notes", ()):

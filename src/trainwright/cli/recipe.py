@@ -42,7 +42,9 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
         check_model(loaded.model)
     check_data(loaded)
     train = loaded.train
-    length = f"{train.max_steps} steps" if train.max_steps is not None else f"{train.epochs or 0:g} epochs in batches"
+    length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
+    if train.max_steps is not None:
+        length = plural(train.max_steps, "step")
     if train.max_tokens is not None:
         length = f"{plural(train.max_tokens, 'token')} in batches"
     if loaded.algorithm_distillation is not None:

@@ -135,8 +135,9 @@ def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[Part, ...] | No
 
 def _line(corpus: Shards) -> str:
     about = corpus.about
+    documents = plural(about["documents"], "document")
     return (
-        f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {about['documents']:,} documents, "
+        f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {documents}, "
         f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, in {corpus.directory}"
     )
 

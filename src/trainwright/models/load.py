@@ -27,6 +27,7 @@ from trainwright.models.supported import check_supported
 from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
 from trainwright.recipe.files import read_json
 from trainwright.recipe.model_sizes import check_sizes
+from trainwright.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +174,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     model, report = loaded
     if absent := sorted(report["missing_keys"]):
         raise RequestError(
-            f"model.name: {directory} lacks {len(absent)} tensors of {type(model).__name__} "
+            f"model.name: {directory} lacks {plural(len(absent), 'tensor')} of {type(model).__name__} "
             f"({', '.join(absent[:3])}); its weights and its config.json do not belong together"
         )
     if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
