@@ -22,18 +22,19 @@ from support.faults.mounts import (
 )
 from support.faults.scene import FAILED, FINISHED, MACHINE, REQUEST, RUN_SECONDS, STOPPED, Scene
 
+_TOO_FEW = r"open files|files open|ulimit -n"
 _SHORT = (FINISHED, REQUEST, MACHINE, FAILED)
 # Memory that ran out may have halved the micro-batch, which changes what dropout draws.
 _NO_DROPOUT = ("model.dropout=0.0", "train.micro_batch_size=4")
 
 
-@fault("few open files", spreads=ANY, variants=("16", "20", "24", "28", "32", "40", "48", "64", "96"), share=3)
+@fault("few open files", spreads=ANY, variants=("16", "20", "24", "32", "48", "96", "150", "170", "256"), share=3)
 def few_files(scene: Scene) -> None:
     """`ulimit -n`: the run finishes, or says that this is too few."""
     number = int(scene.variant)
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (number, number))
     ended = scene.train(before=limit).wait(RUN_SECONDS)
-    scene.expect(ended, _SHORT, "open files")
+    scene.expect(ended, _SHORT, _TOO_FEW)
     if ended.code == FINISHED:
         scene.as_undisturbed()
     else:
@@ -48,7 +49,7 @@ def no_more_files(scene: Scene) -> None:
         number = len(os.listdir(f"/proc/{pid}/fd")) + scene.draw.randrange(2)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
     ended = command.wait(RUN_SECONDS)
-    scene.expect(ended, _SHORT, "open files")
+    scene.expect(ended, _SHORT, _TOO_FEW)
     promises.checkpoints_whole(scene.run)
     scene.as_undisturbed() if ended.code == FINISHED else scene.resumes()
 

@@ -23,6 +23,8 @@ FINISHED, REQUEST, MACHINE, FAILED, STOPPED = 0, 2, 3, 4, 75
 RECIPE = Path(__file__).with_name("recipe.yaml")
 # A command on a loaded machine; one that only refuses does so sooner, and in bounded memory.
 RUN_SECONDS, REFUSAL_SECONDS, REFUSAL_BYTES = 150.0, 60.0, 1536 * 2**20
+# How often a fault is tried to be put in at its moment.
+_ATTEMPTS = 6
 # What no message may have in it: control characters, the terminal's own sequences among them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x9f]")
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Warning|Exit)\b")
@@ -269,7 +271,7 @@ class Scene:
 def perform(trial: Trial, directory: Path, shared: Path, code: str) -> None:
     """Put the trial's fault into a run; raises a verdict unless everything held."""
     kind = KINDS[trial.kind]
-    for attempt in range(4):
+    for attempt in range(_ATTEMPTS):
         place = directory / f"try-{attempt}"
         scene = Scene(trial, place, shared, code)
         scene.draw.seed(f"{trial.seed}/{trial.name}/{attempt}")
@@ -278,7 +280,7 @@ def perform(trial: Trial, directory: Path, shared: Path, code: str) -> None:
             scene.nothing_else_changed()
             return
         except Missed:
-            if attempt == 3:
+            if attempt == _ATTEMPTS - 1:
                 raise
         except Broken:
             if os.path.ismount(scene.run.parent):  # seen by this process alone, and gone with it
