@@ -87,7 +87,7 @@ def small_cgroup(scene: Scene) -> None:
     """In MiB. The launcher lives to say that memory ran out; a run that can be made smaller is."""
     with limited_memory(int(scene.variant) * 2**20) as group:
         ended = scene.train(*_NO_DROPOUT, before=functools.partial(join, group)).wait(RUN_SECONDS)
-    scene.expect(ended, _SHORT, "memory")
+    scene.expect(ended, _SHORT, "memory|does not fit.* of .*MiB")
     if ended.code == FINISHED:
         scene.as_undisturbed(_NO_DROPOUT, exact=False)
     elif scene.run.exists():
