@@ -93,8 +93,8 @@ def test_what_cannot_be_planned_is_refused(
 
 
 def test_rows_are_no_longer_than_the_model_is_made_for_unless_asked() -> None:
-    assert "packs of up to 1,024 tokens" in shown("--model", "gpt2", "--on", "1xT4")
-    assert "packs of up to 2,048 tokens" in shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "1xT4")
+    assert "packs of up to 1024 tokens" in shown("--model", "gpt2", "--on", "1xT4")
+    assert "packs of up to 2048 tokens" in shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "1xT4")
 
 
 def test_the_rates_of_this_machine_are_told_in_one_line() -> None:
