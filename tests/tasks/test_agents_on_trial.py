@@ -94,3 +94,19 @@ def test_an_agent_that_is_all_but_cold_is_greedy() -> None:
     )
     assert np.array_equal(cold, greedy)
     assert not np.array_equal(warm, greedy)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_actions_are_learnt_with_the_smoothing_that_is_asked_for(file: Path, smoothing: float) -> None:
+    cut = Cut(subsample=1, steps=16, regions=1, last_only=False, region_before=False, shortest=16)
+    with Histories(file) as histories:
+        batch = HistoryWindows(histories, [0], cut, SHAPE).batch([0, 3])
+    objective = HistoryObjective(HistoryModel(SHAPE, seed=3), Weights(label_smoothing=smoothing)).eval()
+    with torch.no_grad():
+        total, action_loss, correct, count, *_ = objective(batch).tolist()
+        hidden = objective.model.at_steps(objective.model.decoded(objective.model.tokens(batch.steps)))
+        logits = objective.model.act(hidden[batch.targets])
+    actions = batch.actions[batch.targets]
+    expected = torch.nn.functional.cross_entropy(logits, actions, label_smoothing=smoothing, reduction="sum")
+    assert total == action_loss == pytest.approx(expected.item(), rel=1e-5)
+    assert (correct, count) == (int((logits.argmax(-1) == actions).sum()), len(actions))

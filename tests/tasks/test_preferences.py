@@ -121,3 +121,16 @@ def test_a_mismatched_document_has_its_prompt_and_the_answer_to_another() -> Non
     mixed = Mismatched.of(TokenDataset.from_examples(examples, "three"), 8, "data.train")
     found = [mixed.document(document)[0].tolist() for document in range(3)]
     assert found == [[1, 2, 3, 12], [1, 5, 13, 14, 15], [1, 2, 3, 12]]
+
+
+def test_models_with_other_weights_have_references_of_their_own_on_the_same_data(begun: Begun) -> None:
+    found = []
+    for seed in (0, 3):
+        task, _, reference = begun(f"train.seed={seed}", "data.validation=null")
+        reference.set_attn_implementation("sdpa")
+        dataset, sums = task.stream.dataset, task._answers[False].reference.sums
+        for document in (0, 7):
+            assert sums[document] == pytest.approx(log_probability(reference.eval(), dataset, document)[0], rel=1e-5)
+        found.append((dataset.fingerprint, sums[:8].tolist()))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
