@@ -13,11 +13,12 @@ import torch
 
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoint import Checkpoint
-from trainwright.engine.evaluate import _statistics
+from trainwright.engine.evaluate import _batch_statistics
 from trainwright.engine.events import Event
 from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.memory import Shortage
-from trainwright.engine.trainer import Progress, Trainer
+from trainwright.engine.progress import EVALUATION, Progress
+from trainwright.engine.trainer import Trainer
 from trainwright.parallel.world import World
 
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
@@ -116,12 +117,21 @@ def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path:
 
 def test_shares_of_ranks_add_up_to_the_metrics_of_the_validation_split(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT, "data.validation=7", "train.micro_batch_size=1", "data.pack_length=null")
-    whole = _statistics(trainer.task, trainer.strategy)
-    sums = [0.0] * len(whole)
+    validation = trainer.task.validation
+    assert validation is not None
+
+    def sums() -> torch.Tensor:
+        parts = [
+            part for step in range(len(validation)) for part in _batch_statistics(trainer.task, trainer.strategy, step)
+        ]
+        return torch.stack(parts).sum(0)
+
+    trainer.strategy.module.eval()
+    whole, found = sums(), []
     for rank in range(3):  # seven rows: two of the three ranks keep the other company in a pass
         trainer.strategy.world = World(rank, 3, rank, 3, torch.device("cpu"))
-        sums = [a + b for a, b in zip(sums, _statistics(trainer.task, trainer.strategy), strict=True)]
-    assert sums == pytest.approx(whole)
+        found.append(sums())
+    torch.testing.assert_close(torch.stack(found).sum(0), whole)
 
 
 def test_a_run_that_is_resumed_sees_the_same_rows_at_the_same_rates(make: Make) -> None:
@@ -162,7 +172,7 @@ def test_validation_has_no_dropout_and_training_goes_on_with_it(make: Make) -> N
     found = []
     for dropout in ("model.dropout=0.5", NO_DROPOUT):
         trainer, seen = make(dropout)
-        trainer._evaluate()
+        measured(trainer)
         assert all(part.training for part in trainer.strategy.module.modules())
         assert trainer.progress.best_loss is None, "what is measured before the first step is no best"
         found.append(last(seen, "evaluate")["metrics"]["loss"])
@@ -179,6 +189,12 @@ def test_a_run_drops_out_from_its_first_step_though_nothing_is_measured_before(m
     assert abs(losses[0] - losses[1]) > 1e-4
 
 
+def measured(trainer: Trainer) -> bool:
+    """Measure now; whether it is a new best."""
+    trainer.progress.pending = EVALUATION
+    return trainer._evaluate()
+
+
 def last(seen: list[Event], kind: str) -> Event:
     return [event for event in seen if event["event"] == kind][-1]
 
@@ -189,7 +205,7 @@ def test_every_validation_row_is_measured(make: Make) -> None:
     validation = trainer.task.validation
     assert validation is not None
     assert len(validation) == 2
-    trainer._evaluate()
+    measured(trainer)
     total = weight = 0.0
     trainer.strategy.module.eval()
     with torch.no_grad():
@@ -203,13 +219,13 @@ def test_every_validation_row_is_measured(make: Make) -> None:
 def test_only_a_lower_loss_is_a_new_best(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT)
     trainer.progress.step = 1
-    assert trainer._evaluate() is True
+    assert measured(trainer) is True
     assert trainer.progress.best_step == 1
     trainer.progress.step, trainer.progress.best_loss = 2, 0.0
-    assert trainer._evaluate() is False
+    assert measured(trainer) is False
     assert trainer.progress.best_step == 1
     trainer.progress.best_loss = 1e9
-    assert trainer._evaluate() is True
+    assert measured(trainer) is True
     assert trainer.progress.best_step == 2
 
 

@@ -75,7 +75,7 @@ def test_the_loss_of_a_batch_is_that_of_its_answers_one_by_one(begun: Begun, los
     batch = task.stream.global_batch(0)
     assert max(len(micro.examples) for micro in batch.micro_batches) > 1, "answers of several prompts stand together"
     task.before_passes(strategy, batch, validation=False)
-    found = sum(float(task.loss(task.module, micro, ALONE.device).total) for micro in batch.micro_batches)
+    found = sum(float(task.loss(task.module, micro, ALONE.device).total.detach()) for micro in batch.micro_batches)
     dataset = task.stream.dataset
     examples = [example for micro in batch.micro_batches for example in micro.examples]
     expected = 0.0

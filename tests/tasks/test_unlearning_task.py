@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.unlearn.negation import negated, negated_adapter
+from trainwright.tasks.unlearn.objectives.preference import simnpo
 from trainwright.tasks.unlearn.task import Unlearning, build
 
 DEVICE = torch.device("cpu")
@@ -85,3 +87,10 @@ def test_an_adapter_that_is_negated_adds_the_opposite() -> None:
     a, b = torch.randn(2, 5), torch.randn(3, 2)
     found = dict(negated_adapter([("x.lora_A.weight", a), ("x.lora_B.weight", b)], 0.5))
     torch.testing.assert_close(found["x.lora_B.weight"] @ found["x.lora_A.weight"], -0.5 * b @ a)
+
+
+def test_simnpo_is_of_the_mean_over_an_answers_tokens() -> None:
+    losses, counts = torch.tensor([6.0, 2.0, 2.0]), torch.tensor([3.0, 1.0, 4.0])
+    found = simnpo(losses, counts, 2.0, 0.5)
+    expected = [math.log1p(math.exp(-2 * (mean - 0.5))) for mean in (2.0, 2.0, 0.5)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
