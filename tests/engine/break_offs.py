@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         own = dist.PrefixStore(f"launch-{launches}", store)
         own.set(f"ready-{rank}", "")
         own.wait([f"ready-{each}" for each in range(size)])
+        _forget_groups()
         seat = Seat(rank, size, rank, size, rank, own)
         return run_worker(
             run, cache=cache_root(), resume=resume, reasons=(), observers=list, stop_requested=stop, seat=seat
@@ -74,3 +76,16 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
             assert launch(run, True, never) == EXIT_FINISHED
     if rank == 0:
         Path(directory, "moments.json").write_text(json.dumps({"moments": whole, "codes": codes}))
+
+
+def _forget_groups() -> None:
+    """DeepSpeed keeps the process groups of its first start in modules, for which the next one is none."""
+    if "deepspeed" not in sys.modules:
+        return
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    for name, value in list(vars(groups).items()):
+        if name.isupper() and name.startswith("_") and name.endswith("GROUP"):
+            setattr(groups, name, {} if isinstance(value, dict) else None)
