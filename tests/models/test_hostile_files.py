@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.models.test_merging import base, trained
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
+from trainwright.models import adapters_config
 from trainwright.models.adapters import attach_adapter, check_adapter
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.resolve import resolve
@@ -230,6 +231,32 @@ def test_wrong_settings_of_an_adapter_are_told(adapter: Path, tmp_path: Path, va
     copy = Path(shutil.copytree(adapter, tmp_path / "adapter"))
     change_json(copy / "adapter_config.json", **values)
     with pytest.raises(RequestError, match=next(iter(values))):
+        check_adapter(on(tmp_path, copy), 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"target_modules": "([a-z_.0-9]+)+!"}, "take more than 1 s to compare"),
+        ({"rank_pattern": {"(([a-z_.0-9]+)+)+!": 4}}, "take more than 1 s to compare"),
+        ({"target_modules": "(q_proj"}, "cannot be compared"),
+        (
+            {"target_modules": r"(?:.*(?:self_attn|mlp).*?(?:q_proj|v_proj).*)|(?:\bmodel\.layers\.[\d]{1,}\.up_proj)"},
+            "",
+        ),
+    ],
+)
+def test_patterns_of_modules_that_do_not_end_are_told(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str
+) -> None:
+    copy = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    change_json(copy / "adapter_config.json", **values)
+    if not said:
+        check_adapter(on(tmp_path, copy), 0)
+        return
+    if "more than" in said:
+        monkeypatch.setattr(adapters_config, "_COMPARISON_SECONDS", 1)
+    with pytest.raises(RequestError, match=said):
         check_adapter(on(tmp_path, copy), 0)
 
 

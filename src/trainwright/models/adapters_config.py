@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     saved = start_from(adapter)
     if saved is not None:
         saved.check_base(base)
+        _check_patterns(saved, [name for name, _ in model.named_modules()])
     if saved is None or adapter.stack:
         if saved is not None:
             _refuse_beneath(saved)
@@ -53,6 +57,40 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
             f"there are {', '.join(_kinds(linear_names(model)))}"
         )
     return config
+
+
+# Compares names with regular expressions as PEFT does; it is ended when that takes too long.
+_COMPARISON = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    whole, ending = re.compile(pattern), re.compile(rf"(.*\\.)?({pattern})$")
+    for name in names:
+        whole.fullmatch(name), ending.match(name)
+"""
+_COMPARISON_SECONDS = 20
+
+
+def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
+    """Raise RequestError where a setting is no regular expression, or one that does not come to an end."""
+    texts = [saved.config.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern")]
+    patterns = [text for text in texts if isinstance(text, str)]
+    patterns += [key for name in ("rank_pattern", "alpha_pattern") for key in saved.config.get(name) or {}]
+    if not any(set(pattern) & set("*+{?(") for pattern in patterns):
+        return
+    command = [sys.executable, "-I", "-c", _COMPARISON]
+    try:
+        subprocess.run(
+            command, input=json.dumps([patterns, names]), text=True, capture_output=True, check=True,
+            timeout=_COMPARISON_SECONDS,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        slow = isinstance(error, subprocess.TimeoutExpired)
+        why = f"take more than {_COMPARISON_SECONDS} s to compare" if slow else "cannot be compared"
+        raise RequestError(
+            f"{START_FROM}: {saved.directory}: the patterns of its modules {why} with the model's names; name the "
+            "modules in a list"
+        ) from None
 
 
 def saved_config(saved: SavedAdapter) -> Any:
