@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby, islice
@@ -22,6 +23,7 @@ from trainwright.data.turns import Message
 from trainwright.errors import RequestError
 from trainwright.inference.asking import last_answer
 from trainwright.recipe.data_schema import SourceSection
+from trainwright.text import they
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,9 +125,10 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
         raise RequestError(f"{key}: {source.source}: {error}") from None
     numbers = list(range(len(table)) if only is None else only)
     rows = Rows((source,), numbers=numbers, parts=[0] * len(numbers))
+    remarks: Counter[str] = Counter()
     for index, row in enumerate(table if only is None else table.select(numbers)):
         try:
-            rows.examples.append(to_example(row, layout))
+            rows.examples.append(to_example(row, layout, remarks))
         except NoTarget as error:
             raise RequestError(
                 f"{key}: {rows.place(index)}: {error}, so there is no reference to compare with; fill it in or remove "
@@ -136,6 +139,7 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     rows.notes.extend(source_notes(source.source, key, source.format == "documents"))
     if layout.read_as:
         rows.notes.append(f"{source.source}: {layout.read_as}")
+    rows.notes.extend(f"{source.source}: {they(count, 'row', what)}" for what, count in remarks.items())
     return rows
 
 
