@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -97,6 +98,17 @@ def test_failed_preparation_leaves_a_resumed_run_as_it_was() -> None:
     with pytest.raises(RequestError), run_directory.undone_on_error(run, created=False):
         run_directory.record(run, "task: other\n", "tiny", [])
         raise RequestError("refused")
+    assert (run / "recipe.yaml").read_text() == "task: sft\n"
+
+
+def test_a_run_that_cannot_be_written_is_the_machines_fault_and_stays_as_it_was() -> None:
+    run = a_run("tiny-20260101-000000")
+    (run / f".recipe.yaml.{os.getpid()}").mkdir()  # where the file is written that takes the place of the one there
+    with (
+        pytest.raises(MachineError, match=f"{run}: a run cannot be written there: Is a directory"),
+        run_directory.undone_on_error(run, created=False),
+    ):
+        run_directory.record(run, "task: dpo\n", "tiny", [])
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
 
 

@@ -8,11 +8,11 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.hold import hold
 from trainwright.recipe.loading import dump_recipe
@@ -100,12 +100,15 @@ def record(
         plan: all else that is known beforehand, as JSON has it.
         chosen: the keys of the recipe whose values the user did not write.
 
-    Each file is written whole or not.
+    Each file is written whole or not. Raises MachineError where the disk is full or cannot be written to.
     """
-    _write(directory / RECIPE, recipe)
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
-    _write(directory / PLAN, json.dumps(known, indent=2) + "\n")
+    try:
+        _write(directory / RECIPE, recipe)
+        _write(directory / PLAN, json.dumps(known, indent=2) + "\n")
+    except OSError as error:
+        raise MachineError(f"{directory}: a run cannot be written there: {error.strerror or error}") from error
 
 
 def reasons(directory: Path) -> list[str]:
@@ -167,8 +170,10 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
         if created:
             shutil.rmtree(directory, ignore_errors=True)
         for name, text in before.items():
-            if text is not None:
-                _write(directory / name, text)
+            # What cannot be written now has not been written over either, and the first error is the one to tell.
+            with suppress(OSError):
+                if text is not None and text != _read(directory / name):
+                    _write(directory / name, text)
         raise
 
 
@@ -186,5 +191,10 @@ def _read(path: Path) -> str | None:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):  # a part of it, where the disk is full
+            temporary.unlink()
+        raise
