@@ -27,6 +27,7 @@ _SET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": "",
+    "PYTHONUTF8": "1",  # what commands print is read as that, whatever the locale
     "TRAINWRIGHT_MACHINE": str(MACHINE),
 }
 _janitor = pytest.StashKey[Janitor]()

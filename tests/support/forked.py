@@ -41,7 +41,7 @@ class Started:
         status = self.files / "status"
         wait_for(status.exists, seconds)
         out, err = (self.files / name for name in ("stdout", "stderr"))
-        return Finished(int(status.read_text()), out.read_text(), err.read_text())
+        return Finished(int(status.read_text()), out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
 
     @property
     def ended(self) -> bool:
