@@ -60,10 +60,12 @@ class Mutation:
         return missing
 
     def key(self, root: Path) -> str:
-        """A digest of all that decides the outcome: the bug, the source file and the tests."""
+        """A digest of what decides the outcome: the bug, the source file, the tests and what lies beside them."""
         digest = hashlib.sha256(repr((self.file, self.old, self.new, self.tests)).encode())
-        for name in (self.file, *dict.fromkeys(map(test_file, self.tests))):
-            digest.update((root / name).read_bytes())
+        tests = [root / test_file(test) for test in dict.fromkeys(self.tests)]
+        helpers = {file for test in tests for file in test.parent.glob("*.py") if not file.name.startswith("test_")}
+        for file in (root / self.file, *sorted({*tests, *helpers})):
+            digest.update(file.read_bytes())
         return digest.hexdigest()[:32]
 
 
