@@ -75,7 +75,11 @@ def whole_and_same(run: Path, reference: Path, *, exact: bool, rounding: float =
 
 
 def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["event"] == kind]
+    """The events of a kind. An evaluation that a stop has put off is done, and told, by each start from its step."""
+    found = [event for event in events if event["event"] == kind]
+    if kind not in ("evaluate", "generate"):
+        return found
+    return list({(event["step"], event.get("prompt")): event for event in found}.values())
 
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], exact: bool, rounding: float) -> None:
