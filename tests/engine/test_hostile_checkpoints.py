@@ -204,7 +204,6 @@ def blocks(*changes: dict[str, Any]) -> Change:
         lambda path, manifest: manifest.update(tensors=[]),
         lambda path, manifest: manifest.update(files=[]),
     ],
-    ids=str,
 )
 def test_blocks_that_make_no_tensor_are_refused(checkpoint: Path, change: Change) -> None:
     sealed(checkpoint, change)

@@ -199,6 +199,8 @@ def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
     Its name stays its own."""
     try:
         found = from_config(config, origin)
+    except RequestError:
+        raise
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {error}"
         raise RequestError(f"{origin}: a value is not what it should be ({what})") from error
