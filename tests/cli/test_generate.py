@@ -144,5 +144,6 @@ def test_a_name_that_is_no_model_is_told_as_the_argument(tmp_path: Path) -> None
 
 def test_make_answers_the_file_that_is_named_into_the_file_that_is_named() -> None:
     wanted = ("MODEL=runs/one", "PROMPTS=prompts.txt", "ANSWERS=answers.csv")
-    done = subprocess.run(["make", "-n", "infer-batch", *wanted], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["make", "-n", "--no-print-directory", "infer-batch", *wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("generate runs/one --file prompts.txt --out answers.csv")

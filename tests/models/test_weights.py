@@ -94,5 +94,5 @@ def test_what_is_not_in_the_file_is_missed_by_the_rank_that_reads_it(stored: Mod
     loaded = load_empty(stored, seed=0)
     assert loaded is not None and isinstance(loaded[1], GivenWeights)
     loaded[1].load(rank=1)
-    with pytest.raises(RequestError, match=r"lacks 1 tensors of LlamaForCausalLM \(model\.norm\.weight\)"):
+    with pytest.raises(RequestError, match=r"lacks 1 tensor of LlamaForCausalLM \(model\.norm\.weight\)"):
         loaded[1].load(rank=0)
