@@ -24,6 +24,11 @@ GIB = 2**30
         ("4 x 8 x A100-40GB", 4, 8, "A100-40GB", "4x8xA100-40GB@8x200Gb"),
         ("16×8×H100", 16, 8, "H100", "16x8xH100@8x400Gb"),
         ("128x8xH100@3.2Tb/s", 128, 8, "H100", "128x8xH100@1x3200Gb"),
+        ("8xMI300X", 1, 8, "MI300X", "8xMI300X"),
+        ("8xH100-NVL", 1, 8, "H100-NVL", "8xH100-NVL"),
+        ("8xB200-700W", 1, 8, "B200-700W", "8xB200-700W"),
+        ("4 x rtx pro 6000", 1, 4, "RTXPRO6000", "4xRTXPRO6000"),
+        ("18x4xGB200@4x7.2Tb", 18, 4, "GB200", "18x4xGB200@4x7200Gb"),
         ("2x4xL40S@100Gb", 2, 4, "L40S", "2x4xL40S@1x100Gb"),
     ],
 )
@@ -71,6 +76,17 @@ def test_what_was_not_said_is_listed() -> None:
     assumed = "\n".join(parse_machine("2x8xH100").assumptions)
     assert "host memory" in assumed and "8 network adapters of 400 Gb/s a node" in assumed
     assert "network" not in "\n".join(parse_machine("2x8xH100@8x400Gb").assumptions)
+
+
+def test_what_training_does_not_run_on_is_planned_only() -> None:
+    assert parse_machine("8xH100").planned_only is None
+    for text, vendor in (("8xMI300X", "AMD"), ("8xGaudi3", "Intel")):
+        said = "planned only: training runs on NVIDIA GPUs and on CPUs, not on those of " + vendor
+        assert parse_machine(text).planned_only == said
+
+
+def test_a_die_that_is_a_device_is_said_to_be_one() -> None:
+    assert "a device is one of the card's two dies" in "\n".join(parse_machine("8xMI250X").assumptions)
 
 
 def test_devices_further_apart_than_a_bridge_use_their_slots() -> None:

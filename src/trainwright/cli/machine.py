@@ -96,12 +96,12 @@ def cards() -> None:
     from trainwright.machine.catalogue import cards as all_cards
 
     columns = "".join(f"{precision:>7}" for precision in _PRECISIONS)
-    say(f"{'card':<16}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
+    say(f"{'card':<19}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
     for card in all_cards():
         rates = "".join(f"{_tera(card, precision):>7}" for precision in _PRECISIONS)
         size = f"{card.nominal_bytes / 1e9:.0f}"
         bandwidth = f"{card.memory_bandwidth / 1e9:.0f}"
-        say(f"{card.name:<16}{size:>4}{bandwidth:>7}{rates}{card.watts:>6}  {card.link.describe()}")
+        say(f"{card.name:<19}{size:>4}{bandwidth:>7}{rates}{card.watts:>6}  {card.link.describe()}")
     say("\nRates in TFLOP/s (int8: TOP/s), peak and dense. Sources:")
     for title, url in dict.fromkeys((c.source.title, c.source.url) for c in all_cards() if c.source):
         say(f"  {title}: {url}")
@@ -110,6 +110,7 @@ def cards() -> None:
 def _lines(cluster: Cluster) -> list[tuple[str, str]]:
     card = cluster.card
     lines = [("machine", cluster.name), ("device", _device(cluster))]
+    lines += [("", cluster.planned_only)] if cluster.planned_only else []
     if cluster.device == "cuda":
         lines.append(("memory", _device_memory(cluster)))
     if card.memory_bandwidth:

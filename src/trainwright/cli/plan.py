@@ -163,6 +163,8 @@ def _show(made: Plan, compare: bool) -> None:
     from trainwright.planning.table import table, words
 
     say(f"{'machine':<14} {made.cluster.name}")
+    if made.cluster.planned_only:
+        say(f"{'':<14} {made.cluster.planned_only}")
     say()
     width = columns(sys.stdout) if sys.stdout.isatty() else None
     for line in table(made, compare, width):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 ON_PURPOSE = "set parallel.device=cpu to train on the CPU"
 HIDE = "hide it with CUDA_VISIBLE_DEVICES= to use the CPU"  # of commands without a recipe
-_SUPPORTED = "training runs on NVIDIA GPUs and on CPUs"
+TRAINED_ON = ("NVIDIA", "CPU")  # vendors of cards
+TRAINING_RUNS_ON = "training runs on NVIDIA GPUs and on CPUs"
 
 # Vendors and classes of PCI devices (pci.ids): display controllers, and processing accelerators.
 _NVIDIA, _AMD, _INTEL = "0x10de", "0x1002", "0x8086"
@@ -197,7 +198,7 @@ def _other(root: Path) -> Iterator[str]:
     if root == Path("/") and sys.platform == "darwin" and platform.machine() == "arm64":
         found.append("an Apple GPU (MPS)")
     if found:
-        yield f"{' and '.join(found)} cannot be used: {_SUPPORTED}"
+        yield f"{' and '.join(found)} cannot be used: {TRAINING_RUNS_ON}"
 
 
 def _amd_gpus(root: Path) -> int:

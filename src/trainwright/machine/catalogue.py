@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,9 @@ from trainwright.machine.links import STRICT, Link, fabric, pcie
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 
 _FILE = Path(__file__).with_name("cards.json")
-_BRANDS = re.compile(r"nvidia|amd|geforce|tesla|instinct|quadro|generation|[^a-z0-9]")
+_LIMITED = re.compile(r"^(?P<card>.+?)[-_ ]*\b(?P<watts>\d{2,4})\s*w(?:atts?)?$", re.IGNORECASE)
+_LEAST_POWER = 0.25  # of a card's own, below which no driver limits it
+_BRANDS = re.compile(r"nvidia|amd|intel|geforce|tesla|instinct|quadro|generation|[^a-z0-9]")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Card:
     printed on the box. ``memory_bandwidth``: bytes a second. ``rates``: peak operations a second by
     precision, dense, matrix units where there are any; a precision that is not in it has no units of its own.
     ``link``: to the other devices of a node. ``host_link``: to the node's memory. ``watts``: board power.
-    ``network_adapters``: (count, bits a second each) of the vendor's reference server.
+    ``network_adapters``: (count, bits a second each) of the vendor's reference server. ``device``: what programs see
+    as one device, where that is not the whole card.
     """
 
     __pydantic_config__ = STRICT
@@ -60,6 +64,7 @@ class Card:
     network_adapters: tuple[int, float] | None = None
     aliases: tuple[str, ...] = ()
     note: str | None = None
+    device: str | None = None
     source: Source | None = None
 
     def rate(self, precision: Precision) -> float | None:
@@ -73,13 +78,16 @@ def cards() -> tuple[Card, ...]:
 
 
 def find_card(name: str) -> Card:
-    """The card that ``name`` means: its own name, an alias, or what its driver calls it.
+    """The card that ``name`` means: its own name, an alias, or what its driver calls it; `H100-500W` is one whose power
+    is limited to 500 W.
 
-    Raises RequestError with the nearest names for an unknown one, and with the choices for one that names
-    several cards.
+    Raises RequestError with the nearest names for an unknown one, with the choices for one that names several cards,
+    and for a limit that the card cannot have.
     """
     if (card := known_card(name)) is not None:
         return card
+    if (limited := _LIMITED.match(name)) is not None:
+        return _with_limit(find_card(limited["card"]), int(limited["watts"]))
     key = _key(name)
     if (choices := _ambiguous().get(key)) is not None:
         raise RequestError(f"{name}: which one, {_listed(choices)}?")
@@ -87,6 +95,17 @@ def find_card(name: str) -> Card:
     found = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
     hint = f"; did you mean {_listed(list(found)[:3])}?" if found else "."
     raise RequestError(f"{name}: no such card in the catalogue{hint} `trainwright machine cards` shows all there are")
+
+
+def _with_limit(card: Card, watts: int) -> Card:
+    if watts == card.watts:
+        return card
+    if not _LEAST_POWER * card.watts <= watts <= card.watts:
+        raise RequestError(
+            f"{card.name}-{watts}W: its power can be limited to {math.ceil(_LEAST_POWER * card.watts)} W at the least, "
+            f"and it takes {card.watts} W at the most"
+        )
+    return replace(card, name=f"{card.name}-{watts}W", watts=watts, aliases=())
 
 
 def known_card(name: str) -> Card | None:
@@ -122,8 +141,8 @@ def _read() -> dict[str, Any]:
 
 
 def _card(entry: Mapping[str, Any]) -> Card:
-    slot = pcie(entry["pcie_generation"], direct=entry.get("peer_to_peer", True))
-    link = entry.get("link")
+    generation = entry["pcie_generation"]
+    slot, link = pcie(generation, direct=entry.get("peer_to_peer", True)), entry.get("link")
     return Card(
         name=entry["name"],
         vendor=entry["vendor"],
@@ -133,16 +152,19 @@ def _card(entry: Mapping[str, Any]) -> Card:
         nominal_bytes=entry["nominal_gb"] * 10**9,
         memory_bandwidth=entry["gigabytes_per_second"] * 1e9,
         rates={name: value * 1e12 for name, value in entry["teraflops"].items()},
-        link=slot
-        if link is None
-        else fabric(link["kind"], link["generation"], link["gigabytes_per_second"] * 1e9, link["span"]),
-        host_link=pcie(entry["pcie_generation"]),
+        link=slot if link is None else _fabric(link),
+        host_link=_fabric(entry["host_link"]) if "host_link" in entry else pcie(generation),
         watts=entry["watts"],
         network_adapters=_adapters(entry.get("network")),
         aliases=tuple(entry["aliases"]),
         note=entry.get("note"),
+        device=entry.get("device"),
         source=Source(**entry["source"]),
     )
+
+
+def _fabric(link: Mapping[str, Any]) -> Link:
+    return fabric(link["kind"], link["generation"], link["gigabytes_per_second"] * 1e9, link["span"])
 
 
 def _adapters(text: str | None) -> tuple[int, float] | None:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from trainwright.errors import RequestError
+from trainwright.machine.accelerators import TRAINED_ON, TRAINING_RUNS_ON
 from trainwright.machine.catalogue import Card, card_of_gpu, cards, find_card
 from trainwright.machine.detect import Gpu, Machine
 from trainwright.machine.links import STRICT, Link, network, pcie
@@ -63,6 +64,12 @@ class Cluster:
         return "cpu" if self.card.vendor == "CPU" else "cuda"
 
     @property
+    def planned_only(self) -> str | None:
+        """Why nothing can be trained on it, only planned; None where training runs there."""
+        vendor = self.card.vendor
+        return None if vendor in TRAINED_ON else f"planned only: {TRAINING_RUNS_ON}, not on those of {vendor}"
+
+    @property
     def usable_bytes(self) -> int:
         """Memory that a device has for a run."""
         free = self.device_free_bytes
@@ -86,6 +93,7 @@ def parse_machine(text: str) -> Cluster:
     host = max(_LEAST_HOST_BYTES, 2 * devices * card.nominal_bytes)
     assumptions = [
         f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores a node",
+        *([f"a device is {card.device}"] if card.device else []),
     ]
     count, rate = _adapters(text, found["network"], card, assumptions if nodes > 1 else [])
     suffix = f"@{count}x{rate / 1e9:g}Gb" if nodes > 1 else ""

@@ -6,17 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LinkKind = Literal["nvlink", "infinity_fabric", "pcie", "network", "memory"]
+LinkKind = Literal["nvlink", "infinity_fabric", "ethernet", "pcie", "network", "memory"]
 
 # Seconds a step of a ring takes beside its bytes: NCCL's own table (src/graph/tuning.cc: ring, simple protocol).
-_LATENCY = {"nvlink": 3.4e-6, "infinity_fabric": 3.4e-6, "pcie": 5.7e-6, "network": 14e-6, "memory": 1e-6}
+# Ethernet ports between the devices of a node are taken to be as slow to answer as a network.
+_LATENCY = {
+    "nvlink": 3.4e-6,
+    "infinity_fabric": 3.4e-6,
+    "ethernet": 14e-6,
+    "pcie": 5.7e-6,
+    "network": 14e-6,
+    "memory": 1e-6,
+}
 # One lane, one direction, after its line code: 8, 16, 32 and 64 GT/s.
 _PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 # One NVLink, one direction.
 _NVLINK_EACH = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 _NVLINK_GENERATION = {6: 1, 7: 2, 8: 3, 9: 4, 10: 5}  # by the major compute capability
 _MOST_NVLINKS = 18
-_NAMES = {"nvlink": "NVLink", "infinity_fabric": "Infinity Fabric", "pcie": "PCIe"}
+_NAMES = {"nvlink": "NVLink", "infinity_fabric": "Infinity Fabric", "ethernet": "RoCE", "pcie": "PCIe"}
 
 
 # How pydantic reads a description of a machine back from JSON: only what was written, and as it was.
@@ -49,7 +57,7 @@ class Link:
 
 
 def fabric(kind: LinkKind, generation: int, bandwidth: float, span: int) -> Link:
-    """NVLink or Infinity Fabric of ``bandwidth`` bytes a second and direction, joining ``span`` devices."""
+    """NVLink, Infinity Fabric or the like of ``bandwidth`` bytes a second and direction, joining ``span`` devices."""
     return Link(kind, bandwidth, _LATENCY[kind], generation, span)
 
 

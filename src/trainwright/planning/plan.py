@@ -87,6 +87,7 @@ class Plan:
         """Everything, for plan.json and for other programs."""
         return {
             "machine": self.cluster.name,
+            "planned_only": self.cluster.planned_only,
             "fits": self.fits,
             "calibrated": self.calibrated,
             "chosen": _judged_json(self.chosen),

@@ -20,7 +20,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcas
 # Of a link's rate, by large messages (all-gathers of NCCL: 361 of 450 GB/s over NVLink 4, 235 of 300 over NVLink 3, 313
 # of 448 over Infinity Fabric; 46 to 48 of 50 GB/s through an InfiniBand adapter, less where many nodes take part:
 # github.com/stas00/ml-engineering, network; github.com/NVIDIA/nccl-tests/issues/290 and /119).
-_LINK = {"nvlink": 0.8, "infinity_fabric": 0.7, "pcie": 0.7, "network": 0.75, "memory": 0.5}
+_LINK = {"nvlink": 0.8, "infinity_fabric": 0.7, "ethernet": 0.7, "pcie": 0.7, "network": 0.75, "memory": 0.5}
 _THROUGH_HOST = 0.35  # of a slot's rate, where devices do not write into each other's memory
 # Beside its steps a collective of NCCL takes a start (all-reduce of 1 MiB on 8 H200: 46 us).
 _START = 25e-6

@@ -29,7 +29,10 @@ class _Units:
 
 
 # Best products found by search, on the largest module of a generation: 271 of 312 on an A100, 795 of 989 on an H100,
-# 1745 of 2250 on a B200, 668 of 1307 on an MI300X (github.com/stas00/ml-engineering, Maximum Achievable Matmul FLOPS).
+# 1745 of 2250 on a B200, 1769 on a B300, 668 of 1307 on an MI300X, 785 on an MI325X, 1565 of 2517 on an MI355X, 419 of
+# 432 on a Gaudi 2, 1243 of 1678 on a Gaudi 3 (github.com/stas00/ml-engineering, Maximum Achievable Matmul FLOPS). Large
+# products on an RTX PRO 6000: 350 of 504 (github.com/zzc0721/torch-performance-test-data, issues 160 and 161); GeForce
+# cards have the power for twice the products that they are sold with.
 # Attention: figures of github.com/Dao-AILab/flash-attention for FlashAttention-2, which makes no use of what Hopper has
 # for it.
 _UNITS: dict[tuple[str, int, int], _Units] = {
@@ -40,9 +43,13 @@ _UNITS: dict[tuple[str, int, int], _Units] = {
     ("NVIDIA", 8, 9): _Units(0.80, 0.97, (0.75, 0.68)),
     ("NVIDIA", 9, 0): _Units(0.76, 0.71, (0.48, 0.43)),
     ("NVIDIA", 10, 0): _Units(0.72, 0.44, (0.35, 0.30)),
-    ("NVIDIA", 12, 0): _Units(0.88, 2.74, (0.75, 0.68)),
+    ("NVIDIA", 10, 3): _Units(0.73, 0.49, (0.35, 0.30)),
+    ("NVIDIA", 12, 0): _Units(0.70, 1.19, (0.75, 0.68)),
     ("AMD", 9, 0): _Units(0.60, 1.46, (0.50, 0.40)),
     ("AMD", 9, 4): _Units(0.52, 0.57, (0.60, 0.45)),
+    ("AMD", 9, 5): _Units(0.62, 0.56, (0.60, 0.45)),  # attention: as on the generation before
+    ("Intel", 2, 0): _Units(0.92, 1.39, (0.50, 0.43)),  # attention: as on others
+    ("Intel", 3, 0): _Units(0.74, 0.54, (0.50, 0.43)),
 }
 _OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
 # With less power the clock falls, and the voltage with it, so rates fall more slowly than power does.
