@@ -201,7 +201,10 @@ def test_workers_are_killed_for_memory_before_their_launcher(tmp_path: Path) -> 
 
 def test_a_control_group_that_is_too_small_ends_in_words(tmp_path: Path) -> None:
     with real_group(1200 * 2**20) as group:
-        into = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+        into = (
+            "import os, sys; open(sys.argv[1], 'w').write('0'); "
+            "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+        )
         entries = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
         command = [sys.executable, "-c", into, str(group / "cgroup.procs"), entries, "hog", "2", str(tmp_path / "logs")]
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
