@@ -1,6 +1,7 @@
 """What plans predict beside what others measured and published.
 
-    python -m tests.support.published          the table, with the source of each figure
+    python -m tests.support.published          the table of the half that is mended on, by run, with its sources
+    python bench/plan_published.py             both halves, by class
 
 The engine planned for is this one, and the figures are of others: what they do in another way (bf16 weights without
 masters, all logits at once) is left out of the comparison of memory, and counts little for speed.
@@ -8,22 +9,19 @@ masters, all logits at once) is left out of the comparison of memory, and counts
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tests.support.published_figures import architecture_of
+from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.architecture import Architecture
 from trainwright.planning.memory import memory_of
-from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.rates import rates_of
+from trainwright.planning.search import SAFETY_MARGIN
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Target, Workload
 
-FILE = Path(__file__).parents[1] / "planning" / "published.json"
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
     "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
@@ -32,41 +30,52 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted over measured, each None where it was not published or is not comparable."""
+    """What is predicted of a figure; ``speed`` and ``memory``: over measured, None where it was not published or is
+    not comparable. ``fits``: within the margin that plans keep. ``missing``: why it cannot be planned, with nothing
+    else.
+    """
 
     figure: dict[str, Any]
-    tokens_per_second: float
-    memory_gib: float
-    speed: float | None
-    memory: float | None
+    tokens_per_second: float = 0.0
+    memory_gib: float = 0.0
+    speed: float | None = None
+    memory: float | None = None
+    fits: bool | None = None
+    missing: str | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """It ran, and is said not to fit."""
+        return self.figure["outcome"] == "ran" and self.fits is False
 
-def figures() -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))["figures"]
-    return content
+    @property
+    def is_accepted(self) -> bool:
+        """It ran out of memory, and is said to fit."""
+        return self.figure["outcome"] == "oom" and self.fits is True
 
 
 def compare(figure: dict[str, Any]) -> Compared:
-    cluster = parse_machine(figure["on"])
+    """Plan ``figure`` as it was run; a model or card that is not known is told, not raised."""
+    try:
+        cluster = parse_machine(figure["on"])
+    except RequestError as problem:
+        return Compared(figure, missing=str(problem).partition(";")[0])
+    if architecture_of(figure) is None:
+        return Compared(figure, missing=f"{figure['model']}: no such model in the catalogue")
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
     time = step_time(workload, choice, cluster, rates_of(cluster))
     memory = memory_of(workload, choice, cluster)
-    each, gib = time.tokens_per_second / cluster.devices, memory.total / 2**30
-    if figure["measured"].get("memory_kind") == "allocated":
-        gib = memory.tensors / 2**30
-    measured = figure["measured"]
+    each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
+    told = memory.tensors if measured.get("memory_kind") == "allocated" else memory.total
     speed, held = measured.get("tokens_per_second_per_device"), measured.get("memory_gib")
     return Compared(
         figure,
         each,
-        gib,
+        told / 2**30,
         each / speed if speed else None,
-        gib / held if held and _same_memory(figure) else None,
+        told / 2**30 / held if held and _same_memory(figure) else None,
+        memory.total <= (1 - SAFETY_MARGIN[cluster.device]) * cluster.usable_bytes,
     )
-
-
-def errors(values: Iterator[float | None]) -> list[float]:
-    return sorted(abs(value - 1) for value in values if value is not None)
 
 
 def _workload(figure: dict[str, Any], devices: int) -> Workload:
@@ -85,11 +94,9 @@ def _workload(figure: dict[str, Any], devices: int) -> Workload:
 
 
 def _architecture(figure: dict[str, Any]) -> Architecture:
-    if "config" in figure:
-        made = from_config(figure["config"], figure["id"])
-        assert made is not None, figure["id"]
-        return made
-    return find_model(figure["model"]).architecture()
+    made = architecture_of(figure)
+    assert made is not None, figure["id"]
+    return made
 
 
 def _targets(names: str | list[str]) -> tuple[Target, ...]:
@@ -127,25 +134,7 @@ def _same_memory(figure: dict[str, Any]) -> bool:
     )
 
 
-def main() -> None:
-    compared = [compare(figure) for figure in figures()]
-    print(f"{'run':<58}{'tokens/s':>10}{'measured':>10}{'error':>8}{'GiB':>8}{'measured':>10}{'error':>8}")
-    for one in compared:
-        measured = one.figure["measured"]
-        speed = measured.get("tokens_per_second_per_device")
-        print(
-            f"{one.figure['id']:<58}{one.tokens_per_second:>10,.0f}{speed or '-':>10}"
-            f"{'-' if one.speed is None else f'{one.speed - 1:+.0%}':>8}{one.memory_gib:>8.1f}"
-            f"{measured.get('memory_gib') or '-':>10}{'-' if one.memory is None else f'{one.memory - 1:+.0%}':>8}"
-        )
-    for name in ("speed", "memory"):
-        found = errors(getattr(one, name) for one in compared)
-        if found:
-            print(f"{name}: {len(found)} figures, median error {statistics.median(found):.0%}")
-    print("\nsources:")
-    for title, url in dict.fromkeys((f["source"]["title"], f["source"]["url"]) for f in figures()):
-        print(f"  {title}: {url}")
-
-
 if __name__ == "__main__":
-    main()
+    from tests.support.published_table import print_runs
+
+    print_runs()
