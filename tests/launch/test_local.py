@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,6 +67,10 @@ def test_launch_itself_takes_a_moment_and_forks_a_parent_without_threads(tmp_pat
     assert found, result.stdout + result.stderr
     assert float(found[1]) < 3  # a worker that imports torch and transformers takes that alone
     assert int(found[2]) == 1
+
+
+def test_workers_of_a_second_launch_collect_nothing_of_the_first(tmp_path: Path) -> None:
+    assert run("collect", tmp_path / "logs").code == 0
 
 
 def test_first_traceback_is_shown_once_with_its_rank(tmp_path: Path) -> None:
@@ -201,12 +206,10 @@ def test_workers_are_killed_for_memory_before_their_launcher(tmp_path: Path) -> 
 
 def test_a_control_group_that_is_too_small_ends_in_words(tmp_path: Path) -> None:
     with real_group(1200 * 2**20) as group:
-        into = (
-            "import os, sys; open(sys.argv[1], 'w').write('0'); "
-            "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
-        )
+        into = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.argv[2], sys.argv[2:])"
         entries = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
-        command = [sys.executable, "-c", into, str(group / "cgroup.procs"), entries, "hog", "2", str(tmp_path / "logs")]
+        hog = [sys.executable, entries, "hog", "2", str(tmp_path / "logs")]
+        command = [sys.executable, "-c", into, str(group / "cgroup.procs"), *hog]
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 4, done.stderr
     assert done.stderr.startswith("error: rank 1 was killed by the kernel because the machine ran out of memory")
@@ -275,7 +278,8 @@ def in_a_shell(logs: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]
     """A launch that is a line of a script, with these variables of a batch system and no others."""
     jobs = ("SLURM", "PBS", "LSB", "JOB_ID", "FLUX", "COBALT")
     given = {name: value for name, value in environment(**variables).items() if not name.startswith(jobs)}
-    script = f"{sys.executable} -m tests.support.launch_entries train 2 {logs}; echo done"
+    launch = shlex.join([sys.executable, "-m", "tests.support.launch_entries", "train", "2", str(logs)])
+    script = f"{launch}; echo done"
     with subprocess.Popen(["bash", "-c", script], env={**given, **variables}, cwd=ROOT) as shell:
         try:
             yield shell

@@ -46,7 +46,7 @@ from trainwright.launch.failure import (
     slot_records,
 )
 from trainwright.launch.nodes import Nodes, NodesLost
-from trainwright.launch.process import enter_process, threads_allowed
+from trainwright.launch.process import enter_process, forking, threads_allowed
 from trainwright.launch.relaunch import Relaunch
 from trainwright.launch.rendezvous import LOOPBACK, host_store
 from trainwright.launch.stop import START_METHOD, Stopping
@@ -111,7 +111,8 @@ def launch_once(
         with _quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
             stopping.kill = functools.partial(_kill_workers, nodes)
             arguments = (entry, logs, os.getpid(), stopping.flags, slots)
-            result = _agent(rendezvous, processes, logs, arguments, stopping.flags).run()
+            with forking():
+                result = _agent(rendezvous, processes, logs, arguments, stopping.flags).run()
         codes = rendezvous.exit_codes(first) | {rank: f.exitcode for rank, f in result.failures.items()}
         if not result.is_failed():
             codes = {rank: int(code or 0) for rank, code in result.return_values.items()}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -15,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -161,7 +162,8 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
     context: Any = multiprocessing.get_context(START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(work, log, os.getpid(), sender), name="prepare")
-    child.start()
+    with forking():
+        child.start()
     sender.close()
     try:
         answer = _await_answer(receiver, stopping)
@@ -175,6 +177,20 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
     if kind == "done":
         return
     raise getattr(errors, kind, TrainingError)(message)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Keep the garbage collectors of processes forked meanwhile away from what this process made before.
+
+    An object may wait for its threads when it is collected, as torch's TCPStore does; a forked process does not have
+    them and would wait forever. A launch leaves such a store behind in a reference cycle.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _await_answer(receiver: multiprocessing.connection.Connection, stopping: Stopping) -> tuple[str, str] | None:
