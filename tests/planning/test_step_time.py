@@ -185,7 +185,7 @@ def test_offloading_costs_time() -> None:
 
 def test_a_frozen_model_is_faster_to_train() -> None:
     lora = timed(work=workload(adapter=Adapter("lora", 16)))
-    assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.75
+    assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.85
     assert lora.parts["optimizer"] < timed().parts["optimizer"] / 5
 
 

@@ -3,14 +3,14 @@
     python -m tests.support.published          the table of the half that is mended on, by run, with its sources
     python bench/plan_published.py             both halves, by class
 
-The engine planned for is this one, and the figures are of others: what they do in another way (bf16 weights without
-masters, all logits at once) is left out of the comparison of memory, and counts little for speed.
+The engine planned for is this one, and the figures are of others: what their programs do in another way (bf16 weights
+without masters, all logits at once) is told to the model of memory and time (planning/stack.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tests.support.published_figures import architecture_of
 from trainwright.errors import RequestError
@@ -19,9 +19,12 @@ from trainwright.planning.architecture import Architecture
 from trainwright.planning.memory import memory_of
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import SAFETY_MARGIN
+from trainwright.planning.stack import Stack
 from trainwright.planning.step_time import step_time
-from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Target, Workload
+from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
 
+_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
     "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
@@ -63,8 +66,9 @@ def compare(figure: dict[str, Any]) -> Compared:
     if architecture_of(figure) is None:
         return Compared(figure, missing=f"{figure['model']}: no such model in the catalogue")
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
-    time = step_time(workload, choice, cluster, rates_of(cluster))
-    memory = memory_of(workload, choice, cluster)
+    stack = _stack(figure)
+    time = step_time(workload, choice, cluster, rates_of(cluster), stack)
+    memory = memory_of(workload, choice, cluster, stack)
     each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
     told = memory.tensors if measured.get("memory_kind") == "allocated" else memory.total
     speed, held = measured.get("tokens_per_second_per_device"), measured.get("memory_gib")
@@ -73,7 +77,7 @@ def compare(figure: dict[str, Any]) -> Compared:
         each,
         told / 2**30,
         each / speed if speed else None,
-        told / 2**30 / held if held and _same_memory(figure) else None,
+        told / 2**30 / held if held else None,
         memory.total <= (1 - SAFETY_MARGIN[cluster.device]) * cluster.usable_bytes,
     )
 
@@ -87,9 +91,37 @@ def _workload(figure: dict[str, Any], devices: int) -> Workload:
         global_batch_rows=figure["micro_batch_size"] * accumulation * devices,
         packed=figure["packed"],
         document_tokens=figure.get("mean_length"),
-        adapter=None if adapter is None else Adapter("lora", adapter["rank"], _targets(adapter["targets"])),
-        quantisation=(adapter or {}).get("quantisation") or "none",
+        adapter=None if adapter is None else _adapter(adapter),
+        quantisation=_quantisation(adapter or {}),
         evaluates=False,
+    )
+
+
+def _adapter(adapter: dict[str, Any]) -> Adapter:
+    kind = "dora" if adapter["type"] == "dora" else "lora"
+    return Adapter(kind, adapter["rank"], _targets(adapter["targets"]), adapter.get("dropout") or 0.0)
+
+
+def _quantisation(adapter: dict[str, Any]) -> Quantisation:
+    kind: Quantisation = adapter.get("quantisation") or "none"
+    return "nf4_single" if kind == "nf4" and not adapter.get("double_quantisation") else kind
+
+
+def _stack(figure: dict[str, Any]) -> Stack:
+    """What the program that was measured does in another way than this one."""
+    kept = 4 if figure["master_weights"] else 2
+    exchanged = figure.get("exchanged") or ("fp32" if figure["master_weights"] else "bf16")
+    return Stack(
+        kept=kept,
+        state=_BYTES[figure.get("optimizer_states") or "fp32"],
+        exchanged=_BYTES[exchanged],
+        loss=figure["loss"],
+        updates_in_backward=bool(figure.get("updates_in_backward")),
+        fused=bool(figure.get("fused")),
+        compiles_loss=bool(figure.get("compile")),
+        attention=_ATTENTION.get(figure.get("attention") or "", 2),
+        bucket=5 * 10**8 if figure["strategy"].startswith("zero") else 2**24,  # DeepSpeed's own default
+        sorted_rows=figure.get("sorted_rows"),
     )
 
 
@@ -119,18 +151,6 @@ def _choice(figure: dict[str, Any], devices: int) -> Choice:
         offload_optimizer=bool(figure.get("offload_optimizer")),
         activation_offload=bool(figure.get("activation_offload")),
         compile=bool(figure.get("compile")),
-    )
-
-
-def _same_memory(figure: dict[str, Any]) -> bool:
-    """Whether what holds memory there is what holds it here."""
-    trained_whole = figure["adapter"] is None
-    return (
-        figure["optimizer"] == "adamw"
-        and figure.get("optimizer_states") == "fp32"
-        and (figure["master_weights"] or not trained_whole)
-        and figure.get("attention") != "math"
-        and figure["packed"]
     )
 
 

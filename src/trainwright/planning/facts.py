@@ -19,7 +19,7 @@ from trainwright.planning.facts_histories import Facts, histories_of
 from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import KnownModel, find_model, known_model, nearest_models
 from trainwright.planning.operations import MicroBatch, traced
-from trainwright.planning.workload import ALL_LINEAR, Adapter, Target, Workload
+from trainwright.planning.workload import ALL_LINEAR, Adapter, Quantisation, Target, Workload
 from trainwright.recipe.files import read_json
 from trainwright.recipe.model_sizes import check_sizes
 
@@ -79,7 +79,7 @@ def facts_of(recipe: Recipe) -> Facts:
             target_fraction=lengths.target_fraction,
             windows=recipe.pretrain is not None,
             adapter=adapter_of(recipe.model),
-            quantisation=recipe.model.adapter.quantisation,
+            quantisation=_quantisation(recipe.model),
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
@@ -175,7 +175,7 @@ def full_rows(recipe: Recipe) -> Facts:
         longest_document=document,
         max_length=document,
         adapter=adapter_of(recipe.model),
-        quantisation=recipe.model.adapter.quantisation,
+        quantisation=_quantisation(recipe.model),
         optimizer=recipe.optimizer.name,
     )
     steps = train.max_steps
@@ -368,6 +368,11 @@ def adapter_of(model: ModelSection) -> Adapter | None:
         targets=ALL_LINEAR if isinstance(targets, str) else _by_purpose(targets),
         dropout=section.dropout,
     )
+
+
+def _quantisation(model: ModelSection) -> Quantisation:
+    section = model.adapter
+    return "nf4_single" if section.quantisation == "nf4" and not section.double_quantisation else section.quantisation
 
 
 def _started(directory: str | None) -> dict[str, Any]:

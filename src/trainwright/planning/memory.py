@@ -16,6 +16,7 @@ from trainwright.planning.memory_overhead import divided, loading, overhead
 from trainwright.planning.memory_partly import PartlyTrained
 from trainwright.planning.memory_walk import Flow, Held, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, OptimizerName, Workload
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
@@ -85,18 +86,19 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
     return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.document)))))
 
 
-def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
-    """What ``choice`` needs for ``workload`` on a device of ``cluster``."""
-    setting = _setting(workload, choice, cluster)
+def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
+    """What ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: of another program."""
+    setting = _setting(workload, choice, cluster, stack)
     held = partly_trained(
         inventory(workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation),
         workload.trained,
     )
-    parts = passes(setting, choice.activation_checkpointing)
+    recompute = _recomputed(choice, cluster, stack)
+    parts = passes(setting, recompute)
     after = parts
     if choice.gradient_accumulation_steps > 1:
         batch = micro_batch(workload, choice, later=True)
-        after = passes(replace(setting, batch=batch), choice.activation_checkpointing)
+        after = passes(replace(setting, batch=batch), recompute)
     walk = Walk(parts, after, workload.architecture.tied, setting.width)
     flow = _flow(held, setting, choice)
     if workload.trained is not None:
@@ -127,9 +129,14 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     return Memory(held_then, phases, overhead(choice, cluster, between, max(phases.values())), host)
 
 
+def _recomputed(choice: Choice, cluster: Cluster, stack: Stack) -> str | int:
+    compiled = cluster.device == "cuda" and (choice.compile or stack.fused)
+    return "compiled" if compiled and choice.activation_checkpointing == "none" else choice.activation_checkpointing
+
+
 def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choice) -> Mapping[str, int]:
     """What stays from step to step, by what it is."""
-    base = dict(_base(held, setting.width, choice, workload.optimizer))
+    base = dict(_base(held, setting, choice, workload.optimizer))
     if held.buffers:
         base["quantised base's scales"] = held.buffers
     if workload.beside is not None and workload.beside.copied:
@@ -139,39 +146,44 @@ def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choi
     return base
 
 
-def _setting(workload: Workload, choice: Choice, cluster: Cluster) -> Setting:
+def _setting(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack) -> Setting:
     device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
     width = _WIDTHS[choice.mixed_precision]
     batch, adapter = micro_batch(workload, choice), workload.adapter
-    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, workload.quantisation)
+    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, workload.quantisation, stack)
 
 
 def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:
     width, on_cpu = setting.width, not setting.device.is_gpu
     if choice.strategy in ("single", "ddp"):
-        return memory_replicated.ReplicatedFlow(held, width, choice.num_processes > 1)
+        return memory_replicated.ReplicatedFlow(held, width, choice.num_processes > 1, setting.stack)
     if choice.strategy == "fsdp":
         offload = choice.offload_parameters and not on_cpu
-        return memory_fsdp.FsdpFlow(held, width, choice.shards, choice.reshard_after_forward, on_cpu, offload)
+        reshard, stack = choice.reshard_after_forward, setting.stack
+        return memory_fsdp.FsdpFlow(held, width, choice.shards, reshard, on_cpu, offload, stack)
     if choice.strategy == "zero3":
-        return memory_zero.Stage3Flow(held, width, on_cpu)
-    return memory_zero.Stage12Flow(held, int(choice.strategy[-1]), width, choice.shards, on_cpu)
+        return memory_zero.Stage3Flow(held, width, on_cpu, setting.stack)
+    stage, offload = int(choice.strategy[-1]), choice.offload_optimizer and not on_cpu
+    return memory_zero.Stage12Flow(held, stage, width, choice.shards, offload, setting.stack)
 
 
-def _base(held: Inventory, width: int, choice: Choice, optimizer: OptimizerName) -> Mapping[str, int]:
+def _base(held: Inventory, setting: Setting, choice: Choice, optimizer: OptimizerName) -> Mapping[str, int]:
+    width, stack = setting.width, setting.stack
     if choice.strategy in ("single", "ddp"):
-        return memory_replicated.base(held, width, optimizer)
+        return memory_replicated.base(held, width, optimizer, stack)
     if choice.strategy == "fsdp":
-        return memory_fsdp.base(held, width, choice.shards, optimizer)
-    return memory_zero.base(held, int(choice.strategy[-1]), width, choice.shards)
+        return memory_fsdp.base(held, width, choice.shards, optimizer, stack)
+    return memory_zero.base(held, int(choice.strategy[-1]), width, choice.shards, stack)
 
 
 def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
     width = setting.width
     if choice.strategy in ("single", "ddp"):
-        return memory_replicated.step(held, width, choice.num_processes > 1, choice.gradient_accumulation_steps)
+        exchanged, passes_a_step = choice.num_processes > 1, choice.gradient_accumulation_steps
+        return memory_replicated.step(held, width, exchanged, passes_a_step, setting.stack)
     if choice.strategy == "fsdp":
-        return 4 * sum(unit.own_trained for unit in memory_fsdp.units(held, choice.shards).values())
+        kept = max(width, setting.stack.kept)
+        return kept * sum(unit.own_trained for unit in memory_fsdp.units(held, choice.shards).values())
     return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
 
 

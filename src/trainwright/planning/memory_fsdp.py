@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from trainwright.planning.memory_inventory import OUTSIDE, Inventory, optimizer_state
 from trainwright.planning.memory_walk import Flow, Held
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import OptimizerName
 
-_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,16 @@ class FsdpFlow(Flow):
     ``offload``: reduced gradients go to the host's memory, where those of later micro-batches are added to them."""
 
     def __init__(
-        self, inventory: Inventory, width: int, shards: int, reshard: bool, on_cpu: bool, offload: bool = False
+        self,
+        inventory: Inventory,
+        width: int,
+        shards: int,
+        reshard: bool,
+        on_cpu: bool,
+        offload: bool = False,
+        stack: Stack = OWN,
     ) -> None:
+        self._kept, self._exchanged = max(width, stack.kept), max(width, stack.exchanged)
         self._units = units(inventory, shards)
         self._on_cpu = on_cpu  # where gloo gathers and reduces by way of a copy
         self._last_block = max(self._units)
@@ -98,7 +106,7 @@ class FsdpFlow(Flow):
         return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        if self._reshard or self._first or self._width < _FP32:
+        if self._reshard or self._first or self._width < self._kept:
             self._gradients += self._width * numel
         return self.held
 
@@ -119,7 +127,7 @@ class FsdpFlow(Flow):
         """Bytes of the buffer that ``unit`` is gathered into, and what is held then."""
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._on_cpu else 0
-        if self._width < _FP32:
+        if self._width < self._kept:
             copies += self._units[unit].own_trained * self._width  # frozen ones have that width already
         return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing)
 
@@ -142,12 +150,12 @@ class FsdpFlow(Flow):
         """Sum a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
         self._whole -= self._bytes(unit)
-        self._reducing = _FP32 * sizes.trained
+        self._reducing = self._exchanged * sizes.trained
         most = self.held
-        kept = 0 if self._reshard or self._first else _FP32  # what the micro-batches before have left
-        own = self._width if self._reshard or self._first or self._width < _FP32 else 0
+        kept = 0 if self._reshard or self._first else self._kept  # what the micro-batches before have left
+        own = self._width if self._reshard or self._first or self._width < self._kept else 0
         self._gradients -= (own + kept) * sizes.trained
-        mine = _FP32 * sizes.own_trained
+        mine = self._kept * sizes.own_trained
         clone = self._reducing if self._on_cpu and self._shards > 1 else 0
         reduced = Held(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
         if (self._first or not self._reshard) and not self._offload:
@@ -156,20 +164,20 @@ class FsdpFlow(Flow):
 
     def _keep(self, unit: int) -> Held:
         """Have a unit's gradients in fp32 until those of later micro-batches are added."""
-        if self._width == _FP32:
+        if self._width == self._kept:
             return self.held
         trained = self._units[unit].trained
-        self._gradients += (_FP32 if self._first else 0) * trained
+        self._gradients += (self._kept if self._first else 0) * trained
         most = self.held
         self._gradients -= self._width * trained
         return most
 
 
-def base(inventory: Inventory, width: int, shards: int, optimizer: OptimizerName) -> dict[str, int]:
+def base(inventory: Inventory, width: int, shards: int, optimizer: OptimizerName, stack: Stack = OWN) -> dict[str, int]:
     """What is held between steps: this rank's rows, which are masters where they are trained."""
     found = units(inventory, shards).values()
     own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
     return {
-        "parameters": _FP32 * trained + width * (own - trained),
-        "optimizer state": _FP32 * optimizer_state(inventory, optimizer, shards),
+        "parameters": max(width, stack.kept) * trained + width * (own - trained),
+        "optimizer state": int(stack.state_bytes * optimizer_state(inventory, optimizer, shards)),
     }

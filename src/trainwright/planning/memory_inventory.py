@@ -85,7 +85,7 @@ def inventory(
             if p.quantised == "none":
                 blocks.append(Weight(unit, name, p.n, p.k, p.trainable))
                 continue
-            bits = p.numel // 2 if p.quantised == "nf4" else p.numel
+            bits = p.numel if p.quantised == "int8" else p.numel // 2
             blocks.append(Weight(unit, name, -(-bits // width), 1, False))
             buffers += _scales(p)
     return Inventory((*first, *blocks, *last), buffers)
@@ -101,6 +101,17 @@ def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None)
 
 
 @lru_cache(maxsize=64)
+def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
+    """Numbers, and trained ones, of what is outside the blocks, then of each block."""
+    sums: dict[int, list[int]] = {}
+    for weight in whole.weights:
+        counts = sums.setdefault(weight.unit, [0, 0])
+        counts[0] += weight.numel
+        counts[1] += weight.numel * weight.trainable
+    return tuple((sums[unit][0], sums[unit][1]) for unit in sorted(sums))
+
+
+@lru_cache(maxsize=64)
 def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1) -> int:
     """Numbers that the optimizer keeps of what is trained, of the fullest rank."""
     return sum(w.state(optimizer, shards) for w in whole.weights if w.trainable)
@@ -113,8 +124,11 @@ def first_blocks(whole: Inventory, count: int) -> int:
 
 
 def _scales(weight: Parameter) -> int:
-    """Bytes: of nf4 one for 64 numbers, fp32 ones of 256 of these and a table of 256; of int8 fp32 ones a row."""
+    """Bytes: of nf4 one for 64 numbers, fp32 ones of 256 of these and a table of 256; single, one fp32 for 64; of int8
+    fp32 ones a row."""
     if weight.quantised == "int8":
         return 4 * weight.n
     scales = -(-weight.numel // 64)
+    if weight.quantised == "nf4_single":
+        return 4 * scales
     return scales + 4 * -(-scales // 256) + 1024 + 4

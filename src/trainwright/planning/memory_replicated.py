@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from trainwright.planning.memory_inventory import Inventory, optimizer_state
 from trainwright.planning.memory_walk import Flow, Held
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import OptimizerName
 
-_FP32 = 4
 _BUCKET_BYTES = 25 * 2**20
 # Elements converted to fp32 at a time in an optimizer step over low-precision weights.
 _STEP_ELEMENTS = 16 * 2**20
@@ -18,10 +18,12 @@ _STEP_ELEMENTS = 16 * 2**20
 class ReplicatedFlow(Flow):
     """Gradients of a whole model: ``width`` bytes as autograd makes them, fp32 once there is anything to sum."""
 
-    def __init__(self, inventory: Inventory, width: int, exchange: bool) -> None:
+    def __init__(self, inventory: Inventory, width: int, exchange: bool, stack: Stack = OWN) -> None:
         self._inventory = inventory
         self._width = width
-        self._ends = _bucket_ends(inventory) if exchange else ()
+        self._kept = max(width, stack.kept)
+        self._one_by_one = stack.updates_in_backward
+        self._ends = _bucket_ends(inventory, self._kept) if exchange else ()
         self._own = 0  # bytes in the parameters' own gradients
         self._sums = 0  # bytes in sums of the micro-batches before, or over the ranks
         self._arrived = self._started = 0  # numbers whose gradients are there; buckets that are exchanged
@@ -38,16 +40,18 @@ class ReplicatedFlow(Flow):
             self._own = self._sums = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        if self._width < _FP32 or self._first:
+        if self._one_by_one:  # it goes as soon as the weight is updated
+            return Held(self._width * min(numel, self._inventory.largest_trained))
+        if self._width < self._kept or self._first:
             self._own += self._width * numel
         self._arrived += numel
         return self._exchange() if self._last and self._ends else self.held
 
     def end(self) -> Held:
-        if self._width == _FP32 or (self._first and self._last) or (self._last and self._ends):
+        if self._width == self._kept or (self._first and self._last) or (self._last and self._ends):
             return self.held
-        trained = _FP32 * self._inventory.trained
-        most = Held(max(trained, self._own + self._sums) + _FP32 * self._inventory.largest_trained)
+        trained = self._kept * self._inventory.trained
+        most = Held(max(trained, self._own + self._sums) + self._kept * self._inventory.largest_trained)
         self._own, self._sums = 0, trained
         return most
 
@@ -58,22 +62,22 @@ class ReplicatedFlow(Flow):
             return self.held
         begin = self._ends[self._started - 1] if self._started else 0
         numel, first = self._ends[full - 1] - begin, self._ends[self._started] - begin
-        most = Held(self._own + self._sums, buckets=_FP32 * first)
+        most = Held(self._own + self._sums, buckets=self._kept * first)
         self._own -= self._width * numel
-        if self._width == _FP32 or self._first:
-            self._sums += _FP32 * numel
+        if self._width == self._kept or self._first:
+            self._sums += self._kept * numel
         self._started = full
         return most
 
 
 @lru_cache(maxsize=64)
-def _bucket_ends(inventory: Inventory) -> tuple[int, ...]:
+def _bucket_ends(inventory: Inventory, kept: int) -> tuple[int, ...]:
     """Where each bucket ends, in numbers from the last parameter on: about the order in which gradients come."""
     ends: list[int] = []
     room = 0
     for weight in reversed(inventory.weights):
         if weight.trainable:
-            size = _FP32 * weight.numel
+            size = kept * weight.numel
             if size > room:
                 ends.append(ends[-1] if ends else 0)
                 room = _BUCKET_BYTES
@@ -82,20 +86,22 @@ def _bucket_ends(inventory: Inventory) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def base(inventory: Inventory, width: int, optimizer: OptimizerName) -> dict[str, int]:
+def base(inventory: Inventory, width: int, optimizer: OptimizerName, stack: Stack = OWN) -> dict[str, int]:
     """What is held between steps: the weights, fp32 masters of trained ones, what the optimizer keeps of them."""
-    trained = inventory.trained
+    trained, kept = inventory.trained, max(width, stack.kept)
     return {
         "parameters": inventory.numel * width,
-        "master weights": trained * _FP32 if width < _FP32 else 0,
-        "optimizer state": _FP32 * optimizer_state(inventory, optimizer),
+        "master weights": trained * kept if width < kept else 0,
+        "optimizer state": int(stack.state_bytes * optimizer_state(inventory, optimizer)),
     }
 
 
-def step(inventory: Inventory, width: int, exchange: bool, micro_batches: int) -> int:
+def step(inventory: Inventory, width: int, exchange: bool, micro_batches: int, stack: Stack = OWN) -> int:
     """Most bytes of gradients in an optimizer step."""
-    total, largest = inventory.trained, inventory.largest_trained
-    if width == _FP32 or exchange or micro_batches > 1:
-        return _FP32 * total
+    total, largest, kept = inventory.trained, inventory.largest_trained, max(width, stack.kept)
+    if stack.updates_in_backward:
+        return width * largest
+    if width == kept or exchange or micro_batches > 1:
+        return kept * total
     part = min(total, _STEP_ELEMENTS)
-    return width * (total - part) + _FP32 * part + width * largest
+    return width * (total - part) + kept * part + width * largest

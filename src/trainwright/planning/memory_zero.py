@@ -9,20 +9,19 @@ from functools import lru_cache
 
 from trainwright.planning.memory_inventory import OUTSIDE, Inventory, Weight
 from trainwright.planning.memory_walk import Flow, Held
+from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
 _SLOTS = 2  # AdamW's; no other optimizer is cut into flat pieces
-# parallel/deepspeed_config.py: elements that are gathered or reduced at a time.
-_BUCKET = 2**24
 # Elements whose gradients DeepSpeed's engine sums over the ranks at a time, from a copy of them (runtime/engine.py).
 _ALL_REDUCED = 5 * 10**8
 # DeepSpeed's stage3_max_reuse_distance: what is used again sooner than after so many elements stays gathered.
 _REUSE = 10**9
 
 
-def bucket(inventory: Inventory) -> int:
+def bucket(inventory: Inventory, stack: Stack = OWN) -> int:
     """Elements that are reduced, and with zero3 gathered, at a time."""
-    return max(2, min(_BUCKET, inventory.numel))
+    return max(2, min(stack.bucket, inventory.numel))
 
 
 @lru_cache(maxsize=64)
@@ -46,13 +45,19 @@ def _partition(inventory: Inventory, shards: int) -> tuple[int, int]:
 
 
 class Stage12Flow(Flow):
-    """``width``: bytes of a number of weights and of the gradients that autograd makes."""
+    """``width``: bytes of a number of weights and of the gradients that autograd makes. ``offload``: the optimizer's
+    numbers are in the host's memory. What is summed goes there bucket by bucket, but where it is summed in wider
+    numbers than the weights' own (stage_1_and_2.py: _use_compact_grad_partition_buffer), which are on the device."""
 
-    def __init__(self, inventory: Inventory, stage: int, width: int, shards: int, on_cpu: bool) -> None:
+    def __init__(
+        self, inventory: Inventory, stage: int, width: int, shards: int, offload: bool = False, stack: Stack = OWN
+    ) -> None:
         self._trained = inventory.trained
         self._largest = inventory.largest_trained
         self._stage, self._width = stage, width
-        self._bucket = bucket(inventory)
+        self._sums = max(width, stack.exchanged)
+        self._bucket = bucket(inventory, stack)
+        self._leaves = offload and self._sums == width
         self._own, self._touched = _partition(inventory, shards)
         self._gradients = 0  # in parameters' own
         self._reduced = 0  # of this rank's partition
@@ -64,7 +69,8 @@ class Stage12Flow(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
-        return Held(gradients=self._gradients + self._reduced, buckets=self._buffer)
+        reduced = 0 if self._leaves else self._reduced
+        return Held(gradients=self._gradients + reduced, buckets=self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
         self._first, self._last, self._counted = first, last, False
@@ -72,13 +78,13 @@ class Stage12Flow(Flow):
             self._gradients = self._reduced = self._buffer = self._filled = self._loose = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        if self._stage == 1 and self._width < _FP32:  # added to flat ones in the end (BF16_Optimizer)
+        if self._stage == 1 and self._width < self._sums:  # added to flat ones in the end (BF16_Optimizer)
             self._gradients += self._width * numel * self._first
             return self.held
         self._buffer = self._bucket * self._width
         if self._stage == 2 and not name:  # a block's: reduced as they come
             self._filled = numel % self._bucket
-            self._reduced = max(self._reduced, _FP32 * (self._touched if self._width == _FP32 else self._own))
+            self._reduced = max(self._reduced, self._sums * self._kept_of_partition())
             self._counted = True
             return self.held
         if self._stage == 2 or self._first:
@@ -87,7 +93,7 @@ class Stage12Flow(Flow):
 
     def end(self) -> Held:
         most = self.held
-        if self._stage == 1 and self._width < _FP32:
+        if self._stage == 1 and self._width < self._sums:
             return most._replace(buckets=_FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
         if self._stage == 1:
             if not self._last:
@@ -99,9 +105,12 @@ class Stage12Flow(Flow):
                 left -= part
         most = max(most, self._reduce(), key=_total)
         self._buffer = 0
-        if self._width == _FP32 and not self._first:  # added to those of the micro-batches before
-            self._reduced -= _FP32 * self._touched if self._stage == 2 else 0
+        if self._width == self._sums and not self._first:  # added to those of the micro-batches before
+            self._reduced -= self._sums * self._touched if self._stage == 2 else 0
         return most
+
+    def _kept_of_partition(self) -> int:
+        return self._touched if self._width == self._sums else self._own
 
     def _into_bucket(self, numel: int) -> Held:
         """Move a gradient to the buffer, which is reduced first if it has no room."""
@@ -119,12 +128,12 @@ class Stage12Flow(Flow):
         """Sum what is in the buffer over the ranks, by a copy of it, in fp32; this rank's part is kept."""
         if not self._filled:
             return self.held
-        if self._width < _FP32:
-            self._reduced = _FP32 * self._own
-        copies = self._filled * (self._width + (_FP32 if self._width < _FP32 else 0))
-        most = Held(self._gradients + self._reduced, 0, self._buffer + copies)
-        if self._width == _FP32 and not self._counted:
-            self._reduced += _FP32 * self._touched
+        if self._width < self._sums:
+            self._reduced = self._sums * self._own
+        copies = self._filled * (self._width + (self._sums if self._width < self._sums else 0))
+        most = Held(self._gradients + (0 if self._leaves else self._reduced), 0, self._buffer + copies)
+        if self._width == self._sums and not self._counted:
+            self._reduced += self._sums * self._touched
             self._counted = True
         self._gradients -= self._width * self._loose
         self._filled = self._loose = 0
@@ -134,11 +143,12 @@ class Stage12Flow(Flow):
 class Stage3Flow(Flow):
     """Every parameter is cut into one chunk a rank; vectors are whole on all of them."""
 
-    def __init__(self, inventory: Inventory, width: int, on_cpu: bool) -> None:
+    def __init__(self, inventory: Inventory, width: int, on_cpu: bool, stack: Stack = OWN) -> None:
         self._units, self._sharded = _sharded(inventory)
+        self._sums = max(width, stack.exchanged)
         self._last_block = max(self._units)
         self._width = width
-        self._bucket = bucket(inventory)
+        self._bucket = bucket(inventory, stack)
         self._on_cpu = on_cpu
         self._frozen_ends = _frozen_ends(inventory) * width
         self._whole = self._buffer = self._gradients = self._filled = 0
@@ -206,7 +216,7 @@ class Stage3Flow(Flow):
 
     def _reduce(self) -> Held:
         """Sum what is in the buffer over the ranks, from a copy of it; gloo makes one more."""
-        copies = _FP32 * self._filled * (2 if self._on_cpu else 1)
+        copies = self._sums * self._filled * (2 if self._on_cpu else 1)
         most = Held(self._gradients, self._whole + self._buffer, copies)
         self._filled = self._gradients = 0
         return most
@@ -244,7 +254,7 @@ def _largest_vector(inventory: Inventory) -> int:
 
 
 @lru_cache(maxsize=64)
-def base(inventory: Inventory, stage: int, width: int, shards: int) -> Mapping[str, int]:
+def base(inventory: Inventory, stage: int, width: int, shards: int, stack: Stack = OWN) -> Mapping[str, int]:
     """What is held between steps."""
     trained = inventory.trained
     if stage < 3:
@@ -253,7 +263,7 @@ def base(inventory: Inventory, stage: int, width: int, shards: int) -> Mapping[s
             "parameters": inventory.numel * width,
             "master weights": own * _FP32,
             "optimizer state": own * _FP32 * _SLOTS,
-            "gradients": trained * _FP32 if stage == 1 and width < _FP32 else 0,
+            "gradients": trained * _FP32 if stage == 1 and width < stack.exchanged else 0,
         }
     own = sum(-(-w.numel // shards) for w in inventory.weights if w.trainable)
     frozen = sum(-(-w.numel // shards) for w in inventory.weights if not w.trainable)
@@ -262,8 +272,8 @@ def base(inventory: Inventory, stage: int, width: int, shards: int) -> Mapping[s
         "parameters": (own + frozen + whole) * width,
         "master weights": own * _FP32 if width < _FP32 else 0,
         "optimizer state": own * _FP32 * _SLOTS,
-        "gradients": own * _FP32,
-        "gradient buckets": bucket(inventory) * _FP32,
+        "gradients": own * max(width, stack.exchanged),
+        "gradient buckets": bucket(inventory, stack) * max(width, stack.exchanged),
     }
 
 

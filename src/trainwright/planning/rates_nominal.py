@@ -51,12 +51,25 @@ _UNITS: dict[tuple[str, int, int], _Units] = {
     ("Intel", 2, 0): _Units(0.92, 1.39, (0.50, 0.43)),  # attention: as on others
     ("Intel", 3, 0): _Units(0.74, 0.54, (0.50, 0.43)),
 }
+# Of FlashAttention-2's rates: FlashAttention's (30 to 50 % of the peak forward, 25 to 35 % backward, where the second
+# has 50 to 73 %: arXiv 2307.08691, section 1), and those of kernels written for a generation: FlashAttention-3 on
+# Hopper (648 TFLOP/s for 370 forward: arXiv 2407.08608, figure 5), cuDNN on Blackwell (1605 / 1.3 TFLOP/s forward:
+# together.ai/blog/flashattention-4).
+_FIRST_ATTENTION = (0.62, 0.50)
+_THIRD_ATTENTION = {(9, 0): (1.75, 1.7), (10, 0): (2.2, 2.2), (10, 3): (2.2, 2.2)}
 _OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
 # With less power the clock falls, and the voltage with it, so rates fall more slowly than power does.
 _RATE_BY_POWER = 0.6
 _MOST_SUSTAINED = 0.92
+# Where power does not limit the clock it goes above the one that datasheets count with (torch's products on an RTX
+# 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
+_MORE_THAN_ENOUGH = 1.3
 _LENGTH_OF_HALF_RATE = 400  # tokens of a document at which attention runs at half its rate (ramps of the same figures)
 _STREAMED = 0.85  # of a card's memory bandwidth, by kernels that read and write once
+# Of that by the kernel that unpacks 4-bit numbers, where memory has more than it can make use of (bitsandbytes: 1.4 to
+# 2.1 times as fast on an A100 and an H100 once it was made so, and no faster on an RTX 4090 or an L40S, whose memory it
+# filled before: github.com/bitsandbytes-foundation/bitsandbytes/pull/1747).
+_UNPACKED, _HBM = 0.6, 1.3e12
 _KERNEL = 3e-6  # seconds that a kernel takes on a GPU however small it is
 _COMPUTE_UNITS = 120  # of a server's GPU: 108 on an A100, 132 on an H100
 _TILE = 128 * 128
@@ -106,9 +119,15 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
         product = (_KERNEL, wave, 2 / rate, per_byte, per_byte, per_byte)
         for layout in ("forward", "input", "weight"):
             curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
-        _add_attention(curves, precision, [rate * part for part in units.attention], _LENGTH_OF_HALF_RATE)
+        first = _FIRST_ATTENTION
+        third = _THIRD_ATTENTION.get(card.capability, (1.0, 1.0))
+        for suffix, factors in (("", (1.0, 1.0)), ("1", first), ("3", third)):
+            rates = [rate * part * factor for part, factor in zip(units.attention, factors, strict=True)]
+            _add_attention(curves, precision, rates, _LENGTH_OF_HALF_RATE, suffix)
     for precision in ("fp32", "bf16", "fp16"):
         size = _BYTES[precision]
+        unpacked = _UNPACKED if card.memory_bandwidth > _HBM else 1.0
+        curves[f"traffic/{precision}/expansion"] = _line(_KERNEL, 1 / (unpacked * streamed))
         for kind in ("copy", "elementwise", "reduction"):
             curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
         # Made fp32; their largest, exponentials, sum; difference and exponentials in place; the gradient written back.
@@ -127,7 +146,8 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
         return None
     fastest = max(card.rates.get("bf16", 0.0), card.rates.get("fp16", 0.0), card.rates.get("fp32", 0.0))
     power = (card.watts / (fastest / 1e12) / units.watts) ** _RATE_BY_POWER if card.watts else 1.0
-    return peak * min(_MOST_SUSTAINED, units.sustained * power)
+    most = _MOST_SUSTAINED if power < _MORE_THAN_ENOUGH else 1.0
+    return peak * min(most, units.sustained * power)
 
 
 def _of_cores(cluster: Cluster, processes: int) -> Setting:
@@ -163,12 +183,14 @@ def _traffic_of_cores(rate: float) -> Curve:
     return Curve("table", tuple(Sample((size,), seconds) for size, seconds in points))
 
 
-def _add_attention(curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float) -> None:
+def _add_attention(
+    curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float, suffix: str = ""
+) -> None:
     """Of one token in one channel: products of 2 (forward) and 5 (backward) numbers with each token before it."""
     lengths = [float(2**power) for power in range(4, 20)]
     for direction, products, rate in (("forward", 2, rates[0]), ("backward", 5, rates[1])):
         samples = tuple(Sample((length,), products * (length + half) / rate) for length in lengths)
-        curves[f"attention/{precision}/{direction}"] = Curve("table", samples)
+        curves[f"attention/{precision}/{direction}{suffix}"] = Curve("table", samples)
 
 
 def steps_of(kind: str, ranks: int) -> tuple[float, float]:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architecture import Architecture
-from trainwright.planning.memory_inventory import OUTSIDE, inventory, partly_trained
+from trainwright.planning.memory_inventory import Inventory, by_unit, inventory, partly_trained
 from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.rates import Rates
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time_batch import seen_pairs, typical_batch
 from trainwright.planning.step_time_exchange import Exchange, Unit
 from trainwright.planning.step_time_update import Update
@@ -77,9 +78,9 @@ class StepTime:
         }
 
 
-def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:
-    """Predict one step of ``workload`` run as ``choice`` on ``cluster``."""
-    return _Step(workload, choice, cluster, rates).time()
+def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack = OWN) -> StepTime:
+    """Predict one step of ``workload`` run as ``choice`` on ``cluster``; ``stack``: by another program."""
+    return _Step(workload, choice, cluster, rates, stack).time()
 
 
 def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, cluster: Cluster) -> float:
@@ -89,17 +90,21 @@ def least_seconds(workload: Workload, processes: int, precision: MixedPrecision,
 
 
 class _Step:
-    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> None:
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack) -> None:
         self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
+        self.stack = stack
         self.on_gpu = cluster.device == "cuda"
         here = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
         self.per_node = min(choice.num_processes, here)
         self.speeds = rates.setting(self.per_node)
-        self.batch = typical_batch(workload, choice)
+        self.batch = typical_batch(workload, choice, stack.sorted_rows)
         self.width = _WIDTH[choice.mixed_precision]
         device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
-        self.shapes = Shapes(workload.architecture, self.batch, device, self.width, workload.adapter is None)
-        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu)
+        own, adapter = workload.architecture, workload.adapter
+        self.shapes = Shapes(
+            own, self.batch, device, self.width, adapter is None, adapter, workload.quantisation, stack
+        )
+        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
 
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
@@ -109,12 +114,12 @@ class _Step:
         backward = [self._work(part, backward=True) for part in run.blocks[some]]
         once = [self._work(part, backward=True) for part in plain.blocks[some]]
         ends = self._ends(run) if self.workload.first_blocks is None else Work()
-        reference = self._reference(plain)
+        reference = self._reference()
         again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), Work())
         passed = sum((*forward, *once), Work())
         update = self._update()
         computed = (passed + again + ends + reference) * passes_a_step
-        exchange = Exchange(choice, self.rates, self.width, self.per_node, self.speeds.overlap)
+        exchange = Exchange(choice, self.rates, self.width, self.per_node, self.speeds.overlap, self.stack.exchanged)
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
         parts = {
@@ -140,11 +145,11 @@ class _Step:
 
     def _launches(self, computed: Work) -> float:
         """Seconds in which a GPU waits for Python."""
-        return max(0.0, computed.launches * self.speeds.launch - computed.seconds)
+        return max(0.0, computed.launches * self.stack.launch * self.speeds.launch - computed.seconds)
 
     def _work(self, part: Pass, *, backward: bool) -> Work:
         """Of a block."""
-        compiled = self.choice.compile
+        compiled = self.choice.compile or self.stack.fused
         key = (id(part), self.per_node, self.pricing.precision, backward, compiled)
         # With the part itself, so that its id is not given to another one.
         found: tuple[Pass, Work] | None = self.rates.known.get(key)
@@ -154,11 +159,12 @@ class _Step:
             self.rates.known[key] = found
         return found[1]
 
-    def _reference(self, plain: Passes) -> Work:
-        """The forward pass of what runs beside the model."""
+    def _reference(self) -> Work:
+        """The forward pass of what runs beside the model, which has no adapter."""
         beside = self.workload.beside
         if beside is None:
             return Work()
+        plain = passes(replace(self.shapes, adapter=None))
         work = sum((self._work(part, backward=False) for part in plain.blocks[: beside.blocks]), Work())
         if beside.blocks == len(plain.blocks):
             work += self.pricing.work(plain.head.forward, backward=False)
@@ -166,11 +172,14 @@ class _Step:
 
     def _ends(self, run: Passes) -> Work:
         """Embedding, final norm, head and loss, forwards and backwards."""
-        logits = self.batch.targets * self.workload.architecture.vocabulary
+        logits = self._logits_rows() * self.workload.architecture.vocabulary
         work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
         for part in (run.embedding, run.head):
             work += self.pricing.pass_and_back(part)
         return work
+
+    def _logits_rows(self) -> int:
+        return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
 
     def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:
         """What is outside the blocks, then the blocks."""
@@ -183,28 +192,21 @@ class _Step:
         run_through = zip(counts[: len(times)], times, strict=True)
         return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
 
-    def _counts(self) -> list[tuple[int, int]]:
-        """Parameters, and trained ones, outside the blocks and of each block."""
-        a, adapter = self.workload.architecture, self.workload.adapter
-        parameters = a.parameters()
-        blocks = []
-        for kind in block_kinds(a):
-            count = parameters.sparse_block if kind.sparse else parameters.dense_block
-            added = 0 if adapter is None else adapter_parameters(a, kind, adapter)
-            blocks.append((count + added, count if adapter is None else added))
-        outside = parameters.total - parameters.blocks
-        counts = [(outside, outside if adapter is None else 0), *blocks]
-        if (only := self.workload.trained) is None:
-            return counts
-        kept = dict.fromkeys(range(OUTSIDE, a.layers), 0)
-        for weight in inventory(a, self.width, True).weights:
-            kept[weight.unit] += weight.numel * ((weight.unit, weight.name) in only)
-        return [(count, trained) for (count, _), trained in zip(counts, kept.values(), strict=True)]
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        """Parameters, in numbers of what computes, and trained ones, outside the blocks and of each block."""
+        return by_unit(self._inventory())
+
+    def _inventory(self) -> Inventory:
+        w = self.workload
+        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation)
+        return partly_trained(whole, w.trained)
 
     def _update(self) -> Update:
         counts = self._counts()
         a = self.workload.architecture
-        each = len(block_weights(a, block_kinds(a)[0], self.width, True).parameters)
+        trained = self.workload.adapter is None
+        weights = block_weights(a, block_kinds(a)[0], self.width, trained, self.workload.adapter)
+        each = sum(weight.trainable for weight in weights.parameters.values())
         return Update(
             choice=self.choice,
             pricing=self.pricing,
@@ -213,14 +215,13 @@ class _Step:
             matrices=each * a.layers + 2,
             width=self.width,
             orthogonalised=self._orthogonalised(),
+            stack=self.stack,
         )
 
     def _orthogonalised(self) -> Counter[tuple[int, int]]:
         if self.workload.optimizer == "adamw":
             return Counter()
-        w = self.workload
-        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation)
-        trained = (one for one in partly_trained(whole, w.trained).weights if one.trainable)
+        trained = (one for one in self._inventory().weights if one.trainable)
         return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalised)
 
     def _data(self) -> float:

@@ -7,9 +7,12 @@ import math
 from trainwright.planning.operations import MicroBatch
 from trainwright.planning.workload import Choice, Workload
 
+_PLACES = 64  # micro-batches whose lengths are looked at
 
-def typical_batch(workload: Workload, choice: Choice) -> MicroBatch:
-    """A micro-batch of mean size, of the process that the others wait for."""
+
+def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = None) -> MicroBatch:
+    """A micro-batch of mean size, of the process that the others wait for. ``sorted_rows``: by length, before they are
+    cut into micro-batches; None: those of a step."""
     most = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
         tokens = round(min(most, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
@@ -23,7 +26,7 @@ def typical_batch(workload: Workload, choice: Choice) -> MicroBatch:
             masked=False,
         )
     rows = max(1, min(choice.micro_batch_size, math.ceil(workload.global_batch_rows / choice.num_processes)))
-    length = round(_padded(workload, rows))
+    length = round(_padded(workload, rows, sorted_rows))
     return MicroBatch(
         rows=rows,
         length=length,
@@ -48,10 +51,24 @@ def _documents(tokens: int, mean: float) -> tuple[tuple[int, int], ...]:
     return ((length, count), (rest, 1)) if rest else ((length, count),)
 
 
-def _padded(workload: Workload, rows: int) -> float:
-    """Mean length that rows are padded to: a micro-batch has neighbours in length of a global batch."""
-    others = max(1.0, workload.global_batch_rows - 1)
-    return workload.document + (workload.row_tokens - workload.document) * min(1.0, (rows - 1) / others)
+def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
+    """Mean length that rows are padded to: a micro-batch has neighbours in length, of the longest of which it is. Where
+    nothing is known but the mean, lengths are taken to fall off exponentially, whose order statistics are sums of
+    1 / k (Renyi, Acta Mathematica Hungarica 4, 1953)."""
+    total = max(rows, round(sorted_rows or workload.global_batch_rows))
+    firsts = range(0, total, rows)
+    firsts = firsts if len(firsts) <= _PLACES else range(0, total, rows * -(-len(firsts) // _PLACES))
+    known = [workload.length_at(first) for first in firsts]
+    if known[0] is not None and sorted_rows is None:
+        return sum(length or 0 for length in known) / len(known)
+    whole = _harmonic(total)
+    longest = [workload.document * (whole - _harmonic(first)) for first in firsts]
+    return min(workload.row_tokens, max(workload.document, sum(longest) / len(longest)))
+
+
+def _harmonic(count: int) -> float:
+    """The sum of 1 / k up to ``count``."""
+    return math.log(count) + 0.5772156649 + 1 / (2 * count) if count else 0.0
 
 
 def seen_pairs(workload: Workload, window: int | None) -> float:

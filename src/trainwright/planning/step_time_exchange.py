@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from trainwright.planning.rates import CollectiveKind, Group, Rates
 from trainwright.planning.workload import Choice
 
-_FP32 = 4
 _BUCKET = 25 * 2**20  # parallel/gradients.py
 _SMALL = 64  # bytes that the processes tell each other after every step
 # DeepSpeed gathers each matrix by itself, and its hooks around every module take Python's time.
@@ -33,13 +32,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Prices collectives of a choice. ``hidden``: the part of one that computing beside it can hide."""
+    """Prices collectives of a choice. ``hidden``: the part of one that computing beside it can hide. ``exchanged``:
+    bytes of a gradient that is summed."""
 
     choice: Choice
     rates: Rates
     width: int
     devices_per_node: int
     hidden: float
+    exchanged: int = 4
 
     def exposed(self, units: Sequence[Unit]) -> float:
         """Seconds of a step in which a device waits for others. ``units``: the one outside the blocks first."""
@@ -51,7 +52,7 @@ class Exchange:
             return told + self._buckets(units)
         told += self._all("all_reduce", _SMALL)  # the norm of what is sharded
         if choice.strategy in ("zero1", "zero2"):
-            gradients = self._all("all_reduce", _FP32 * sum(unit.trainable for unit in units))
+            gradients = self._all("all_reduce", self.exchanged * sum(unit.trainable for unit in units))
             times = passes if choice.strategy == "zero2" else 1
             return told + times * gradients + self._all("all_gather", self.width * sum(u.trainable for u in units))
         sharded = self._sharded(units)
@@ -70,7 +71,7 @@ class Exchange:
     def _buckets(self, units: Sequence[Unit]) -> float:
         """Gradients summed bucket by bucket while the last micro-batch's backward pass goes on. What is outside the
         blocks comes last, when there is nothing left to hide it."""
-        last, others = _FP32 * units[0].trainable, _FP32 * sum(unit.trainable for unit in units[1:])
+        last, others = self.exchanged * units[0].trainable, self.exchanged * sum(unit.trainable for unit in units[1:])
         buckets, rest = divmod(others, _BUCKET)
         before = buckets * self._all("all_reduce", _BUCKET) + self._all("all_reduce", rest)
         beside = sum(unit.backward for unit in units[1:])
@@ -86,7 +87,7 @@ class Exchange:
             return messages * self.rates.collective("all_gather", part, group)
 
         gathers = [gathered(unit) for unit in units]
-        scatters = [self.rates.collective("reduce_scatter", _FP32 * unit.trainable, group) for unit in units]
+        scatters = [self.rates.collective("reduce_scatter", self.exchanged * unit.trainable, group) for unit in units]
         forward = self._forward(units, gathers)
         if choice.strategy == "fsdp" and not choice.reshard_after_forward:
             # Gathered once a step, and reduced once.
@@ -121,5 +122,6 @@ class Exchange:
         choice = self.choice
         inside = max(1, min(choice.num_processes, self.devices_per_node) // choice.shards)
         group = Group(choice.replicate_size // inside, inside)
-        sums = [self.rates.collective("all_reduce", _FP32 * unit.trainable / choice.shards, group) for unit in units]
+        sizes = [self.exchanged * unit.trainable / choice.shards for unit in units]
+        sums = [self.rates.collective("all_reduce", size, group) for size in sizes]
         return self._backward(units, [0.0] * len(units), sums)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time_work import Pricing
 from trainwright.planning.workload import Choice
 
@@ -32,6 +33,12 @@ class Update:
     matrices: int
     width: int
     orthogonalised: Mapping[tuple[int, int], int]
+    stack: Stack = OWN
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a number of trained weights and summed gradients between steps."""
+        return max(self.width, self.stack.kept)
 
     @property
     def owned(self) -> float:
@@ -49,8 +56,11 @@ class Update:
     def optimizer(self) -> float:
         """Seconds of a step from exchanged gradients to updated weights."""
         norm = self._norm(self.owned)
-        clip = self._traffic("elementwise", 2 * _FP32 * self.owned)
-        update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(self.owned)
+        clip = self._traffic("elementwise", 2 * self.kept * self.owned)
+        numbers = self.owned
+        if self.stack != OWN:  # the curve is of 4-byte numbers: three of each weight and gradient, four of its state
+            numbers *= (3 * self.kept + 4 * self.stack.state_bytes) / (7 * _FP32)
+        update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(numbers)
         return norm + clip + update + self._casts() + self._orthogonalising()
 
     def _orthogonalising(self) -> float:
@@ -67,19 +77,20 @@ class Update:
         """Seconds of a step in which gradients of micro-batches are summed, copied to be exchanged, or laid out."""
         choice, passes = self.choice, self.choice.gradient_accumulation_steps
         whole, width = self.trainable, self.width
-        summed = self._traffic("elementwise", 3 * _FP32 * whole)
+        kept = self.kept
+        summed = self._traffic("elementwise", 3 * kept * whole)
         if choice.strategy in ("single", "ddp"):
-            if width == _FP32:  # autograd adds up in place
+            if width == kept:  # autograd adds up in place
                 seconds = (passes - 1) * summed
             else:
-                first = self._traffic("elementwise", (width + _FP32) * whole)
-                later = self._traffic("elementwise", (width + 2 * _FP32) * whole)
+                first = self._traffic("elementwise", (width + kept) * whole)
+                later = self._traffic("elementwise", (width + 2 * kept) * whole)
                 seconds = 0.0 if passes == 1 else first + (passes - 1) * later
             if choice.strategy == "ddp":
-                seconds += self._traffic("copy", (width + _FP32) * whole)
+                seconds += self._traffic("copy", (width + self.stack.exchanged) * whole)
             return seconds
         if choice.strategy in ("zero1", "zero2"):
-            return passes * self._traffic("copy", (width + _FP32) * whole)
+            return passes * self._traffic("copy", (width + self.stack.exchanged) * whole)
         return passes * self._sharded_copies()
 
     def offload(self, kept: int, forward: float) -> float:
@@ -94,11 +105,12 @@ class Update:
             # Out beside the computing; back when they are wanted, before it.
             seconds += passes * (max(0.0, self._host("from", kept) - forward) + self._host("to", kept))
         if choice.offload_parameters:
-            shard = self.parameters / choice.shards * (_FP32 if choice.strategy == "fsdp" else self.width)
+            kept = self.kept if choice.strategy == "fsdp" else self.width
+            shard = (kept * self.trainable + self.width * (self.parameters - self.trainable)) / choice.shards
             times = 2 if choice.strategy == "zero3" or choice.reshard_after_forward else 1
             seconds += passes * times * self._host("to", shard)
         if self.on_host:
-            seconds += passes * self._host("from", _FP32 * self.owned)
+            seconds += passes * self._host("from", self.stack.exchanged * self.owned)
             if choice.strategy != "fsdp":
                 seconds += self._host("to", self.width * self.owned)
         return seconds
@@ -109,17 +121,17 @@ class Update:
 
     def _casts(self) -> float:
         """Between fp32 masters and the weights that compute, where a process has both."""
-        if self.width == _FP32 or self.choice.strategy == "fsdp":
+        if self.width == self.kept or self.choice.strategy == "fsdp":
             return 0.0
-        given = self._traffic("copy", (self.width + _FP32) * self.owned)
+        given = self._traffic("copy", (self.width + self.kept) * self.owned)
         summed = self.choice.strategy == "ddp" or self.choice.gradient_accumulation_steps > 1
         if self.choice.strategy in ("single", "ddp") and not summed:
-            return given + self._traffic("copy", (self.width + _FP32) * self.owned)  # of gradients
+            return given + self._traffic("copy", (self.width + self.kept) * self.owned)  # of gradients
         return given
 
     def _norm(self, elements: float) -> float:
         if self.pricing.on_gpu:
-            return self._traffic("reduction", _FP32 * elements)
+            return self._traffic("reduction", self.kept * elements)
         # In pieces that stay in the cache: copied, squared, added up.
         piece = self.pricing.traffic("copy", 2 * _FP32 * _CHUNK, "fp32")
         piece += self.pricing.traffic("elementwise", 2 * _FP32 * _CHUNK, "fp32")
@@ -130,10 +142,11 @@ class Update:
         """Of FSDP and ZeRO-3, a micro-batch: what was gathered put in its place, gradients laid out to be reduced."""
         choice, width = self.choice, self.width
         gathers = 2 if choice.strategy == "zero3" or choice.reshard_after_forward else 1
-        cast = self._traffic("copy", (_FP32 + width) * self.parameters / choice.shards) if width != _FP32 else 0.0
+        kept = self.kept
+        cast = self._traffic("copy", (kept + width) * self.trainable / choice.shards) if width != kept else 0.0
         placed = self._traffic("copy", 2 * width * self.parameters)
-        laid_out = self._traffic("copy", (width + _FP32) * self.trainable)
-        added = self._traffic("elementwise", 3 * _FP32 * self.owned)
+        laid_out = self._traffic("copy", (width + self.stack.exchanged) * self.trainable)
+        added = self._traffic("elementwise", 3 * kept * self.owned)
         return gathers * (cast + placed) + laid_out + added
 
     def _traffic(self, kind: str, size: float) -> float:

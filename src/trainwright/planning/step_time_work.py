@@ -9,11 +9,17 @@ from trainwright.machine.calibration import Curve, InStep
 from trainwright.machine.calibration import Setting as Speeds
 from trainwright.planning.operations import Kernel, MicroBatch, Pass
 from trainwright.planning.rates import Layout
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import MixedPrecision
 
 # A compiler makes one kernel of what is between two products, which reads and writes what goes in and comes out; the
-# rest stays in registers.
-_COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.4, 0.22
+# rest stays in registers. Of a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers a token forwards and
+# backwards: 11 of each hidden number, 2 of each key, 3 of each of the MLP's, then 12, 2 and 6. That is 22 % of the bytes
+# that its single kernels move.
+_COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
+# Bytes of a bf16 logit that other programs move, of the 44 of this one's chunks (rates_nominal.py): fused kernels read
+# it twice and write its gradient; torch's cross_entropy makes it fp32, and the logarithms, zeros, and two gradients.
+_FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
 _PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 # Where a precision was not measured: what computes it, or is as fast.
 _INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32"}
@@ -63,8 +69,11 @@ class Pricing:
     ``speeds``: of the device, with as many processes at work as there will be. ``compiled``: blocks are.
     """
 
-    def __init__(self, speeds: Speeds, batch: MicroBatch, precision: MixedPrecision, on_gpu: bool) -> None:
+    def __init__(
+        self, speeds: Speeds, batch: MicroBatch, precision: MixedPrecision, on_gpu: bool, stack: Stack = OWN
+    ) -> None:
         self.speeds = speeds
+        self.stack = stack
         self.batch = batch
         self.on_gpu = on_gpu
         self.precision = _PRECISION[precision]
@@ -75,7 +84,7 @@ class Pricing:
 
     def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
         """All of ``kernels``, which are those of a forward or of a backward pass."""
-        products = attention = traffic = 0.0
+        products = attention = traffic = expansion = 0.0
         many = few = 0
         for kernel in kernels:
             if kernel.kind == "product":
@@ -86,6 +95,9 @@ class Pricing:
                 many += 1
             elif kernel.operation == "loss":
                 few += 1  # priced as a whole, by the number of logits
+            elif kernel.kind == "expansion":
+                expansion += self.traffic(kernel.kind, kernel.read + kernel.written)
+                many += 1
             else:
                 traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
                 few += 1
@@ -96,7 +108,7 @@ class Pricing:
         return Work(
             more.products * products,
             more.attention * attention,
-            more.traffic * traffic,
+            more.traffic * (traffic + expansion),
             0.0,
             more.host * launches,
             launches,
@@ -115,11 +127,17 @@ class Pricing:
 
     def logits(self, count: float) -> float:
         """Seconds of the loss of so many logits, with its gradient."""
-        return self.curve("loss", self.precision).seconds(count)
+        seconds = self.curve("loss", self.precision).seconds(count)
+        if self.stack == OWN:
+            return seconds
+        one_kernel = self.stack.loss == "fused" or self.stack.compiles_loss
+        return seconds * (_FUSED_LOSS if one_kernel else 1.0 if self.stack.loss == "chunked" else _FULL_LOSS)
 
     def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
         """A curve of the device in ``precision``, or in what stands in for it."""
         end = "" if last is None else f"/{last}"
+        if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured by itself
+            end = "/elementwise"
         while (found := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
             assert precision != "fp32", f"no rates of {group}"
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
@@ -146,7 +164,8 @@ class Pricing:
     def _seconds_per_operation(self, direction: str) -> float:
         """Attention kernels are told by their operations: 2 products of the pairs forward, 5 backward, 2 operations a
         pair and channel each."""
-        curve = self.curve("attention", self.precision, direction)
+        name = direction if self.stack.attention == 2 else f"{direction}{self.stack.attention}"
+        curve = self.curve("attention", self.precision, name)
         products = 2 if direction == "forward" else 5
         seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.documents)
         operations = sum(count * length * products * (length + 1) for length, count in self.batch.documents)

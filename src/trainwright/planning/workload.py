@@ -11,7 +11,8 @@ StrategyName = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "full", "selective"] | int
-Quantisation = Literal["none", "nf4", "int8"]
+# "nf4_single": with scales in fp32, which are quantised no second time.
+Quantisation = Literal["none", "nf4", "nf4_single", "int8"]
 # The linear modules of a block, by what they do; a family may have several of them in one matrix.
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")

@@ -13,6 +13,7 @@ from functools import lru_cache
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations.passes import (
     Pass,
+    Recompute,
     Setting,
     block_pass,
     embedding_pass,
@@ -55,14 +56,17 @@ def passes(setting: Setting, recompute: str | int = "none") -> Passes:
     return _passes(setting, recompute)
 
 
+_PARTLY: dict[str | int, Recompute] = {"selective": "selective", "compiled": "compiled"}
+
+
 @lru_cache(maxsize=128)
 def _passes(setting: Setting, recompute: str | int) -> Passes:
     every = recompute if isinstance(recompute, int) else 1
     blocks = []
     for number, kind in enumerate(block_kinds(setting.architecture), start=1):
-        again = "none"
+        again: Recompute = "none"
         if recompute != "none" and number % every == 0:
-            again = "selective" if recompute == "selective" else "full"
+            again = _PARTLY.get(recompute, "full")
         blocks.append(block_pass(setting, kind, again, input_wants=setting.trainable or number > 1))
     return Passes(embedding_pass(setting), tuple(blocks), head_pass(setting))
 

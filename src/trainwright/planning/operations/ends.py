@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainwright.planning.architecture import Architecture
-from trainwright.planning.operations.elementary import add, dropout, gather, scale, to
-from trainwright.planning.operations.layers import embedding, norm
+from trainwright.planning.operations.elementary import add, dropout, from_result, gather, scale, to
+from trainwright.planning.operations.layers import embedding, linear, norm
 from trainwright.planning.operations.shapes import Device, MicroBatch
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
+from trainwright.planning.stack import Loss
 
 _FP32 = 4
 # models/linear_cross_entropy.py: bytes of the logits of one chunk, and of the fp32 logits a CPU works on at a time.
@@ -74,10 +75,14 @@ def head_weight(weights: Weights) -> Parameter:
     return weights.parameters.get("head", weights["embedding"])
 
 
-def finish(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch) -> Tensor:
-    """Final norm and summed loss (models/causal_lm.py)."""
+def finish(
+    tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch, loss: Loss = "chunked"
+) -> Tensor:
+    """Final norm and summed loss (models/causal_lm.py); ``loss``: as others do it."""
     tape.operation = "final_norm"
     hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
+    if loss != "chunked":
+        return _whole_loss(tape, a, hidden, head_weight(weights), weights.bias("head"), loss)
     tape.operation = "targets"
     if batch.targets < batch.tokens:
         hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
@@ -129,6 +134,47 @@ def _loss(
             return made
 
         tape.record([total], [value for value, _ in given], apply)
+    return total
+
+
+def _whole_loss(
+    tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, loss: Loss
+) -> Tensor:
+    """Of the logits of all tokens. Full: in fp32 (torch's cross_entropy); fused: the gradient takes their place."""
+    tape.operation = "head"
+    logits = linear(tape, hidden, weight, bias)
+    tape.operation = "loss"
+    if loss == "fused":
+        return _in_place(tape, logits)
+    if a.logit_softcap is not None:
+        logits = scale(tape, from_result(tape, scale(tape, logits)))
+    numbers = to(tape, logits, _FP32)
+    if loss == "full":
+        tape.held.append(numbers.alias())
+    return _picked(tape, from_result(tape, numbers))
+
+
+def _in_place(tape: Tape, logits: Tensor) -> Tensor:
+    total = tape.new(1, _FP32)
+    tape.launch("elementwise", 2 * logits.bytes, logits.bytes)
+    if tape.wants(logits):
+        kept = tape.save(logits)
+        tape.record([total], [logits], lambda grads: [kept.get().alias()])
+    return total
+
+
+def _picked(tape: Tape, x: Tensor) -> Tensor:
+    """The sum of one number of each row; its gradient is as large as ``x``."""
+    total = tape.new(1, _FP32)
+    numel, width = x.numel, x.width
+    if tape.wants(x):
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            made = tape.new(numel, width)
+            tape.launch("copy", 0, made.bytes)
+            return [made]
+
+        tape.record([total], [x], apply)
     return total
 
 

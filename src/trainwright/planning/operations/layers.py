@@ -33,6 +33,9 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
     rows = x.numel // weight.k
     n, k, width = weight.n, weight.k, x.width
     saves_x, saves_weight = tape.grad and weight.trainable, tape.wants(x)
+    if saves_x:
+        factor = flat
+        flat = tape.result("factor", lambda: [factor])[0]
     kept = tape.save(flat) if saves_x else None
     if saves_weight:
         tape.save(None)
@@ -101,10 +104,20 @@ def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> T
 
 def _expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
     """A quantised matrix in numbers (models/quantisation.py), by way of its scales in fp32."""
-    scales = tape.new(weight.numel // 64, _FP32) if weight.quantised == "nf4" else None
-    shifted = tape.new(weight.numel // 64, _FP32) if scales is not None else None
+    if weight.quantised == "int8":
+        made = tape.new(weight.numel, width)
+        tape.launch("elementwise", weight.numel, made.bytes)
+        tape.launch("elementwise", made.bytes, made.bytes)
+        return made
+    count = weight.numel // 64
+    scales = shifted = None
+    if weight.quantised == "nf4":
+        scales = tape.new(count, _FP32)
+        tape.launch("expansion", count, scales.bytes)
+        shifted = tape.new(count, _FP32)
+        tape.launch("elementwise", scales.bytes, shifted.bytes)
     made = tape.new(weight.numel, width)
-    tape.launch("elementwise", weight.numel // (2 if weight.quantised == "nf4" else 1), made.bytes)
+    tape.launch("expansion", weight.numel // 2 + _FP32 * count, made.bytes)
     del scales, shifted
     return made
 

@@ -14,12 +14,18 @@ from trainwright.planning.operations.ends import begin, finish
 from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
 from trainwright.planning.operations.tape import Kernel, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, Quantisation
 
-Recompute = Literal["none", "full", "selective"]
+# "compiled": what a compiler leaves of nothing recomputed.
+Recompute = Literal["none", "full", "selective", "compiled"]
+_RESULTS = frozenset({"product", "attention", "grouped"})
+# A compiler computes again what lies between two products, as that costs no traffic of its own, but not what the
+# products of the backward pass read (torch/_functorch/config.py: ban_recompute_materialized_backward).
 _KEPT: dict[Recompute, frozenset[str]] = {
     "full": frozenset(),
-    "selective": frozenset({"product", "attention", "grouped"}),
+    "selective": _RESULTS,
+    "compiled": _RESULTS | {"factor"},
 }
 
 
@@ -67,7 +73,8 @@ class Pass:
 @dataclass(frozen=True)
 class Setting:
     """What passes are run with. ``width``: bytes of a number of activations and weights that compute. ``trainable``:
-    whether the model's own weights are trained; with an ``adapter`` they are not. ``quantisation``: of its base."""
+    whether the model's own weights are trained; with an ``adapter`` they are not. ``quantisation``: of its base.
+    ``stack``: the program that runs them."""
 
     architecture: Architecture
     batch: MicroBatch
@@ -76,6 +83,7 @@ class Setting:
     trainable: bool = True
     adapter: Adapter | None = None
     quantisation: Quantisation = "none"
+    stack: Stack = OWN
 
 
 @lru_cache(maxsize=512)
@@ -119,7 +127,7 @@ def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
         weights = end_weights(setting.architecture, setting.width, setting.trainable)
-        return lambda hidden: finish(tape, setting.architecture, hidden, weights, setting.batch)
+        return lambda hidden: finish(tape, setting.architecture, hidden, weights, setting.batch, setting.stack.loss)
 
     return _run(setting, prepare, input_wants)
 

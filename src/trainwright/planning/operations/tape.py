@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 
 from trainwright.planning.operations.shapes import Device
 
-KernelKind = Literal["product", "attention", "elementwise", "reduction", "copy"]
+# "expansion": of quantised numbers.
+KernelKind = Literal["product", "attention", "elementwise", "reduction", "copy", "expansion"]
 Edge = tuple["Node", int]
 Apply = Callable[[list["Tensor | None"]], list["Tensor | None"]]
 
@@ -186,7 +187,8 @@ class Tape:
     """Counts what is alive, and the kernels that were launched, as a program runs on it.
 
     ``live``, ``peak``: bytes. ``operation``: the name that kernels are recorded under. ``receive``: is given
-    the gradients of parameters, and lets them go unless it keeps a handle.
+    the gradients of parameters, and lets them go unless it keeps a handle. ``held``: what a program has in its hands
+    until the step is over.
     """
 
     def __init__(self, device: Device) -> None:
@@ -196,6 +198,7 @@ class Tape:
         self.kernels: list[Kernel] = []
         self.operation = ""
         self.grad = True
+        self.held: list[Tensor] = []
         self.frame: Frame | None = None
         self.receive: Callable[[Parameter, Tensor], None] = lambda parameter, grad: None
         self._sequence = 0

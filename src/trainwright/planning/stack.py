@@ -1,0 +1,50 @@
+"""What a training program does by habit, whatever model and strategy. Imports no torch.
+
+Plans are of this program. Figures that others published are of theirs, which keep other numbers and run other kernels:
+to compare the two, the model of memory and time is told what theirs do, and is the same model otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Loss = Literal["chunked", "full", "freed", "fused"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The defaults are this program's habits.
+
+    ``kept``: bytes of a trained number, of its summed gradient and of each number that the optimizer keeps of it: 4 are
+    fp32 masters beside what computes, 2 are weights that are trained as they compute. ``state``: of the optimizer's,
+    where they are others. ``exchanged``: bytes of a gradient that is summed over processes. ``loss``: "chunked": a part
+    of the logits at a time; "full": all of them, in fp32 too, which are held to the end of the step, as transformers'
+    and torchtune's; "freed": the same, let go once the loss is there; "fused": all of them, which become their own
+    gradient.
+    ``updates_in_backward``: each weight as soon as its gradient is there. ``fused``: norms, rotary positions and
+    activations are kernels of their own (Liger, Transformer Engine), as good as compiled. ``compiles_loss``: with the
+    blocks. ``attention``: generation of FlashAttention. ``bucket``: elements that DeepSpeed reduces at a time.
+    ``launch``: factor on the time that Python takes to start a kernel. ``sorted_rows``: how many rows are sorted by
+    length before they are cut into micro-batches; None: those of a step.
+    """
+
+    kept: int = 4
+    state: float | None = None
+    exchanged: int = 4
+    loss: Loss = "chunked"
+    updates_in_backward: bool = False
+    fused: bool = False
+    compiles_loss: bool = False
+    attention: Literal[1, 2, 3] = 2
+    bucket: int = 2**24
+    launch: float = 1.0
+    sorted_rows: int | None = None
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a number that the optimizer keeps."""
+        return self.kept if self.state is None else self.state
+
+
+OWN = Stack()
