@@ -16,7 +16,6 @@ from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import OptimizerName
 
 
-
 @dataclass(frozen=True)
 class Unit:
     """Numbers of a unit, each parameter padded to equal rows on every rank. ``own``: those of the fullest rank."""
