@@ -14,8 +14,8 @@ from trainwright.planning.workload import MixedPrecision
 
 # A compiler makes one kernel of what is between two products, which reads and writes what goes in and comes out; the
 # rest stays in registers. Of a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers a token forwards and
-# backwards: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of the bytes
-# that its single kernels move.
+# backwards: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of what
+# its single kernels move.
 _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
 # Bytes of a bf16 logit that other programs move, of the 44 of this one's chunks (rates_nominal.py): fused kernels read
 # it twice and write its gradient; torch's cross_entropy makes it fp32, and the logarithms, zeros, and two gradients.
