@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -36,6 +37,13 @@ class Ended:
         return f"exit code {self.code} after {self.seconds:.1f} s:\n{self.text.strip()[-3000:]}"
 
 
+def _begin(before: Callable[[], None] | None) -> None:
+    """In the child: a hangup is not ignored because the campaign was started by nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if before is not None:
+        before()
+
+
 class Command:
     """A command that runs in a session of its own; all that it starts is known by a mark in the environment.
 
@@ -65,7 +73,7 @@ class Command:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=before,
+                preexec_fn=functools.partial(_begin, before),
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -88,7 +89,7 @@ def kill_repeatedly(scene: Scene) -> None:
 def kill_shell(scene: Scene) -> None:
     """A plain line of a batch script: the run ends in words or goes on to its end; nothing is lost."""
     script = scene.work / "job.sh"
-    line = " ".join([*TRAINWRIGHT, "train", *scene.asked()])
+    line = shlex.join([*TRAINWRIGHT, "train", *scene.asked()])
     script.write_text(f"#!/bin/bash\n{line}\necho the script goes on with code $?\n")
     shell = scene.command("bash", str(script))
     scene.reach(shell)
