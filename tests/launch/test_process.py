@@ -50,6 +50,16 @@ def test_stop_ends_the_preparation(tmp_path: Path) -> None:
     assert "Stopped: stopped before the first step" in output.read_text()
 
 
+def test_a_stop_signal_that_the_preparation_gets_first_is_a_stop(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with started(ENTRIES, "prepare-sleep", "1", str(tmp_path / "logs"), cwd=tmp_path, output=output) as process:
+        wait_for((tmp_path / "preparing").exists)
+        (child,) = descendants(process.pid)
+        child.send_signal(signal.SIGTERM)
+        process.wait(10)
+    assert "Stopped: stopped before the first step" in output.read_text()
+
+
 def test_preparation_dies_with_a_killed_parent(tmp_path: Path) -> None:
     with started(ENTRIES, "prepare-sleep", "1", str(tmp_path / "logs"), cwd=tmp_path) as process:
         wait_for((tmp_path / "preparing").exists)

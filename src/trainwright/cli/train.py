@@ -227,7 +227,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
             run_in_child(functools.partial(prepare, run), log, stopping)
             if stopping.requested:
-                raise Stopped("stopped before the first step; nothing was kept")
+                raise Stopped()
 
         from trainwright.worker import prepare, work
 

@@ -281,7 +281,7 @@ def _interruptible(words: LastWords) -> Iterator[None]:
             error = TrainingError(words.text)
             error.exit_code = words.exit_code
             raise error
-        raise Stopped("stopped before the first step; nothing was kept")
+        raise Stopped()
 
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

@@ -99,7 +99,7 @@ class Nodes:
             if stopping.flag.value:
                 from trainwright.launch.process import Stopped
 
-                raise Stopped("stopped before the first step; nothing was kept")
+                raise Stopped()
 
         def let_in() -> None:
             patient()

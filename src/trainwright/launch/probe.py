@@ -53,7 +53,7 @@ def probe(recipe: str, stopping: Stopping) -> ProbeResult:
         work = functools.partial(_work, run)
         ended = launch_once(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
-            raise Stopped("stopped before the first step; nothing was kept")
+            raise Stopped()
         memory_bytes, step_time = _measured(run)
     finally:
         shutil.rmtree(run, ignore_errors=True)

@@ -24,7 +24,14 @@ from typing import Any, TextIO
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, TrainingError, TrainwrightError
 from trainwright.launch.oom_killer import be_killed_first
-from trainwright.launch.stop import START_METHOD, Stopping, restore_default_signals, set_fresh, stop_requested
+from trainwright.launch.stop import (
+    START_METHOD,
+    STOP_SIGNALS,
+    Stopping,
+    restore_default_signals,
+    set_fresh,
+    stop_requested,
+)
 
 __all__ = [
     "Stopped",
@@ -49,6 +56,9 @@ class Stopped(TrainwrightError):
     """The run was asked to stop before its first step."""
 
     exit_code = EXIT_STOPPED
+
+    def __init__(self, message: str = "stopped before the first step; nothing was kept") -> None:
+        super().__init__(message)
 
 
 def console() -> TextIO | None:
@@ -171,6 +181,8 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
         if child.is_alive() and stopping.requested:
             child.kill()
         child.join()
+    if answer is None and (stopping.requested or -child.exitcode in STOP_SIGNALS):  # sent to it too, or to it alone
+        raise Stopped()
     if answer is None:
         raise TrainingError(f"preparation ended with exit code {child.exitcode} and no message; see {log}")
     kind, message = answer
@@ -196,7 +208,7 @@ def forking() -> Iterator[None]:
 def _await_answer(receiver: multiprocessing.connection.Connection, stopping: Stopping) -> tuple[str, str] | None:
     while not receiver.poll(0.1):
         if stopping.requested:
-            raise Stopped("stopped before the first step; nothing was kept")
+            raise Stopped()
     try:
         answer: tuple[str, str] = receiver.recv()
     except EOFError:
