@@ -30,6 +30,7 @@ from trainwright.launch.process import preload_libraries
 from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine, detect
+from trainwright.planning.basis import Basis
 from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import installed, make_plan, wishes_of
@@ -154,7 +155,7 @@ class Bench:
         facts = facts_of(self.recipe)
         return {
             key: make_plan(
-                self.wishes, facts.workload, self.cluster, facts.assumptions, calibration, installed
+                self.wishes, facts.workload, self.cluster, facts.assumptions, Basis(calibration), installed
             ).chosen.choice
             for key, calibration in self.calibrations.items()
         }

@@ -46,7 +46,7 @@ def test_this_machine_can_be_written_and_read(tmp_path: Path, monkeypatch: pytes
     file = tmp_path / "machine.json"
     file.write_text(json.dumps({"machine": asdict(found)}))
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(file))
-    assert {**asdict(detect()), "described_by": None} == asdict(found)
+    assert {**asdict(detect()), "described_by": None, "is_here": True} == asdict(found)
 
 
 @pytest.mark.parametrize(

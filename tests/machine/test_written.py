@@ -29,7 +29,7 @@ def written(tmp_path: Path, *arguments: str) -> Path:
 
 @pytest.mark.parametrize("name", ["8xH100", "4x8xA100-40GB@8x200Gb", "2xMI300X", "1xRTX4090"])
 def test_a_described_machine_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
-    assert read_machine(written(tmp_path, "--on", name)) == (parse_machine(name), None)
+    assert read_machine(written(tmp_path, "--on", name)) == (parse_machine(name), None, None)
 
 
 def test_this_machine_comes_back_and_is_written_alike(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_this_machine_comes_back_and_is_written_alike(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_the_file_is_the_plan_for_the_machine(tmp_path: Path) -> None:
-    cluster, _ = machine_of(str(written(tmp_path, "--on", "8xH100")))
+    cluster, *_ = machine_of(str(written(tmp_path, "--on", "8xH100")))
     recipe = recipe_of(["task=sft", "model.name=gpt2", "data={train: pydoc, validation: null}"], "a test")
     facts = full_rows(recipe)
     plans = [

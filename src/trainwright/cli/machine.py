@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,26 +37,34 @@ def show(
     if context.invoked_subcommand is not None:
         return
     from trainwright.machine.describe import cluster_of
+    from trainwright.machine.quick import rates_in_words
 
-    machine = calibration = None
+    machine = calibration = measurement = None
     if on is not None:
         from trainwright.machine.written import machine_of
 
-        cluster, calibration = machine_of(on)
+        cluster, calibration, measurement = machine_of(on)
     else:
         from trainwright.machine.calibration import current_calibration
         from trainwright.machine.detect import detect
+        from trainwright.machine.quick import USUAL, measured
 
         machine = detect()
         cluster = cluster_of(machine)
         calibration = current_calibration(machine)
+        quick = measured(machine, USUAL)
+        measurement = quick.found
+        for line in filter(None, (quick.said, quick.trouble)):
+            say(line, file=sys.stderr)
     if as_json:
         import json
 
-        say(json.dumps(_values(cluster, calibration, machine), indent=2), wrap=False)
+        say(json.dumps(_values(cluster, calibration, measurement, machine), indent=2), wrap=False)
         return
     for name, value in _lines(cluster):
         say(f"{name:<14}{value}")
+    if measurement is not None:
+        say(f"{'measured':<14}{rates_in_words(measurement)}, {measurement.measured}")
     if machine is not None:
         say(f"{'calibration':<14}{_calibration(machine)}")
 
@@ -180,7 +189,9 @@ def _calibration(machine: Machine) -> str:
     return text
 
 
-def _values(cluster: Cluster, calibration: Calibration | None, machine: Machine | None) -> dict[str, Any]:
+def _values(
+    cluster: Cluster, calibration: Calibration | None, measurement: Calibration | None, machine: Machine | None
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     from trainwright.machine.calibration import as_json
@@ -190,5 +201,6 @@ def _values(cluster: Cluster, calibration: Calibration | None, machine: Machine 
         "devices": cluster.devices,
         "device": cluster.device,
         "calibration": None if calibration is None else as_json(calibration),
+        "measurement": None if measurement is None else as_json(measurement),
         "machine": None if machine is None else asdict(machine),
     }

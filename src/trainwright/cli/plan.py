@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.activity import Activity
+from trainwright.activity import Activity, doing
 from trainwright.errors import RequestError
 from trainwright.text import columns, say
 
@@ -139,21 +139,24 @@ def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
 
     from trainwright.machine.describe import cluster_of
     from trainwright.machine.written import machine_of
+    from trainwright.planning.basis import Basis, basis_of
     from trainwright.planning.plan import installed, make_plan, wishes_of
     from trainwright.planning.resolve import possible
 
     here: dict[str, Any] = {}
     if on is not None:
-        cluster, calibration = machine_of(on)
-        here = {"calibration": calibration}
+        cluster, calibration, measurement = machine_of(on)
+        here = {"basis": Basis(calibration, measurement)}
     else:
         from trainwright.machine.accelerators import with_device
-        from trainwright.machine.calibration import current_calibration
         from trainwright.machine.detect import detect
 
         machine = with_device(detect(), recipe.parallel.device)
         cluster = cluster_of(machine)
-        here = {"calibration": current_calibration(machine), "available": installed}
+        basis = basis_of(machine, facts.workload, doing)
+        if basis.said is not None:
+            say(basis.said, file=sys.stderr)
+        here = {"basis": basis, "available": installed}
     recipe, remarks = possible(recipe, cluster)
     made = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, **here)
     return replace(made, reasons=(*made.reasons, *remarks))
@@ -162,6 +165,8 @@ def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
 def _show(made: Plan, compare: bool) -> None:
     from trainwright.planning.table import table, words
 
+    if made.basis.trouble is not None:
+        say(made.basis.trouble)
     say(f"{'machine':<14} {made.cluster.name}")
     if made.cluster.planned_only:
         say(f"{'':<14} {made.cluster.planned_only}")

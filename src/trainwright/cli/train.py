@@ -173,7 +173,7 @@ def _run(
 
     outlive_output()
     check_limits(here, processes)
-    limit_threads(machine.cpu_cores, here)
+    limit_threads(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
     from trainwright.launch.batch import warning
 
     if (said := warning()) is not None:

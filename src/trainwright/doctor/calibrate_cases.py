@@ -96,30 +96,46 @@ def product_cases(device: torch.device) -> Iterator[Case]:
     """Matrix products in the three layouts of a linear module's training, in every precision."""
     for shape, held_out in _both(_PRODUCTS[device.type], _HELD_OUT_PRODUCTS[device.type]):
         for precision in PRECISIONS[device.type]:
-            for layout in ("forward", "input", "weight"):
-                build = partial(_product, precision, layout, shape, device)
-                yield Case(f"product/{precision}/{layout}", _multiplied(layout, shape), held_out, build)
+            yield from products_of(shape, precision, device, held_out)
+
+
+def products_of(shape: _Shape, precision: str, device: torch.device, held_out: bool = False) -> Iterator[Case]:
+    """Those of one linear module: (tokens, width out, width in)."""
+    for layout in ("forward", "input", "weight"):
+        build = partial(_product, precision, layout, shape, device)
+        yield Case(f"product/{precision}/{layout}", _multiplied(layout, shape), held_out, build)
 
 
 def traffic_cases(device: torch.device) -> Iterator[Case]:
     """Kernels that are bound by memory, or on a CPU by what is done to each element."""
     for elements, held_out in _both(_TRAFFIC[device.type], _HELD_OUT_TRAFFIC[device.type]):
         for precision in ("fp32", "bf16"):
-            for kind, (kernels, numbers) in _KINDS.items():
-                size = DTYPES[precision].itemsize * elements * numbers / kernels
-                build = partial(_traffic, precision, kind, elements, device)
-                yield Case(f"traffic/{precision}/{kind}", (size,), held_out, build, amount=kernels)
+            for kind in _KINDS:
+                yield traffic_of(precision, kind, elements, device, held_out)
+
+
+def traffic_of(precision: str, kind: str, elements: int, device: torch.device, held_out: bool = False) -> Case:
+    """Kernels of one kind on tensors of so many elements."""
+    kernels, numbers = _KINDS[kind]
+    size = DTYPES[precision].itemsize * elements * numbers / kernels
+    build = partial(_traffic, precision, kind, elements, device)
+    return Case(f"traffic/{precision}/{kind}", (size,), held_out, build, amount=kernels)
 
 
 def attention_cases(device: torch.device) -> Iterator[Case]:
     """Causal attention inside documents, as packed training does it."""
-    _, heads, channels = _ATTENTION_SHAPE[device.type]
     for length, held_out in _both(_ATTENTION[device.type], _HELD_OUT_ATTENTION[device.type]):
-        amount = _attention_tokens(length, device) * heads * channels
         for precision in ("fp32", "bf16"):
-            for direction in ("forward", "backward"):
-                build = partial(_attention, precision, direction, length, device)
-                yield Case(f"attention/{precision}/{direction}", (length,), held_out, build, amount)
+            yield from attention_of(precision, length, device, held_out)
+
+
+def attention_of(precision: str, length: int, device: torch.device, held_out: bool = False) -> Iterator[Case]:
+    """Both directions, over documents of one length."""
+    _, heads, channels = _ATTENTION_SHAPE[device.type]
+    amount = _attention_tokens(length, device) * heads * channels
+    for direction in ("forward", "backward"):
+        build = partial(_attention, precision, direction, length, device)
+        yield Case(f"attention/{precision}/{direction}", (length,), held_out, build, amount)
 
 
 def other_cases(device: torch.device) -> Iterator[Case]:
@@ -128,7 +144,7 @@ def other_cases(device: torch.device) -> Iterator[Case]:
         yield Case("optimizer", (elements,), held_out, partial(_optimizer, elements, device))
     for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
         for precision in ("fp32", "bf16"):
-            yield Case(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
+            yield loss_of(precision, logits, device, held_out)
     for (documents, tokens), held_out in _both(_DATA, _HELD_OUT_DATA):
         yield Case("data", (documents, tokens), held_out, partial(_data, documents, tokens, device))
     if device.type == "cuda":
@@ -137,6 +153,16 @@ def other_cases(device: torch.device) -> Iterator[Case]:
         for count, held_out in _both(_HOST_LINK, _HELD_OUT_HOST_LINK):
             for direction in ("to", "from"):
                 yield Case(f"host/{direction}", (count,), held_out, partial(_host_copy, direction, count, device))
+
+
+def loss_of(precision: str, logits: int, device: torch.device, held_out: bool = False) -> Case:
+    """Cross-entropy of so many logits with its gradient."""
+    return Case(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
+
+
+def optimizer_of(elements: int, device: torch.device) -> Case:
+    """AdamW's kernel by itself, without ``torch.optim``, whose first step imports torch's compiler."""
+    return Case("optimizer", (elements,), False, partial(_update, elements, device))
 
 
 def _both(used: tuple[Any, ...], held_out: tuple[Any, ...]) -> list[tuple[Any, bool]]:
@@ -229,6 +255,15 @@ def _optimizer(elements: int, device: torch.device) -> Run:
     parameter = torch.nn.Parameter(torch.randn(elements, device=device))
     parameter.grad = torch.randn(elements, device=device)
     return torch.optim.AdamW([parameter], fused=True).step
+
+
+def _update(elements: int, device: torch.device) -> Run:
+    weight, gradient, first, second = (_random((elements,), "fp32", device) for _ in range(4))
+    numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+    numbers |= {"amsgrad": False, "maximize": False}
+    step = torch.ones((), device=device)
+    second.abs_()
+    return lambda: torch._fused_adamw_([weight], [gradient], [first], [second], [], [step], **numbers)
 
 
 def _loss(precision: str, logits: int, device: torch.device) -> Run:

@@ -125,12 +125,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(EXIT_STOPPED)
 
 
-def limit_threads(cores: int, processes: int) -> int:
+def limit_threads(cores: int, processes: int, threads: int | None = None) -> int:
     """Share the cores among the processes by OMP_NUM_THREADS, which the user's own value overrides.
 
-    To be called before torch is imported: OpenMP reads the variable when its library is loaded.
+    To be called before torch is imported: OpenMP reads the variable when its library is loaded. ``threads``: of each,
+    where a plan has found another number to be faster.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
     return threads_allowed()
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from itertools import pairwise
@@ -59,8 +60,12 @@ class Curve:
     _points: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        used = sorted((s.sizes[0], s.seconds) for s in self.samples if not s.held_out) if self.form == "table" else []
+        used = sorted((s.sizes[0], s.seconds) for s in self._usable()) if self.form == "table" else []
         object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in used))
+
+    def _usable(self) -> Iterator[Sample]:
+        """Those to go by; impossible ones are told of by ``contradictions``."""
+        return (s for s in self.samples if not s.held_out and s.sizes[0] > 0 and s.seconds > 0)
 
     def seconds(self, *sizes: float) -> float:
         """Predicted for these sizes, which are those of the samples in number and order."""
@@ -185,9 +190,14 @@ class Calibration:
         return [e for s in self.settings for name, c in s.curves.items() if name.startswith(prefix) for e in c.errors]
 
 
+# What torch's CPU libraries read from the environment to choose kernels by.
+_KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+
+
 def versions(machine: Machine) -> dict[str, str]:
     """Of what the speed of ``machine`` hangs on beside its hardware."""
     found = {"torch": metadata.version("torch"), "python": platform.python_version()}
+    found |= {name: value for name in _KERNELS if (value := os.environ.get(name, ""))}
     if machine.gpus and (driver := _driver()):
         found["driver"] = driver
     return found
@@ -195,9 +205,17 @@ def versions(machine: Machine) -> dict[str, str]:
 
 def calibration_file(machine: Machine, root: Path | None = None) -> Path:
     """Where the calibration of machines like ``machine`` is kept: same processor, cores and GPUs."""
-    hardware = [machine.cpu_name, machine.cpu_cores, *((gpu.name, gpu.memory_bytes) for gpu in machine.gpus)]
-    digest = hashlib.sha256(repr(hardware).encode()).hexdigest()[:16]
-    return (root or cache_root()) / "calibration" / f"{digest}.json"
+    return (root or cache_root()) / "calibration" / f"{digest(hardware(machine))}.json"
+
+
+def hardware(machine: Machine) -> list[object]:
+    """What machines of one speed have in common."""
+    return [machine.cpu_name, machine.cpu_cores, *((gpu.name, gpu.memory_bytes) for gpu in machine.gpus)]
+
+
+def digest(value: object) -> str:
+    """A name for a file."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def save_calibration(calibration: Calibration, file: Path) -> None:
@@ -252,8 +270,8 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
                 "threads": setting.threads,
                 "launch": setting.launch,
                 "overlap": setting.overlap,
-                "exchange": asdict(setting.exchange),
-                "in_step": {precision: asdict(found) for precision, found in setting.in_step.items()},
+                "exchange": _without_tuples(asdict(setting.exchange)),
+                "in_step": {precision: _without_tuples(asdict(found)) for precision, found in setting.in_step.items()},
                 "curves": {name: _curve_as_json(curve) for name, curve in setting.curves.items()},
             }
             for setting in calibration.settings
@@ -305,6 +323,10 @@ def _curve_from_json(content: Mapping[str, Any]) -> Curve:
         coefficients=tuple(content["coefficients"]),
         samples=(*_samples(content["samples"]), *(replace(s, held_out=True) for s in _samples(content["held_out"]))),
     )
+
+
+def _without_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content, "errors": list(content["errors"])}
 
 
 def _with_errors(content: Mapping[str, Any]) -> dict[str, Any]:

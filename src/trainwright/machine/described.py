@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.detect import Machine
 
 VARIABLE = "TRAINWRIGHT_MACHINE"
+_LEAST_ONE = ("cpu_cores", "memory_bytes")
 
 
 def described_machine() -> Machine | None:
@@ -30,19 +32,28 @@ def read_machine(file: Path) -> Machine:
     """
     from pydantic import TypeAdapter, ValidationError
 
+    from trainwright.machine.written import measured_in
+
     try:
         values: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RequestError(f"{VARIABLE}: {file}: {_reason(error)}; {_ADVICE}") from error
     if not isinstance(values, dict) or values.get("machine") is None:
         raise RequestError(f"{VARIABLE}: {file} has no key `machine`; {_ADVICE}")
+    measured_in(values, "measurement", file)
     try:
         found: Machine = TypeAdapter(Machine).validate_json(json.dumps(values["machine"]))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("machine", *first["loc"])))
         raise RequestError(f"{VARIABLE}: {file}: {key}: {first['msg']}; {_ADVICE}") from error
-    return replace(found, described_by=str(file))
+    for key in _LEAST_ONE:
+        if getattr(found, key) < 1:
+            raise RequestError(f"{VARIABLE}: {file}: machine.{key}: expected at least 1, not {getattr(found, key)}")
+    if not (math.isfinite(found.processor.clock) and found.processor.clock > 0):
+        expected = f"expected a finite number above 0, not {found.processor.clock}"
+        raise RequestError(f"{VARIABLE}: {file}: machine.processor.clock: {expected}")
+    return replace(found, described_by=str(file), is_here=False)
 
 
 _ADVICE = "write the file with `trainwright machine --json` on the machine that is meant"

@@ -38,7 +38,7 @@ class Machine:
 
     ``unusable``: why accelerators that are in it cannot be trained on, a reason each.
     ``memory_free_bytes``: of the memory, what could be had now. ``disk_free_bytes``: where the command was run.
-    ``described_by``: the file that says all this, None where the machine itself was looked at.
+    ``described_by``: the file that says all this. ``is_here``: the machine itself was looked at, so it can be measured.
     """
 
     hostname: str
@@ -51,6 +51,7 @@ class Machine:
     processor: Processor = field(default_factory=Processor)
     described_by: str | None = None
     unusable: tuple[str, ...] = ()
+    is_here: bool = False
 
     @property
     def device(self) -> str:
@@ -92,6 +93,7 @@ def _look() -> Machine:
         disk_free_bytes=shutil.disk_usage(".").free,
         processor=detect_processor(),
         unusable=unusable(len(gpus), nvml, installed_build()),
+        is_here=True,
     )
 
 

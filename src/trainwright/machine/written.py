@@ -10,11 +10,13 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.calibration import Calibration, of_json
+from trainwright.machine.contradictions import contradictions
 from trainwright.machine.describe import Cluster, parse_machine
 from trainwright.recipe.files import read_json
 
 # What follows from the other keys; written for readers.
 _DERIVED = ("devices", "device")
+_MEASURED = ("calibration", "measurement")
 # What the cluster was made of, for machine/described.py.
 _DETECTED = "machine"
 _LEAST_ONE = (
@@ -28,15 +30,18 @@ _LEAST_ONE = (
 _FIX = "`trainwright machine --json > FILE` writes such a file"
 
 
-def machine_of(text: str) -> tuple[Cluster, Calibration | None]:
+Written = tuple[Cluster, Calibration | None, Calibration | None]
+
+
+def machine_of(text: str) -> Written:
     """The machine that ``--on`` names: a file, or a description as ``parse_machine`` takes it. Raises RequestError."""
     if text.endswith(".json") or Path(text).is_file():
         return read_machine(Path(text).expanduser())
-    return parse_machine(text), None
+    return parse_machine(text), None, None
 
 
-def read_machine(file: Path) -> tuple[Cluster, Calibration | None]:
-    """The machine in ``file``, and its calibration where that was written too.
+def read_machine(file: Path) -> Written:
+    """The machine in ``file``, and its calibration and what was quickly measured of it where that was written too.
 
     Raises:
         RequestError: what is wrong in it, a line each, with the key.
@@ -44,7 +49,7 @@ def read_machine(file: Path) -> tuple[Cluster, Calibration | None]:
     content = read_json(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a machine, which is a JSON object; {_FIX}")
-    values = {key: value for key, value in content.items() if key not in (*_DERIVED, "calibration", _DETECTED)}
+    values = {key: value for key, value in content.items() if key not in (*_DERIVED, *_MEASURED, _DETECTED)}
     cluster = _cluster(values, file)
     _refuse(file, _impossible(cluster))
     derived: Mapping[str, Any] = {"devices": cluster.devices, "device": cluster.device}
@@ -56,14 +61,21 @@ def read_machine(file: Path) -> tuple[Cluster, Calibration | None]:
             if content.get(key, expected) != expected
         ),
     )
-    calibration = content.get("calibration")
-    if calibration is None:
-        return cluster, None
+    calibration, measurement = (measured_in(content, key, file) for key in _MEASURED)
+    return cluster, calibration, measurement
+
+
+def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:
+    """What ``file`` says under ``key`` was measured; None where it says nothing. Raises RequestError."""
+    if (value := content.get(key)) is None:
+        return None
     try:
-        return cluster, of_json(calibration)
+        found = of_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise RequestError(f"{file}: calibration: {reason}; set it to null to plan without it") from None
+        raise RequestError(f"{file}: {key}: {reason}; set it to null to plan without it") from None
+    _refuse(file, (f"{key}.{line}; set {key} to null to plan without it" for line in contradictions(found)))
+    return found
 
 
 def _cluster(values: dict[str, Any], file: Path) -> Cluster:

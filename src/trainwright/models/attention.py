@@ -18,7 +18,7 @@ DOCUMENTS = "trainwright_documents"
 
 # Measured on AVX-512 with bf16 units: below this length the CPU's bf16 flash kernel loses more in its backward
 # than a conversion of the pack to fp32 costs (100 tokens: 2.1 ms against 0.9; 1,024 tokens: 38 against 45).
-_BF16_FROM_LENGTH = 512
+BF16_FROM_LENGTH = 512
 
 
 class UnpackableError(ValueError):
@@ -68,7 +68,7 @@ def document_attention(
     plain = not dropout and softcap is None and s_aux is None
     flash = not query.is_cuda and query.shape[-1] == value.shape[-1]
     # What is converted is not what is kept for the backward pass: that takes an operator of its own.
-    converted = query.dtype != torch.float32 and max_length_q < _BF16_FROM_LENGTH
+    converted = query.dtype != torch.float32 and max_length_q < BF16_FROM_LENGTH
     equal = _are_equal(query, cu_seq_lens_q, max_length_q)
     if query.is_cuda and plain and query.dtype in (torch.bfloat16, torch.float16):
         output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scale, window)
@@ -288,7 +288,7 @@ def _(
 
 
 def _working(longest: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(x.float() for x in tensors) if longest < _BF16_FROM_LENGTH else tensors
+    return tuple(x.float() for x in tensors) if longest < BF16_FROM_LENGTH else tensors
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

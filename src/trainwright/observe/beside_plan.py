@@ -54,7 +54,7 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
         yield f"{counted} a process where the plan counted on {planned:.0f}: OMP_NUM_THREADS, or fewer cores"
     if measured.get("steps") == 0:
         yield "only the first steps were measured, which are slower than the rest"
-    if predicted.get("calibrated") == 0:
+    if predicted.get("calibrated") == 0 and not predicted.get("measured"):
         yield "the plan's times are from nominal rates; `trainwright machine calibrate` measures those of this machine"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster
+from trainwright.planning.rates import Rates
 from trainwright.planning.workload import Choice, MixedPrecision, Recompute, StrategyName, Workload
 
 # Into how many micro-batches a device's share is divided; the finest are single rows.
@@ -48,12 +49,14 @@ class Wishes:
 
     ``allows_world``: whether the rest of what the user wrote, but for what is ``given_up``, goes with a number of
     processes. ``bound``: what other keys ask for too, so that it stays as it is when it is set to ``auto``.
+    ``precision``: what has been found to be the fastest, where the user left it open.
     """
 
     fixed: Mapping[str, Any]
     allows_world: Callable[[int, frozenset[str]], bool] = lambda processes, given_up: True
     bound: frozenset[str] = frozenset()
     given_up: frozenset[str] = frozenset()
+    precision: MixedPrecision | None = None
 
     def allows(self, name: str, value: object) -> bool:
         return name not in self.fixed or self.fixed[name] == value
@@ -189,7 +192,7 @@ def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
 
 
 def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
-    """What to compute in where the user left it open, and why."""
+    """What to compute in where the user left it open and nothing was measured, and why."""
     rates = cluster.card.rates
     if "bf16" in rates or cluster.card.capability >= (8, 0):
         return "bf16", "the hardware multiplies in it"
@@ -199,15 +202,30 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
 
 
 def precision_for(wishes: Wishes, cluster: Cluster) -> MixedPrecision:
-    """The one that was asked for, else that of the hardware."""
+    """The one that was asked for, else that which was found to be the fastest, else that of the hardware."""
     asked: MixedPrecision | None = wishes.fixed.get("mixed_precision")
-    return asked or precision_of(cluster)[0]
+    return asked or wishes.precision or precision_of(cluster)[0]
+
+
+def precisions(wishes: Wishes, rates: Rates) -> tuple[MixedPrecision, ...]:
+    """What to try where the user left it open: on a CPU that was measured both, the simpler one first."""
+    if "mixed_precision" in wishes.fixed or rates.cluster.device != "cpu" or not rates.are_measured:
+        return (precision_for(wishes, rates.cluster),)
+    return ("no", "bf16")
 
 
 def choice_of(
-    layout: Layout, processes: int, micro: tuple[int, int], recompute: Recompute, wishes: Wishes, cluster: Cluster
+    layout: Layout,
+    processes: int,
+    micro: tuple[int, int],
+    recompute: Recompute,
+    wishes: Wishes,
+    cluster: Cluster,
+    threads: int | None = None,
 ) -> Choice:
-    threads = max(1, cluster.cpu_cores // processes) if cluster.device == "cpu" else None
+    """``threads``: of each process on a CPU, all that there are if it is not said."""
+    if cluster.device == "cpu" and threads is None:
+        threads = max(1, cluster.cpu_cores // processes)
     return Choice(
         strategy=layout.strategy,
         num_processes=processes,

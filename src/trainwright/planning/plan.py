@@ -11,21 +11,24 @@ from importlib.util import find_spec
 from typing import Any
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import Cluster
-from trainwright.planning.candidates import Wishes, precision_of
+from trainwright.planning.basis import Basis
+from trainwright.planning.candidates import Wishes, precision_of, precisions
 from trainwright.planning.processes import with_processes
 from trainwright.planning.rates import rates_of
 from trainwright.planning.reasons import reasons_of, shortage
 from trainwright.planning.search import Found, Judge, Judged, search
 from trainwright.planning.ways_out import WayOut, ways_out
-from trainwright.planning.workload import Workload
+from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.schema import ParallelSection, Recipe
 
 # Compiling a block takes about this long on the machines it was measured on, and pays where it saves a few times that.
 _COMPILE_SECONDS = 60.0
 _WORTH_COMPILING = 3.0
+# A lower precision has to be so much faster to be taken: as fast, fp32 is the better one.
+_WORTH_ROUNDING = 0.97
+_NAMES: dict[MixedPrecision, str] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
 
 
@@ -41,7 +44,12 @@ class Plan:
     ways_out: tuple[WayOut, ...]
     reasons: tuple[str, ...]
     assumptions: tuple[str, ...]
-    calibrated: bool
+    basis: Basis
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether times are from rates measured here by ``trainwright machine calibrate``."""
+        return self.basis.calibration is not None
 
     @property
     def fits(self) -> bool:
@@ -68,7 +76,8 @@ class Plan:
     def predicted(self) -> dict[str, float]:
         """What is compared with the run afterwards: bytes of a process, seconds of a step, threads of a process.
 
-        ``calibrated`` is 1 where the times are from rates measured on this machine.
+        ``calibrated`` and ``measured`` are 1 where the times are from rates measured on this machine, in a minute and
+        in a few seconds.
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
@@ -77,8 +86,10 @@ class Plan:
         if self.chosen.time is not None:
             predicted["step_time"] = self.chosen.time.seconds
             predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
-            predicted["mfu"] = self.chosen.time.mfu or 0.0
+            if self.chosen.time.mfu is not None:
+                predicted["mfu"] = self.chosen.time.mfu
             predicted["calibrated"] = float(self.calibrated)
+            predicted["measured"] = float(self.basis.measurement is not None)
         if self.chosen.choice.threads is not None:
             predicted["threads"] = self.chosen.choice.threads
         return predicted
@@ -90,6 +101,8 @@ class Plan:
             "planned_only": self.cluster.planned_only,
             "fits": self.fits,
             "calibrated": self.calibrated,
+            "measured": self.basis.measurement is not None,
+            "trouble": self.basis.trouble,
             "chosen": _judged_json(self.chosen),
             "predicted": self.predicted(),
             "reasons": list(self.reasons),
@@ -110,25 +123,25 @@ def make_plan(
     workload: Workload,
     cluster: Cluster,
     assumptions: tuple[str, ...] = (),
-    calibration: Calibration | None = None,
+    basis: Basis = Basis(),  # noqa: B008
     available: Callable[[str], str | None] = lambda strategy: None,
 ) -> Plan:
     """The fastest way of doing ``workload`` on ``cluster`` that fits and keeps to ``wishes``.
 
-    ``available``: asked for a strategy; gives None, or the reason why it does not run there.
+    ``basis``: what was measured there. ``available``: asked for a strategy; gives None, or the reason why it does not
+    run there.
 
     Raises:
         RequestError: wishes that no number of processes agrees with.
     """
-    judge = Judge(workload, cluster, rates_of(cluster, calibration), available)
-    found = search(judge, wishes)
+    judge = Judge(workload, cluster, rates_of(cluster, basis.calibration, basis.measurement), available)
+    found, precision = _in_precision(judge, wishes)
     if not found.judged:
         raise RequestError(_impossible(wishes, workload))
     chosen = found.best or found.nearest
     if found.best is not None:
         chosen = _perhaps_compiled(judge, wishes, chosen)
     out = () if chosen.runs else tuple(ways_out(judge, wishes, chosen))
-    precision = None if "mixed_precision" in wishes.fixed else precision_of(cluster)
     return Plan(
         workload=workload,
         cluster=cluster,
@@ -137,12 +150,46 @@ def make_plan(
         found=found,
         ways_out=out,
         reasons=tuple(reasons_of(chosen, found, wishes, workload, cluster, precision)),
-        assumptions=(*_rates(calibration), *cluster.assumptions, *assumptions),
-        calibrated=calibration is not None,
+        assumptions=(*_rates(basis), *cluster.assumptions, *assumptions),
+        basis=basis,
     )
 
 
-def _rates(calibration: Calibration | None) -> tuple[str, ...]:
+def _in_precision(judge: Judge, wishes: Wishes) -> tuple[Found, tuple[str, str] | None]:
+    """The search in the precision that is the fastest here; and which that is and why, where it was left open."""
+    options = precisions(wishes, judge.rates)
+    tried = {precision: search(judge, replace(wishes, precision=precision)) for precision in options}
+    found = {precision: one for precision, one in tried.items() if one.judged}
+    if len(found) < 2:
+        why = None if "mixed_precision" in wishes.fixed else precision_of(judge.cluster)
+        return next(iter((found or tried).values())), why
+    runs = {precision: one for precision, one in found.items() if one.best is not None}
+    if not runs:
+        chosen = min(found, key=lambda precision: found[precision].nearest.shortfall)
+        return found[chosen], (chosen, f"nearer to fitting than {' or '.join(_others(found, chosen))}")
+    if len(runs) == 1:
+        (chosen, one) = next(iter(runs.items()))
+        return one, (chosen, f"with {' or '.join(_others(found, chosen))} nothing fits")
+    plain, low = runs["no"].fastest, runs["bf16"].fastest
+    chosen = "bf16" if low < _WORTH_ROUNDING * plain else "no"
+    return runs[chosen], (chosen, _why_precision(judge, chosen, plain, low))
+
+
+def _others(found: Mapping[MixedPrecision, Found], chosen: MixedPrecision) -> list[str]:
+    return [_NAMES[precision] for precision in found if precision != chosen]
+
+
+def _why_precision(judge: Judge, chosen: MixedPrecision, plain: float, low: float) -> str:
+    """By the step, and by the matrix products alone."""
+    single, half = judge.rates.peak(1, "fp32"), judge.rates.peak(1, "bf16")
+    products = f"bf16 {half / single:.2f} times fp32 here (measured), " if single and half else ""
+    if chosen == "bf16":
+        return f"{products}a step in fp32 takes {plain / low:.2f} times as long"
+    return f"{products}a step in bf16 takes {low / plain:.2f} times as long, so fp32"
+
+
+def _rates(basis: Basis) -> tuple[str, ...]:
+    calibration = basis.calibration
     if calibration is None or not calibration.is_disturbed:
         return ()
     return (

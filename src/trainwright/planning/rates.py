@@ -1,6 +1,7 @@
-"""How fast a machine does what training asks of it: from its calibration, else from its datasheets.
+"""How fast a machine does what training asks of it: by its calibration, else by what was measured of it in a few
+seconds, else by its datasheets.
 
-Both come as the same curves (``machine.calibration.Setting``). Imports no torch.
+All come as the same curves (``machine.calibration.Setting``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from trainwright.machine.calibration import Calibration, Setting
 from trainwright.machine.describe import Cluster
 from trainwright.machine.links import Link
+from trainwright.planning.rates_measured import measured_setting, peak, thread_counts
 from trainwright.planning.rates_nominal import nominal_setting, steps_of
 
 Layout = Literal["forward", "input", "weight"]
@@ -44,21 +46,55 @@ class Rates:
 
     cluster: Cluster
     calibration: Calibration | None = None
+    measurement: Calibration | None = None
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _settings: dict[int, Setting] = field(default_factory=dict, repr=False, compare=False)
+    _settings: dict[tuple[int, int | None], Setting] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def calibrated(self) -> bool:
         return self.calibration is not None
 
-    def setting(self, processes: int) -> Setting:
-        """What each of ``processes`` on a node does, all of them at once."""
-        if processes not in self._settings:
-            if self.calibration is None:
-                self._settings[processes] = nominal_setting(self.cluster, processes)
-            else:
-                self._settings[processes] = self.calibration.nearest(processes)
-        return self._settings[processes]
+    @property
+    def are_measured(self) -> bool:
+        """Whether they are of this machine, and not of others like it."""
+        return self.calibration is not None or self.measurement is not None
+
+    def setting(self, processes: int, threads: int | None = None) -> Setting:
+        """What each of ``processes`` on a node does, all of them at once; on a CPU of so many ``threads`` each, all
+        that there are if it is not said."""
+        if self.cluster.device == "cpu" and threads is None:
+            threads = max(1, self.cluster.cpu_cores // processes)
+        key = processes, threads
+        if key not in self._settings:
+            self._settings[key] = self._setting(*key)
+        return self._settings[key]
+
+    def _setting(self, processes: int, threads: int | None) -> Setting:
+        if self.calibration is not None:
+            return self.calibration.nearest(processes)
+        if self.measurement is not None:
+            return measured_setting(self.measurement, self._nominal, processes, threads)
+        return self._nominal(processes, threads)
+
+    def _nominal(self, processes: int, threads: int | None) -> Setting:
+        return nominal_setting(self.cluster, processes, threads)
+
+    def threads(self, processes: int) -> tuple[int | None, ...]:
+        """Of a process, that are worth trying; None on GPUs."""
+        if self.cluster.device != "cpu":
+            return (None,)
+        return thread_counts(None if self.calibration else self.measurement, processes, self.cluster.cpu_cores)
+
+    def peak(self, devices: int, precision: str) -> float | None:
+        """Operations a second of so many devices (a CPU is one): as measured, else by the datasheet of a GPU; None of
+        a CPU that nobody has measured, whose flags say little."""
+        found = self.calibration or self.measurement
+        if found is not None:
+            each = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in found.settings)
+            if (measured := peak(found, precision)) is not None:
+                return measured * devices / each
+        rate = self.cluster.card.rates.get(precision) if self.cluster.device == "cuda" else None
+        return None if rate is None else rate * devices
 
     def collective(self, kind: CollectiveKind, size: float, group: Group) -> float:
         """Seconds of a collective over ``group`` on a tensor of ``size`` bytes, the whole of it where it is sharded."""
@@ -94,6 +130,7 @@ class Rates:
         return link.bandwidth * (_LINK[link.kind] if link.direct else _THROUGH_HOST)
 
 
-def rates_of(cluster: Cluster, calibration: Calibration | None = None) -> Rates:
-    """Rates of ``cluster``; ``calibration`` is one of this machine, whose nodes the cluster's are like."""
-    return Rates(cluster, calibration)
+def rates_of(cluster: Cluster, calibration: Calibration | None = None, measurement: Calibration | None = None) -> Rates:
+    """Rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine, whose nodes the cluster's are
+    like."""
+    return Rates(cluster, calibration, measurement)

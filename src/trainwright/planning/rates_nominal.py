@@ -98,10 +98,13 @@ _CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
 _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
 
-def nominal_setting(cluster: Cluster, processes: int) -> Setting:
-    """What each of ``processes`` on a node of ``cluster`` does, all at once, by its datasheets."""
+def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> Setting:
+    """What each of ``processes`` on a node of ``cluster`` does, all at once, by its datasheets.
+
+    ``threads``: of each on a CPU; without it they share the cores.
+    """
     if cluster.device == "cpu":
-        return _of_cores(cluster, processes)
+        return _of_cores(cluster, processes, threads)
     return _of_gpu(cluster, processes)
 
 
@@ -150,19 +153,21 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
     return peak * min(most, units.sustained * power)
 
 
-def _of_cores(cluster: Cluster, processes: int) -> Setting:
+def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> Setting:
     cores = cluster.cpu_cores / processes  # below 1 they take turns
+    cores = cores if threads is None else min(cores, threads)
+    share = cores / cluster.cpu_cores
     curves: dict[str, Curve] = {}
     for precision in ("fp32", "bf16", "fp16"):
         # What a processor has no units for it computes through fp32, converting on the way.
-        peak = cluster.card.rates.get(precision, cluster.card.rates.get("fp32", 1e10) / 2) / processes
+        peak = cluster.card.rates.get(precision, cluster.card.rates.get("fp32", 1e10) / 2) * share
         rate, size = _CPU_SUSTAINED * peak, _BYTES[precision]
         per_byte = size / (_CORE_BYTES["copy"] * cores)
         for layout in ("forward", "input", "weight"):
             curves[f"product/{precision}/{layout}"] = Curve(
                 "product", (), (_CORE_KERNEL, 0.0, 2 / rate, per_byte, per_byte, per_byte)
             )
-        fp32 = _CPU_SUSTAINED * cluster.card.rates.get("fp32", 1e10) / processes
+        fp32 = _CPU_SUSTAINED * cluster.card.rates.get("fp32", 1e10) * share
         _add_attention(curves, precision, [fp32 * part for part in _CPU_ATTENTION], _CPU_LENGTH_OF_HALF_RATE)
         for kind, rate_of_core in _CORE_BYTES.items():
             curves[f"traffic/{precision}/{kind}"] = _traffic_of_cores(rate_of_core * cores)

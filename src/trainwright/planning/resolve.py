@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from trainwright.activity import doing
 from trainwright.engine.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
-from trainwright.machine.calibration import current_calibration
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
+from trainwright.planning.basis import basis_of
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, installed, make_plan, wishes_of
 from trainwright.recipe.checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.schema import Recipe
+from trainwright.text import say
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
     facts = facts_of(recipe)
     cluster = _cluster(recipe, machine, nodes)
-    plan = make_plan(
-        wishes_of(recipe), facts.workload, cluster, facts.assumptions, current_calibration(machine), installed
-    )
+    basis = basis_of(machine, facts.workload, doing)
+    if basis.said is not None:
+        say(basis.said, file=sys.stderr)
+    plan = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
     values = recipe.model_dump()
     for section, chosen in plan.values().items():
         values[section].update(chosen)

@@ -162,7 +162,7 @@ class Judge:
 
     def least_seconds(self, processes: int, wishes: Wishes) -> float:
         """Which no step takes less than on so many processes."""
-        return least_seconds(self.workload, processes, precision_for(wishes, self.cluster), self.cluster)
+        return least_seconds(self.workload, processes, precision_for(wishes, self.cluster), self.rates)
 
     def _time(self, choice: Choice) -> StepTime:
         if choice not in self._times:
@@ -229,13 +229,19 @@ def _try(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -
 
 
 def _try_layout(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> _Tried | None:
-    """What fits of a layout and may be its fastest."""
+    """What fits of a layout and may be its fastest, with all threads or, where that was seen to be faster, fewer."""
+    found = [_with_threads(judge, layout, processes, wishes, threads) for threads in judge.rates.threads(processes)]
+    tried = [one for one in found if one is not None]
+    return min(tried, key=lambda one: one.fastest, default=None)
+
+
+def _with_threads(judge: Judge, layout: Layout, processes: int, wishes: Wishes, threads: int | None) -> _Tried | None:
     sizes = micro_batches(judge.workload, processes, wishes)
     if not sizes:
         return None
     options = recomputations(judge.workload, wishes)
     rows = {
-        option: [choice_of(layout, processes, size, option, wishes, judge.cluster) for size in sizes]
+        option: [choice_of(layout, processes, size, option, wishes, judge.cluster, threads) for size in sizes]
         for option in options
     }
     least = _least(judge, rows[options[-1]])

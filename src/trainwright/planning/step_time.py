@@ -36,8 +36,8 @@ class StepTime:
 
     ``parts``: seconds by what they go into, in order; they add up to the step. ``tokens``: of the step, over all
     devices, padding not counted in. ``operations``: of the model's matrix products and attention on these tokens,
-    forwards and backwards, once each. ``peak``: operations a second of all devices by their datasheet, None where it
-    says nothing. ``watts``: of all devices, at their full power.
+    forwards and backwards, once each. ``peak``: operations a second of all devices, by what was measured, of GPUs
+    that are not here by their datasheet; None where nothing says. ``watts``: of all devices, at their full power.
     """
 
     parts: Mapping[str, float]
@@ -83,9 +83,12 @@ def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates
     return _Step(workload, choice, cluster, rates, stack).time()
 
 
-def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, cluster: Cluster) -> float:
-    """Of a step at the peak rate of the devices, which is less than it can be; 0 where their peak is not known."""
-    peak = _peak(cluster, processes, precision)
+def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, rates: Rates) -> float:
+    """Of a step at the peak rate of the devices, which is less than it can be; 0 where their peak is not known, as of
+    rates that were measured on a few sizes."""
+    if rates.are_measured:
+        return 0.0
+    peak = _nominal_peak(rates.cluster, processes, precision)
     return model_operations(workload) / peak if peak else 0.0
 
 
@@ -96,7 +99,7 @@ class _Step:
         self.on_gpu = cluster.device == "cuda"
         here = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
         self.per_node = min(choice.num_processes, here)
-        self.speeds = rates.setting(self.per_node)
+        self.speeds = rates.setting(self.per_node, choice.threads)
         self.batch = typical_batch(workload, choice, stack.sorted_rows)
         self.width = _WIDTH[choice.mixed_precision]
         device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
@@ -139,9 +142,15 @@ class _Step:
             parts=parts,
             tokens=self.workload.tokens,
             operations=model_operations(self.workload),
-            peak=_peak(self.cluster, choice.num_processes, choice.mixed_precision),
+            peak=self._peak(),
             watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
         )
+
+    def _peak(self) -> float | None:
+        """Operations a second of all devices at work."""
+        devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
+        found = (self.rates.peak(devices, name) for name in _PEAK[self.choice.mixed_precision])
+        return next((rate for rate in found if rate is not None), None)
 
     def _launches(self, computed: Work) -> float:
         """Seconds in which a GPU waits for Python."""
@@ -150,7 +159,7 @@ class _Step:
     def _work(self, part: Pass, *, backward: bool) -> Work:
         """Of a block."""
         compiled = self.choice.compile or self.stack.fused
-        key = (id(part), self.per_node, self.pricing.precision, backward, compiled)
+        key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
         # With the part itself, so that its id is not given to another one.
         found: tuple[Pass, Work] | None = self.rates.known.get(key)
         if found is None:
@@ -231,7 +240,7 @@ class _Step:
         return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)
 
 
-def _peak(cluster: Cluster, processes: int, precision: MixedPrecision) -> float | None:
+def _nominal_peak(cluster: Cluster, processes: int, precision: MixedPrecision) -> float | None:
     """Operations a second of all devices at work, by their datasheet."""
     rates = cluster.card.rates
     rate = next((rates[name] for name in _PEAK[precision] if name in rates), None)

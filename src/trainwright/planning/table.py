@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from trainwright.machine.quick import rates_in_words
 from trainwright.planning.plan import Plan
 from trainwright.planning.reasons import same_place, shortage, verdict
 from trainwright.planning.search import Judged
@@ -85,7 +86,8 @@ def words(plan: Plan) -> Iterator[str]:
     if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
         speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} a device"
     if time.mfu is not None:
-        speed += f", {time.mfu:.0%} of the peak rate"
+        measured = " that was measured" if plan.cluster.device == "cpu" else ""
+        speed += f", {time.mfu:.0%} of the peak rate{measured}"
     yield from _labelled("speed", [speed])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
@@ -95,7 +97,8 @@ def words(plan: Plan) -> Iterator[str]:
 def summary(plan: Plan) -> str:
     """The chosen plan in a line."""
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
-    place = f"plan: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
+    place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
     memory = f"{size(chosen.memory.total)} a process"
     if time is None:
         return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
@@ -170,6 +173,11 @@ def _time_line(parts: Mapping[str, float], seconds: float) -> str:
 def _rates_line(plan: Plan) -> str:
     if plan.calibrated:
         return "times measured on this machine"
+    if plan.basis.trouble is not None:
+        return plan.basis.trouble
+    if (measured := plan.basis.measurement) is not None:
+        line = f"times from rates measured on this machine ({measured.measured}): {rates_in_words(measured)}"
+        return f"{line}; `trainwright machine calibrate` measures more"
     # Whatever else there is may be described, and is not at hand then.
     here = plan.cluster.device == "cpu"
     return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"

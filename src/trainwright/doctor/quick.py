@@ -1,0 +1,346 @@
+"""Measure in some two seconds what decides a plan: a process of its own, which tells its parent in JSON.
+
+Run by ``trainwright.machine.quick``, which says what is wanted on standard input and reads the samples from standard
+output. On a CPU one process for every core is forked; in turns some of them run the cases, alone or at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from trainwright.doctor.calibrate_cases import (
+    DTYPES,
+    PRECISIONS,
+    Case,
+    Run,
+    loss_of,
+    optimizer_of,
+    products_of,
+    traffic_of,
+)
+from trainwright.doctor.calibrate_fits import curve_of
+from trainwright.doctor.undisturbed import Stopwatch, Timed, least
+from trainwright.machine.calibration import Calibration, Setting, as_json
+from trainwright.models.attention import BF16_FROM_LENGTH
+from trainwright.models.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
+
+_PATIENCE = 10.0  # seconds that a process waits for another
+_LEAST_SECONDS = 0.7  # of measuring, however long the imports took
+_AFTERWARDS = 0.5  # seconds of what follows: collectives, and curves
+_OPERATIONS = {"cpu": 5e8, "cuda": 2e11}  # of the largest product
+_FEWEST, _MOST = {"cpu": 16, "cuda": 512}, {"cpu": 512, "cuda": 8192}  # tokens of a product
+_ELEMENTS = {"cpu": (2**18, 2**22), "cuda": (2**22, 2**26)}
+_UPDATED = {"cpu": 2**21, "cuda": 2**26}
+_ATTENTION = {"cpu": (512, 4, 64), "cuda": (16384, 16, 128)}  # tokens, heads, channels of each
+_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+_CALLS, _SLOT = 4, 0.004  # in a round: as many as this, in as many seconds
+_MOST_ROUNDS = 8
+_LONG_TO_BUILD = 0.003  # seconds, from which on inputs are kept for the next round
+_LEAST_CASES = 12  # products of one matrix in two precisions, which are measured whatever the time
+_MESSAGES = (2**14, 2**22)  # bytes that are summed over processes
+_SUMS = 5
+_LAUNCHES = 100
+
+
+class Side(NamedTuple):
+    """So many processes at once, each of so many threads."""
+
+    processes: int
+    threads: int
+
+
+def main() -> None:
+    """Measure what standard input asks for, and write it as the JSON of a calibration without its versions."""
+    asked = json.load(sys.stdin)
+    torch.manual_seed(0)
+    imported = time.monotonic() - asked["begun"]
+    end = time.monotonic() + max(_LEAST_SECONDS, asked["seconds"] - _AFTERWARDS - imported)
+    found = _on_gpu(asked, end) if asked["device"] == "cuda" else _on_cores(asked, end)
+    settings = tuple(_setting(one, asked["before"]) for one in found["settings"])
+    parts = {"imports": imported, "measuring": time.monotonic() - asked["begun"] - imported}
+    measured = datetime.now().astimezone().isoformat(timespec="seconds")
+    disturbance = max(found["spoilt"], 0.0)
+    made = Calibration(asked["machine"], measured, asked["versions"], settings, parts, disturbance)
+    json.dump(as_json(made), sys.stdout)
+
+
+def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Setting:
+    """With the products of other shapes that were measured before."""
+    place = found["processes"], found["threads"]
+    rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
+    known = [row for one in before if (one["processes"], one["threads"]) == place for row in one["samples"]]
+    for row in [*known, *found["samples"]]:
+        sample = {"sizes": row["sizes"], "seconds": row["seconds"], "held_out": False}
+        rows.setdefault(row["curve"], {})[tuple(row["sizes"])] = sample
+    curves = {name: curve_of(name, list(samples.values())) for name, samples in rows.items()}
+    return Setting(*place, curves, launch=found["launch"])
+
+
+def sides_of(cores: int) -> tuple[Side, ...]:
+    """What is measured on so many cores: one process with one, two and all threads; as many processes as cores; and
+    two that share them. The first is wanted most, should there be no time for all."""
+    some = (Side(1, 1), Side(cores, 1), Side(1, cores), Side(min(2, cores), max(1, cores // 2)), Side(1, min(2, cores)))
+    return tuple(dict.fromkeys(some))
+
+
+def _cases(asked: Mapping[str, Any], device: torch.device) -> list[Case]:
+    """What is timed in every setting: the model's own products, and one or two sizes of whatever else a step has.
+
+    What is wanted most comes first, should there be no time for all.
+    """
+    kind = device.type
+    cases: list[Case] = []
+    for wide, narrow in asked["widths"]:
+        for precision in PRECISIONS[kind]:
+            tokens = _OPERATIONS[kind] / (2 * wide * narrow)
+            tokens = 2 ** int(math.log2(min(_MOST[kind], max(_FEWEST[kind], tokens))))
+            for few in (tokens, max(_FEWEST[kind], tokens // 4)):
+                cases += products_of((few, wide, narrow), precision, device)
+    small, large = _ELEMENTS[kind]
+    for precision in ("fp32", "bf16"):
+        cases += [traffic_of(precision, kind_, small, device) for kind_ in ("copy", "elementwise", "reduction")]
+        cases += _attention_cases(precision, asked["length"], device)
+        cases.append(loss_of(precision, _LOGITS[kind], device))
+    cases += [traffic_of("fp32", "copy", large, device), optimizer_of(_UPDATED[kind], device)]
+    unique = {(case.curve, case.sizes): case for case in cases}
+    return list(unique.values())
+
+
+def _attention_cases(precision: str, length: int, device: torch.device) -> list[Case]:
+    """Both directions by torch's own operators: the ones that training has need torch's compiler to be imported."""
+    tokens, heads, channels = _ATTENTION[device.type]
+    count = max(1, tokens // length)
+    amount = count * length * heads * channels
+
+    def build(direction: str) -> Run:
+        dtype = DTYPES[precision]
+        some = [torch.randn(count, heads, length, channels, device=device).to(dtype) for _ in range(3)]
+        # As models/attention.py: short documents are worked on in fp32 on a CPU.
+        work = torch.float32 if device.type == "cpu" and length < BF16_FROM_LENGTH else dtype
+        query, key, value = (x.to(work) for x in some)
+        if direction == "forward":
+            return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).to(dtype)
+        inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+        output = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return lambda: _backward(output, inputs)
+
+    return [
+        Case(f"attention/{precision}/{direction}", (length,), False, partial(build, direction), amount)
+        for direction in ("forward", "backward")
+    ]
+
+
+def _on_gpu(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
+    device = torch.device("cuda", 0)
+    cases = _cases(asked, device)
+    times: list[list[float]] = [[] for _ in cases]
+    for number in range(_MOST_ROUNDS):
+        for case, found in zip(cases, times, strict=True):
+            if number and time.monotonic() > end:
+                break
+            run = case.build()
+            run()
+            found.append(min(_gpu_seconds(run) for _ in range(2)))
+    rows = [_row(case, min(found)) for case, found in zip(cases, times, strict=True)]
+    side = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
+    return {"settings": [side], "spoilt": 0.0}
+
+
+def _gpu_seconds(run: Run) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(_CALLS):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / _CALLS
+
+
+def _on_cores(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
+    context = multiprocessing.get_context("fork")
+    sides = sides_of(asked["cores"])
+    # Whoever comes to a barrier last goes on at once; the others are woken.
+    barriers = {side: context.Barrier(side.processes) for side in sides}
+    late = context.Value("b", 0, lock=False)
+    pipes = []
+    with tempfile.TemporaryDirectory(prefix="trainwright-measure-") as directory:
+        for rank in range(max(side.processes for side in sides)):
+            ours, theirs = context.Pipe(duplex=False)
+            member = _Member(rank, asked, sides, barriers, late, end, Path(directory))
+            process = context.Process(target=member.run, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+        told = [pipe.recv() for pipe in pipes]  # EOFError where one has failed, whose own words are on standard error
+    return _together(asked, sides, told)
+
+
+class _Member:
+    """One of the processes that measure."""
+
+    def __init__(
+        self,
+        rank: int,
+        asked: Mapping[str, Any],
+        sides: Sequence[Side],
+        barriers: Mapping[Side, Any],
+        late: Any,
+        end: float,
+        directory: Path,
+    ) -> None:
+        self.rank, self.asked, self.sides, self.end, self.directory = rank, asked, sides, end, directory
+        self.barriers, self.late = barriers, late
+        self.clock = Stopwatch()
+        self.kept: dict[int, Run] = {}
+
+    def run(self, pipe: Any) -> None:
+        """Everything, and its times through the ``pipe``."""
+        cases = _cases(self.asked, torch.device("cpu"))
+        mine = [side for side in self.sides if self.rank < side.processes]
+        times: dict[Side, list[list[Timed]]] = {side: [[] for _ in cases] for side in mine}
+        launches: dict[Side, list[float]] = {side: [] for side in mine}
+        warm: set[tuple[int, int]] = set()
+        for number in range(_MOST_ROUNDS):
+            for side in mine:
+                least_cases = _LEAST_CASES if number == 0 and side == self.sides[0] else 0
+                if self._meet(side, optional=not least_cases):
+                    self._round(side, cases, times[side], warm, least_cases)
+                    launches[side].append(_launch_seconds(torch.device("cpu")))
+            if self.late.value:
+                break
+        sums = self._sums()
+        pipe.send({"times": times, "launch": launches, "sums": sums})
+        pipe.close()
+        sys.stdout.flush()
+        os._exit(0)  # thread pools may not be joinable
+
+    def _is_late(self) -> bool:
+        """Whether the time is over, which rank 0 says: then nobody waits for anybody any longer."""
+        if self.rank == 0 and not self.late.value and time.monotonic() > self.end:
+            self.late.value = 1
+            for barrier in self.barriers.values():
+                barrier.abort()
+        return bool(self.late.value)
+
+    def _meet(self, side: Side, optional: bool) -> bool:
+        """Wait for the others of a setting; False where the time is over."""
+        if optional and self._is_late():
+            return False
+        try:
+            self.barriers[side].wait(_PATIENCE)
+        except threading.BrokenBarrierError:
+            if not self.late.value:
+                raise
+            return False
+        return True
+
+    def _round(
+        self, side: Side, cases: Sequence[Case], times: list[list[Timed]], warm: set[tuple[int, int]], fewest: int
+    ) -> None:
+        """All cases once; where the time is over, the ``fewest`` first ones."""
+        torch.set_num_threads(side.threads)
+        for index, case in enumerate(cases):
+            if index >= fewest and self._is_late():
+                return
+            begun = time.monotonic()
+            run = self.kept.get(index) or case.build()
+            if time.monotonic() - begun > _LONG_TO_BUILD:
+                self.kept[index] = run
+            if (index, side.threads) not in warm:
+                run()  # kernels are made when they are first used
+                warm.add((index, side.threads))
+                self.clock.look()
+            until = time.monotonic() + _SLOT
+            found = [self.clock.time(run)]
+            while len(found) < _CALLS and time.monotonic() < until:
+                found.append(self.clock.time(run))
+            times[index].append(least(found))
+
+    def _sums(self) -> dict[Side, dict[int, float]]:
+        """Seconds of summing tensors over the processes of each setting that has several."""
+        several = [side for side in self.sides if side.processes > 1]
+        if not several:
+            return {}
+        most = max(side.processes for side in several)
+        store = dist.FileStore(str(self.directory / "store"), most)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most)
+        found: dict[Side, dict[int, float]] = {}
+        for side in several:
+            group = dist.new_group(list(range(side.processes)))
+            if self.rank >= side.processes:
+                continue
+            torch.set_num_threads(side.threads)
+            found[side] = {}
+            for size in _MESSAGES:
+                tensor = torch.zeros(size // 4)
+                took = [self.clock.time(lambda: dist.all_reduce(tensor, group=group)) for _ in range(_SUMS)]  # noqa: B023
+                found[side][size] = min(one.seconds for one in took[1:])
+        return found
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Host seconds of starting one small kernel, forwards or backwards."""
+    x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
+    begun = time.perf_counter()
+    y = x
+    for _ in range(_LAUNCHES):
+        y = y * scale
+    _backward(y, (x,))
+    return (time.perf_counter() - begun) / (2 * _LAUNCHES)
+
+
+def _backward(output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """As ``torch.autograd.grad``, which imports torch's compiler first."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((output,), (torch.ones_like(output),), True, False, inputs, False, accumulate_grad=False)
+
+
+def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all processes found of each setting: the mean over them of the least that each saw.
+
+    What there was no time for is left out.
+    """
+    cases, settings = _cases(asked, torch.device("cpu")), []
+    best: list[Timed] = []
+    for side in sides:
+        members = told[: side.processes]
+        if not all(member["launch"][side] and all(member["times"][side][:_LEAST_CASES]) for member in members):
+            continue
+        rows = []
+        for index, case in enumerate(cases):
+            if not all(member["times"][side][index] for member in members):
+                continue
+            found = [least(member["times"][side][index]) for member in members]
+            best += found
+            rows.append(_row(case, statistics.mean(one.seconds for one in found)))
+        for size in _MESSAGES if side.processes > 1 else ():
+            seconds = statistics.mean(member["sums"][side][size] for member in members)
+            rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})
+        launch = statistics.mean(min(member["launch"][side]) for member in members)
+        settings.append({"processes": side.processes, "threads": side.threads, "launch": launch, "samples": rows})
+    return {"settings": settings, "spoilt": sum(one.is_spoilt for one in best) / len(best)}
+
+
+def _row(case: Case, seconds: float) -> dict[str, Any]:
+    return {"curve": case.curve, "sizes": list(case.sizes), "seconds": seconds / case.amount}
+
+
+if __name__ == "__main__":
+    main()

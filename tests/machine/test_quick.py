@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import MACHINE, trainwright
+from tests.support.measured import measurement
+from trainwright.errors import RequestError
+from trainwright.machine.calibration import Calibration, Curve, Sample, as_json
+from trainwright.machine.contradictions import contradictions
+from trainwright.machine.described import read_machine
+from trainwright.machine.detect import Machine, detect
+from trainwright.machine.quick import (
+    Measured,
+    Shapes,
+    covers,
+    current_measurement,
+    measured,
+    measured_file,
+)
+
+HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)
+SHAPES = Shapes(((256, 128),), 64)
+
+
+@pytest.fixture
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+
+
+def keep(found: Calibration, machine: Machine = HERE) -> None:
+    file = measured_file(machine)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(as_json(found)))
+
+
+@pytest.mark.usefixtures("_cache")
+def test_what_was_measured_is_kept_by_machine_and_by_what_chooses_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(measurement())
+    assert measured(HERE, Shapes(((512, 512),), 64)) == Measured(measurement())
+    assert current_measurement(HERE) == measurement()
+    assert current_measurement(replace(HERE, cpu_cores=3)) is None
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert current_measurement(HERE) is None
+
+
+def test_a_machine_that_is_not_at_hand_is_not_measured() -> None:
+    assert measured(replace(HERE, is_here=False), SHAPES) == Measured()
+    assert measured(detect(), SHAPES) == Measured()
+
+
+def test_what_was_measured_tells_of_matrices_that_are_twice_as_large_and_no_larger() -> None:
+    assert covers(measurement(), Shapes(((512, 512), (1024, 256)), 64))
+    assert not covers(measurement(), Shapes(((512, 512), (4096, 512)), 64))
+
+
+def test_shapes_are_few_and_bounded() -> None:
+    found = Shapes(((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)), 3000).bounded("cpu")
+    assert found.length == 512 and len(found.widths) == 3
+    assert all(max(width) <= 2048 for width in found.widths)
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_measurement_that_fails_leaves_the_plan_to_datasheets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    found = measured(HERE, SHAPES)
+    assert found.found is None and found.trouble is not None
+    assert "could not be measured" in found.trouble and "datasheets" in found.trouble
+
+
+def _with_curve(name: str, change: Callable[[Curve], Curve]) -> Calibration:
+    found = measurement()
+    first = found.settings[0]
+    curves = {**first.curves, name: change(first.curves[name])}
+    return replace(found, settings=(replace(first, curves=curves), *found.settings[1:]))
+
+
+def _times(factor: float) -> Callable[[Curve], Curve]:
+    return lambda curve: replace(
+        curve, samples=tuple(Sample(sample.sizes, sample.seconds * factor) for sample in curve.samples)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "says"),
+    [
+        ("product/fp32/forward", -1.0, "settings.0.curves.product/fp32/forward: -"),
+        ("product/fp32/forward", math.nan, "settings.0.curves.product/fp32/forward: nan seconds"),
+        ("product/bf16/forward", 1e-9, "operations a second"),
+        ("product/bf16/forward", 1e4, "settings.0.curves: fp32 is"),
+        ("traffic/fp32/copy", 1e-9, "bytes a second"),
+    ],
+)
+def test_what_no_machine_is_like_contradicts_itself(name: str, factor: float, says: str) -> None:
+    assert not list(contradictions(measurement()))
+    assert any(says in line for line in contradictions(_with_curve(name, _times(factor))))
+
+
+def test_threads_that_make_it_ten_times_slower_contradict_themselves() -> None:
+    slow = measurement({(1, 1): 100e9, (1, 2): 5e9})
+    assert any("2 threads are 20 times as slow as one" in line for line in contradictions(slow))
+
+
+def _file(tmp_path: Path, found: Any) -> Path:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({**json.loads(MACHINE.read_text()), "measurement": found}))
+    return file
+
+
+def test_a_described_machine_brings_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(_file(tmp_path, as_json(measurement()))))
+    assert measured(detect(), SHAPES).found == measurement()
+    shown = trainwright("machine", "--json", cwd=tmp_path)
+    assert json.loads(shown.stdout)["measurement"] == as_json(measurement())
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"measurement": as_json(_with_curve("product/fp32/input", _times(-1.0)))}, "measurement.settings.0.curves"),
+        ({"measurement": 5}, "measurement"),
+        ({"machine.cpu_cores": 0}, "machine.cpu_cores"),
+        ({"machine.processor": {"clock": -1.0}}, "machine.processor.clock"),
+    ],
+)
+def test_impossible_figures_in_a_machine_file_are_refused_with_their_key(
+    tmp_path: Path, changed: dict[str, Any], key: str
+) -> None:
+    content = json.loads(MACHINE.read_text())
+    for place, value in changed.items():
+        *above, last = place.split(".")
+        (content[above[0]] if above else content)[last] = value
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(RequestError, match=key.replace(".", r"\.")):
+        read_machine(file)
+    ended = trainwright("machine", cwd=tmp_path, TRAINWRIGHT_MACHINE=str(file))
+    assert ended.returncode == 2 and key in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("this_machine", "_cache")
+def test_this_machine_is_measured_quickly() -> None:
+    machine, told = replace(detect(), gpus=()), list[str]()
+    found = measured(machine, SHAPES, told.append)
+    if found.found is None:  # too busy to be measured: that is told, and nothing is kept
+        assert found.trouble is not None and current_measurement(machine) is None
+        return
+    assert told == ["measuring this machine"]
+    assert found.said is not None and "fp32" in found.said and str(measured_file(machine)) in found.said
+    assert not list(contradictions(found.found))
+    for setting in found.found.settings:
+        assert all(sample.seconds > 0 for curve in setting.curves.values() for sample in curve.samples)
+    assert covers(found.found, SHAPES.bounded("cpu"))
+    assert current_measurement(machine) == found.found
+    assert measured(machine, SHAPES).said is None or found.found.disturbance > 0

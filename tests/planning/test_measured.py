@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.measured import measurement
+from trainwright.machine.calibration import Calibration
+from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.detect import Machine
+from trainwright.machine.processor import Processor
+from trainwright.planning.basis import Basis, basis_of, shapes_of
+from trainwright.planning.candidates import Wishes
+from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.plan import Plan, make_plan
+from trainwright.planning.rates import rates_of
+from trainwright.planning.search import Judge
+from trainwright.planning.table import summary, table, words
+from trainwright.planning.workload import Workload
+
+SMALL = "HuggingFaceTB/SmolLM2-135M"
+AMX = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def of_cores(count: int = 2, *instructions: str) -> Cluster:
+    memory = 32 * 2**30
+    processor = Processor("GenuineIntel", 6, instructions, 2.5e9)
+    return cluster_of(Machine("here", "a CPU", count, memory, (), memory_free_bytes=memory, processor=processor))
+
+
+def work(rows: int = 8, tokens: int = 512) -> Workload:
+    return Workload(find_model(SMALL).architecture(), row_tokens=tokens, global_batch_rows=rows, document_tokens=128.0)
+
+
+def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> Plan:
+    return make_plan(Wishes(fixed or {}), work(), of_cores(2, *flags), basis=Basis(None, found))
+
+
+@pytest.mark.parametrize("flags", [(), AMX])
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.56, "no"), (0.1, "no"), (4.0, "bf16"), (16.0, "bf16")])
+def test_bf16_is_chosen_where_it_was_measured_to_be_faster_whatever_the_flags(
+    flags: tuple[str, ...], bf16: float, chosen: str
+) -> None:
+    made = planned(measurement(bf16=bf16), flags=flags)
+    assert made.chosen.choice.mixed_precision == chosen
+    assert any(f"bf16 {bf16:.2f} times fp32 here (measured)" in reason for reason in made.reasons)
+    seconds = {
+        precision: planned(measurement(bf16=bf16), {"mixed_precision": precision}).found.fastest
+        for precision in ("no", "bf16")
+    }
+    assert seconds[chosen] <= 1.05 * min(seconds.values())
+
+
+def test_what_the_user_wrote_is_kept_and_judged_by_what_was_measured() -> None:
+    made = planned(measurement(bf16=0.5), {"mixed_precision": "bf16"})
+    assert made.chosen.choice.mixed_precision == "bf16"
+    assert not any("mixed_precision" in reason for reason in made.reasons)
+
+
+def test_without_a_measurement_the_flags_decide_and_no_share_of_a_peak_is_shown() -> None:
+    made = planned(None)
+    assert made.chosen.choice.mixed_precision == "bf16"
+    assert made.chosen.time is not None and made.chosen.time.mfu is None and "mfu" not in made.predicted()
+    assert not any("of the peak rate" in line for line in words(made))
+
+
+def test_the_share_of_the_peak_is_of_the_fastest_products_that_were_measured() -> None:
+    made = planned(measurement(bf16=0.5))
+    time = made.chosen.time
+    assert time is not None and time.peak == pytest.approx(2e11)  # two processes of one thread
+    assert time.mfu is not None and 0 < time.mfu < 1
+    assert any("of the peak rate that was measured" in line for line in words(made))
+
+
+def test_fewer_threads_are_taken_where_they_were_measured_to_be_faster() -> None:
+    slow_together = measurement({(1, 1): 1e11, (2, 1): 1e10, (1, 2): 2e10})
+    assert planned(slow_together, {"num_processes": 1}).chosen.choice.threads == 1
+    assert planned(slow_together).chosen.choice.num_processes == 1
+    assert planned(measurement(), {"num_processes": 1}).chosen.choice.threads == 2
+    assert planned(measurement(), {"num_processes": 2}).chosen.choice.threads == 1
+
+
+def test_processes_follow_from_what_was_measured() -> None:
+    apart = measurement({(1, 1): 1e11, (2, 1): 1e11, (1, 2): 1e11}, bf16=0.5)
+    together = measurement({(1, 1): 1e11, (2, 1): 4e10, (1, 2): 2e11}, bf16=0.5)
+    assert planned(together).chosen.choice.num_processes == 1
+    times = {
+        name: {n: planned(found, {"num_processes": n}).found.fastest for n in (1, 2)}
+        for name, found in (("apart", apart), ("together", together))
+    }
+    assert times["apart"][2] / times["apart"][1] < times["together"][2] / times["together"][1]
+
+
+def test_rates_are_those_that_were_measured_and_what_was_not_is_scaled() -> None:
+    cluster = of_cores(8, *AMX)
+    found = measurement({(1, 1): 1e11, (8, 1): 5e10, (1, 8): 6e11})
+    rates, nominal = rates_of(cluster, None, found), rates_of(cluster)
+    for place, rate in (((1, 1), 1e11), ((8, 1), 5e10), ((1, 8), 6e11)):
+        curve = rates.setting(*place).curves["product/fp32/forward"]
+        assert 2 * 512**3 / curve.seconds(512, 512, 512) == pytest.approx(rate, rel=0.01)
+    between = rates.setting(4, 2).curves["product/fp32/forward"]  # was not measured
+    assert 5e10 < 2 * 512**3 / between.seconds(512, 512, 512) < 6e11
+    copied = rates.setting(1, 1).curves["traffic/fp32/copy"]
+    assert (copied.seconds(2**21), copied.seconds(2**25)) == (pytest.approx(1e-4), pytest.approx(1e-2))
+    assert set(rates.setting(1, 1).curves) == set(nominal.setting(1, 1).curves)
+
+
+def test_a_failed_measurement_is_told_first() -> None:
+    made = make_plan(Wishes({}), work(), of_cores(2), basis=Basis(trouble="could not be measured, so datasheets"))
+    assert summary(made).startswith("plan by datasheets, as could not be measured: ")
+    assert made.as_json()["trouble"] == "could not be measured, so datasheets"
+
+
+def test_gpus_that_are_not_here_go_by_their_datasheet() -> None:
+    made = make_plan(Wishes({}), work(64, 2048), parse_machine("8xH100"))
+    assert made.chosen.time is not None and made.chosen.time.peak == pytest.approx(8 * 989.4e12)
+
+
+def test_shapes_are_the_models_own_the_most_work_first() -> None:
+    shapes = shapes_of(work())
+    assert set(shapes.widths) == {(1536, 576), (576, 1536), (576, 576), (192, 576)}
+    assert shapes.widths[0] == (1536, 576) and shapes.length == 128
+
+
+def test_nothing_is_measured_of_a_machine_that_is_not_at_hand() -> None:
+    machine = Machine("here", "a CPU", 2, 2**34, ())
+    assert basis_of(machine, work()) == Basis()
+    assert replace(machine, is_here=True) != machine
+
+
+def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
+    made = planned(measurement(bf16=0.5))
+    layouts = [(one.layout, one.choice.num_processes) for one in made.found.judged]
+    assert len(layouts) == len(set(layouts)) and len(list(table(made))) > 2
+    assert Judge(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
