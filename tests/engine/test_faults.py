@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,24 @@ def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_i
     assert f"its newest checkpoint is of step {newest}: make room, then --resume" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert column(runs.resumed(started.run), "loss") == column(uninterrupted, "loss")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_more_open_files_cost_checkpoints_or_end_the_run_in_words(runs: Runs, count: int) -> None:
+    settings = (processes(count), ON_ROWS, "train.max_steps=60", "checkpoint.every=4")
+    uninterrupted = runs.trained(*settings)
+    started = runs.train(*settings)
+    assert started.run is not None
+    started.wait_for_step(1)
+    for process in descendants(started.pid):
+        with suppress(ProcessLookupError):  # only the standard streams, which are open
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, 3))
+    ended = started.wait()
+    said = ended.stdout + ended.stderr
+    assert "Traceback" not in said and re.search("open files|files open", said), said
+    assert ended.code in (0, 3, 4), said
+    resumed = started.run if ended.code == 0 else runs.resumed(started.run)
+    assert column(resumed, "loss") == column(uninterrupted, "loss")
 
 
 @pytest.mark.parametrize("count", [1, 2])

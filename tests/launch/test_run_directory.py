@@ -53,9 +53,11 @@ def test_a_runs_own_recipe_names_no_directory_and_the_run_knows_its_recipes_name
 
 def test_a_damaged_plan_is_no_plan() -> None:
     run = a_run("old")
-    for text in ("{", "[]"):
-        (run / "plan.json").write_text(text)
+    for content in (b"{", b"[]", b'{"reasons": "\xbd"}'):
+        (run / "plan.json").write_bytes(content)
         assert run_directory.reasons(run) == []
+        with run_directory.undone_on_error(run, created=False):
+            pass
         assert run_directory.stem_of(run / "recipe.yaml") == "recipe"
 
 

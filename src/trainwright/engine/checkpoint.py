@@ -77,10 +77,10 @@ class Checkpoints:
         """
         begun = time.monotonic()
         final, scratch = self.path(step), self._directory / f".writing-{self.path(step).name}"
-        if world.is_main:
-            self._remove_leftovers()
+        outcome = _attempt(self._remove_leftovers, self._directory) if world.is_main else None
         world.barrier()
-        outcome = _attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
+        if outcome is None:
+            outcome = _attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
         outcomes = world.gather(outcome)
         if world.is_main and not any(isinstance(o, str) for o in outcomes):
             outcomes = [_attempt(lambda: _finish(scratch, final, outcomes, state, recipe), scratch)]
@@ -97,6 +97,9 @@ class Checkpoints:
         """Remove what is older than the last few that can be used, but the best. Called by rank 0 alone, after a save.
 
         A checkpoint that cannot be used does not count, so the newest that can is never removed.
+
+        Raises:
+            OSError: some of it could not be removed, and is still there.
         """
         steps, usable = self.steps(), 0
         while steps and usable < self._keep_last:

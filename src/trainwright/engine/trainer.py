@@ -384,7 +384,17 @@ class Trainer:
         self._saving.saved(time.monotonic() - begun)
         self.events.emit("checkpoint", step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds)
         if self.world.is_main:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Remove older checkpoints; those that cannot be removed stay, and training goes on."""
+        try:
             self.checkpoints.prune(self.progress.best_step)
+        except OSError as error:
+            detail = f"older checkpoints were not removed: {error}"
+            self.events.emit(
+                "fault", kind="checkpoint", rank=0, detail=detail, action="continue", step=self.progress.step
+            )
 
     def _finish(self, status: str, begun: float, path: Path | None) -> None:
         seconds = time.monotonic() - begun

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainwright.errors import MachineError
@@ -32,6 +34,21 @@ def check_limits(local: int = 1, world: int = 1) -> None:
     files = None if soft == resource.RLIM_INFINITY else soft
     if (problem := shortage(files, _free(_SHARED), local, world)) is not None:
         raise MachineError(problem)
+
+
+@contextmanager
+def open_files_in_words() -> Iterator[None]:
+    """Raise MachineError where a file cannot be opened because too many are open already."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        whose = "this process" if error.errno == errno.EMFILE else "the machine"
+        raise MachineError(
+            f"{whose} has as many files open as it may, and {error.filename or 'a connection'} is one more; "
+            "raise the limit (ulimit -n), then --resume this run"
+        ) from error
 
 
 def needed_files(local: int, world: int) -> int:

@@ -105,8 +105,8 @@ def record(
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
     try:
-        _write(directory / RECIPE, recipe)
-        _write(directory / PLAN, json.dumps(known, indent=2) + "\n")
+        _write(directory / RECIPE, recipe.encode())
+        _write(directory / PLAN, _plan_bytes(known))
     except OSError as error:
         raise MachineError(f"{directory}: a run cannot be written there: {error.strerror or error}") from error
 
@@ -136,8 +136,8 @@ def change(directory: Path, recipe: str, reason: str) -> None:
     """Write the recipe that a run goes on with, and in the place of the reason for the key's value before, this one."""
     plan, key = _plan(directory), reason.partition(" ")[0]
     kept = [line for line in reasons(directory) if line.partition(" ")[0] != key]
-    _write(directory / RECIPE, recipe)
-    _write(directory / PLAN, json.dumps({**plan, "reasons": [*kept, reason]}, indent=2) + "\n")
+    _write(directory / RECIPE, recipe.encode())
+    _write(directory / PLAN, _plan_bytes({**plan, "reasons": [*kept, reason]}))
 
 
 def stem_of(recipe: Path) -> str:
@@ -154,10 +154,14 @@ def run_of(recipe: Path) -> Path | None:
 
 def _plan(directory: Path) -> dict[str, Any]:
     try:
-        plan = json.loads(_read(directory / PLAN) or "{}")
+        plan = json.loads(_read(directory / PLAN) or b"{}")
     except ValueError:  # nothing that a run depends on
         return {}
     return plan if isinstance(plan, dict) else {}
+
+
+def _plan_bytes(plan: Mapping[str, Any]) -> bytes:
+    return (json.dumps(plan, indent=2) + "\n").encode()
 
 
 @contextmanager
@@ -169,11 +173,11 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
     except BaseException:
         if created:
             shutil.rmtree(directory, ignore_errors=True)
-        for name, text in before.items():
+        for name, content in before.items():
             # What cannot be written now has not been written over either, and the first error is the one to tell.
             with suppress(OSError):
-                if text is not None and text != _read(directory / name):
-                    _write(directory / name, text)
+                if content is not None and content != _read(directory / name):
+                    _write(directory / name, content)
         raise
 
 
@@ -185,14 +189,14 @@ def only_launch(directory: Path) -> Iterator[None]:
         yield
 
 
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
         temporary.replace(path)
     except OSError:
         with suppress(OSError):  # a part of it, where the disk is full

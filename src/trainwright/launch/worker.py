@@ -22,6 +22,7 @@ from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.contract import agree, check_layout, usable_device
+from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
 from trainwright.machine.detect import detect
 from trainwright.models.adapters_files import check_libraries
@@ -120,7 +121,8 @@ def run_worker(
         events.emit("start", **started, predicted=dict(predicted or {}), layout=layout.line())
         if fault is not None:
             events.emit("fault", **fault)
-        finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse, fullest=fullest)
+        with open_files_in_words():
+            finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse, fullest=fullest)
         events.close()
         return EXIT_FINISHED if finished else EXIT_STOPPED
     finally:
