@@ -23,7 +23,7 @@ from trainwright.planning.stack import Stack
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
 
-_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
 _ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),

@@ -69,7 +69,7 @@ def class_of(figure: Figure) -> str:
         "several nodes": _NODES.match(figure["on"]) is not None,
         "offload": any(figure[key] for key in ("offload_parameters", "offload_optimizer", "activation_offload")),
         "long context": figure["sequence_length"] >= _LONG and (figure["mean_length"] or _LONG) >= _LONG,
-        "MoE": architecture is not None and bool(architecture.experts),
+        "MoE": bool(architecture.experts) if architecture else any("expert" in key for key in figure.get("config", ())),
         "QLoRA": adapter.get("quantisation") in _QUANTISED,
         "LoRA": bool(adapter),
     }
