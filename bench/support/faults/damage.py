@@ -69,7 +69,7 @@ def damaged_and_pruned(scene: Scene) -> None:
         starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
         whole = _newest_whole(scene, bad)
-        reached = scene.draw.randrange(whole + 1, min(whole + 7, phases.STEPS - 2))
+        reached = scene.draw.randrange(whole + 1, max(whole + 2, min(whole + 7, phases.STEPS - 2)))
         scene.wait_until(command, lambda n=starts, k=reached: _steps_since(scene, n) >= k)
         if scene.draw.random() < 0.7:
             command.send(signal.SIGTERM)
