@@ -95,7 +95,7 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def wait_for(what: Callable[[], T], seconds: float = 60, every: float = 0.02) -> T:
+def wait_for(what: Callable[[], T], seconds: float = 120, every: float = 0.02) -> T:
     """The first true value of `what()`; AssertionError when there is none in `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := what()):

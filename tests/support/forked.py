@@ -36,7 +36,7 @@ class Started:
     files: Path
     run: Path | None = None
 
-    def wait(self, seconds: float = 200) -> Finished:
+    def wait(self, seconds: float = 400) -> Finished:
         """Its end; AssertionError when it does not come."""
         status = self.files / "status"
         wait_for(status.exists, seconds)
@@ -60,7 +60,7 @@ class Started:
             return True
         return False
 
-    def wait_for_step(self, step: int, seconds: float = 100) -> None:
+    def wait_for_step(self, step: int, seconds: float = 200) -> None:
         """Until the events of the run have this step."""
         assert self.run is not None
         wanted = '"event": "step"', f'"step": {step},'

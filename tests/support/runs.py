@@ -91,7 +91,7 @@ class Runs:
             workers.append(self._start(request, None))
         try:
             for worker in workers:
-                ended = worker.wait(100)
+                ended = worker.wait()
                 assert ended.code == 0, ended.stdout + ended.stderr
         finally:
             for worker in workers:
