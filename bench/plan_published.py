@@ -2,16 +2,19 @@
 
     python bench/plan_published.py
     python bench/plan_published.py --runs             each run that the planning model was mended on, with its sources
+    python bench/plan_published.py --write            and keep the errors of each kind, which plans show
 
 The planning model is mended on the figures of some sources and checked on those of the others, whose errors are shown
 as a whole only, so that nothing is mended on them. Columns: runs, how many; speeds and memories, how many of
 them measured it, with the median error; of those that ran, how many a plan refuses; of those that ran out of memory,
-how many it accepts; last, how many cannot be planned, their model or card being unknown.
+how many it accepts; of how many of both it says that they are close; last, how many cannot be planned, their model or
+card being unknown.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -20,7 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 from support.runs import print_table, write_results  # noqa: E402
 
+from tests.support.class_errors import class_errors  # noqa: E402
 from tests.support.published_table import HALVES, HEADER, by_class, compared, print_runs  # noqa: E402
+from trainwright.planning.errors import FILE  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 
@@ -28,9 +33,14 @@ RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", action="store_true", help="each run that the planning model was mended on")
-    if parser.parse_args().runs:
+    parser.add_argument("--write", action="store_true", help=f"keep the errors of each kind in {FILE.name}")
+    arguments = parser.parse_args()
+    if arguments.runs:
         print_runs()
         return
+    if arguments.write:
+        made = class_errors([one for half in HALVES for one in compared(half)])
+        FILE.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     results = {}
     for half in HALVES:
         found = compared(half)

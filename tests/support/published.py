@@ -16,15 +16,18 @@ from tests.support.published_figures import architecture_of
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.architecture import Architecture
+from trainwright.planning.errors import Interval, classes_of, errors_of
 from trainwright.planning.memory import memory_of
 from trainwright.planning.rates import rates_of
-from trainwright.planning.search import SAFETY_MARGIN
+from trainwright.planning.search import Verdict
 from trainwright.planning.stack import Stack
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
 
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
 _ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
+# Programs on PEFT since it keeps adapters in fp32 (0.11, 2024), under autocast.
+_ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
     "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
@@ -34,8 +37,8 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 @dataclass(frozen=True)
 class Compared:
     """What is predicted of a figure; ``speed`` and ``memory``: over measured, None where it was not published or is
-    not comparable. ``fits``: within the margin that plans keep. ``missing``: why it cannot be planned, with nothing
-    else.
+    not comparable. ``verdict``: by the errors that plans of its ``kinds`` have had. ``missing``: why it cannot be
+    planned, with nothing else.
     """
 
     figure: dict[str, Any]
@@ -43,18 +46,19 @@ class Compared:
     memory_gib: float = 0.0
     speed: float | None = None
     memory: float | None = None
-    fits: bool | None = None
+    verdict: Verdict | None = None
+    kinds: tuple[str, ...] = ()
     missing: str | None = None
 
     @property
     def is_refused(self) -> bool:
         """It ran, and is said not to fit."""
-        return self.figure["outcome"] == "ran" and self.fits is False
+        return self.figure["outcome"] == "ran" and self.verdict == "too large"
 
     @property
     def is_accepted(self) -> bool:
         """It ran out of memory, and is said to fit."""
-        return self.figure["outcome"] == "oom" and self.fits is True
+        return self.figure["outcome"] == "oom" and self.verdict == "fits"
 
 
 def compare(figure: dict[str, Any]) -> Compared:
@@ -76,10 +80,24 @@ def compare(figure: dict[str, Any]) -> Compared:
         figure,
         each,
         told / 2**30,
-        each / speed if speed else None,
-        told / 2**30 / held if held else None,
-        memory.total <= (1 - SAFETY_MARGIN[cluster.device]) * cluster.usable_bytes,
+        each / speed if speed and figure.get("attention") != "math" else None,
+        told / 2**30 / held if held and _is_need(figure) else None,
+        _verdict(memory.total, cluster.usable_bytes, errors_of(workload, choice, cluster).memory),
+        classes_of(workload, choice, cluster),
     )
+
+
+def _is_need(figure: dict[str, Any]) -> bool:
+    """Whether what was measured is what a run needs. What an allocator has reserved after rows of many lengths is not:
+    it keeps blocks of every size that came by, and gives them back before it fails."""
+    if figure.get("attention") == "math":  # all scores in memory, which nothing here has
+        return False
+    return figure["measured"]["memory_kind"] == "allocated" or bool(figure["packed"])
+
+
+def _verdict(needed: int, usable: int, errors: Interval) -> Verdict:
+    low, high = errors.of(needed)
+    return "too large" if low > usable else "close" if high > usable else "fits"
 
 
 def _workload(figure: dict[str, Any], devices: int) -> Workload:
@@ -122,6 +140,9 @@ def _stack(figure: dict[str, Any]) -> Stack:
         attention=_ATTENTION.get(figure.get("attention") or "", 2),
         bucket=5 * 10**8 if figure["strategy"].startswith("zero") else 2**24,  # DeepSpeed's own default
         sorted_rows=figure.get("sorted_rows"),
+        saves_inputs=bool(figure.get("saves_inputs")),
+        expert_linears=bool(figure.get("expert_linears")),
+        wide_adapters=figure["stack"] in _ON_PEFT,
     )
 
 

@@ -11,13 +11,16 @@ from tests.support.published import Compared, compare
 from tests.support.published_figures import CLASSES, Half, class_of, figures
 
 HALVES: tuple[Half, Half] = ("mend", "check")
-HEADER = ("class", "runs", "speeds", "median", "memories", "median", "ran", "refused", "out of memory", "accepted", "?")
+HEADER = (
+    *("class", "runs", "speeds", "median", "memories", "median"),
+    *("ran", "refused", "out of memory", "accepted", "close", "?"),
+)
 
 
 @dataclass(frozen=True)
 class Summary:
     """Of some runs: errors as parts of what was measured, in order; ``refused`` of those that ``ran``, ``accepted`` of
-    those that ran out of memory; ``unplanned``: cannot be planned."""
+    those that ran out of memory; ``close``: of neither is said which; ``unplanned``: cannot be planned."""
 
     runs: int
     speed: tuple[float, ...]
@@ -26,6 +29,7 @@ class Summary:
     refused: int
     ran_out: int
     accepted: int
+    close: int
     unplanned: int
 
     def as_json(self) -> dict[str, Any]:
@@ -39,13 +43,14 @@ class Summary:
             "refused": self.refused,
             "ran_out_of_memory": self.ran_out,
             "accepted": self.accepted,
+            "close": self.close,
             "cannot_be_planned": self.unplanned,
         }
 
     def row(self, name: str) -> tuple[str, ...]:
         """Under ``HEADER``."""
         speed, memory = (_percent(median(found)) for found in (self.speed, self.memory))
-        counts = (self.ran, self.refused, self.ran_out, self.accepted, self.unplanned)
+        counts = (self.ran, self.refused, self.ran_out, self.accepted, self.close, self.unplanned)
         return (name, f"{self.runs}", f"{len(self.speed)}", speed, f"{len(self.memory)}", memory, *map(str, counts))
 
 
@@ -65,6 +70,7 @@ def summarise(found: Iterable[Compared]) -> Summary:
         refused=sum(one.is_refused for one in ran),
         ran_out=len(planned) - len(ran),
         accepted=sum(one.is_accepted for one in planned),
+        close=sum(one.verdict == "close" for one in planned),
         unplanned=len(found) - len(planned),
     )
 
@@ -88,7 +94,7 @@ def median(values: Sequence[float]) -> float | None:
 def print_runs() -> None:
     """Each run of the half that is mended on; the other half is looked at as a whole only."""
     found = compared("mend")
-    print(f"{'run':<58}{'tokens/s':>10}{'measured':>10}{'error':>8}{'GiB':>8}{'measured':>10}{'error':>8}  fits")
+    print(f"{'run':<58}{'tokens/s':>10}{'measured':>10}{'error':>8}{'GiB':>8}{'measured':>10}{'error':>8}  verdict")
     for one in found:
         print(_line(one))
     for name, summary in by_class(found).items():
@@ -106,7 +112,7 @@ def _line(one: Compared) -> str:
     return (
         f"{one.figure['id']:<58}{one.tokens_per_second:>10,.0f}"
         f"{measured.get('tokens_per_second_per_device') or '-':>10}{_signed(one.speed):>8}{one.memory_gib:>8.1f}"
-        f"{measured.get('memory_gib') or '-':>10}{_signed(one.memory):>8}  {'yes' if one.fits else 'no'}{wrong}"
+        f"{measured.get('memory_gib') or '-':>10}{_signed(one.memory):>8}  {one.verdict}{wrong}"
     )
 
 

@@ -234,7 +234,7 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
         if nodes is None:
             run = make()[0]
             get_ready()
-            if request.run is None and resolved.plan.is_thin:
+            if request.run is None and resolved.plan.is_close:
                 from trainwright.launch.probe import fit
 
                 fit(run, stopping)

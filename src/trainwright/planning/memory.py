@@ -90,7 +90,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     """What ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: of another program."""
     setting = _setting(workload, choice, cluster, stack)
     held = partly_trained(
-        inventory(workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation),
+        inventory(
+            workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation, stack
+        ),
         workload.trained,
     )
     recompute = _recomputed(choice, cluster, stack)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations import block_kinds, block_weights, end_weights, traced
 from trainwright.planning.operations.tape import Parameter
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, OptimizerName, Quantisation
 
 OUTSIDE = -1  # the unit of what is in no block
@@ -66,7 +67,12 @@ class Inventory:
 
 @lru_cache(maxsize=32)
 def inventory(
-    a: Architecture, width: int, trainable: bool, adapter: Adapter | None = None, quantisation: Quantisation = "none"
+    a: Architecture,
+    width: int,
+    trainable: bool,
+    adapter: Adapter | None = None,
+    quantisation: Quantisation = "none",
+    stack: Stack = OWN,
 ) -> Inventory:
     """Of a model whose weights compute in numbers of ``width`` bytes. A quantised weight counts as the numbers of that
     width that its bits take the place of (models/quantisation.py)."""
@@ -81,7 +87,7 @@ def inventory(
     last = [w for w in ends if w not in first]
     blocks, buffers = [], 0
     for unit, kind in enumerate(block_kinds(a)):
-        for name, p in block_weights(a, kind, width, trainable, adapter, quantisation).parameters.items():
+        for name, p in block_weights(a, kind, width, trainable, adapter, quantisation, stack).parameters.items():
             if p.quantised == "none":
                 blocks.append(Weight(unit, name, p.n, p.k, p.trainable))
                 continue

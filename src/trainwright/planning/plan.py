@@ -14,6 +14,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.planning.basis import Basis
 from trainwright.planning.candidates import Wishes, precision_of, precisions
+from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
 from trainwright.planning.rates import rates_of
 from trainwright.planning.reasons import reasons_of, shortage
@@ -56,9 +57,9 @@ class Plan:
         return self.chosen.runs
 
     @property
-    def is_thin(self) -> bool:
+    def is_close(self) -> bool:
         """Whether it is so near to the limit that it should be tried before it is trusted."""
-        return self.chosen.is_thin
+        return self.chosen.is_close
 
     def values(self) -> dict[str, dict[str, Any]]:
         """What the plan puts in the place of ``auto``, by section and key of a recipe."""
@@ -105,6 +106,7 @@ class Plan:
             "trouble": self.basis.trouble,
             "chosen": _judged_json(self.chosen),
             "predicted": self.predicted(),
+            "errors": _errors_json(self.chosen),
             "reasons": list(self.reasons),
             "assumptions": list(self.assumptions),
             "workload": _workload_json(self.workload),
@@ -125,16 +127,17 @@ def make_plan(
     assumptions: tuple[str, ...] = (),
     basis: Basis = Basis(),  # noqa: B008
     available: Callable[[str], str | None] = lambda strategy: None,
+    own: Errors | None = None,
 ) -> Plan:
     """The fastest way of doing ``workload`` on ``cluster`` that fits and keeps to ``wishes``.
 
     ``basis``: what was measured there. ``available``: asked for a strategy; gives None, or the reason why it does not
-    run there.
+    run there. ``own``: errors of plans of runs on that machine; None: those of runs of the same kind elsewhere.
 
     Raises:
         RequestError: wishes that no number of processes agrees with.
     """
-    judge = Judge(workload, cluster, rates_of(cluster, basis.calibration, basis.measurement), available)
+    judge = Judge(workload, cluster, rates_of(cluster, basis.calibration, basis.measurement), available, own)
     found, precision = _in_precision(judge, wishes)
     if not found.judged:
         raise RequestError(_impossible(wishes, workload))
@@ -284,12 +287,25 @@ def _workload_json(workload: Workload) -> dict[str, Any]:
     return {**found, "trained": None if workload.trained is None else sorted(map(list, workload.trained))}
 
 
+def _errors_json(judged: Judged) -> dict[str, Any]:
+    """Those that plans of this kind have had: ``share`` of their runs lie in the intervals."""
+    errors, time = judged.errors, judged.time
+    found: dict[str, Any] = {"kinds": list(errors.kinds), "share": SHARE}
+    found["memory_bytes"] = [round(value) for value in errors.memory.of(judged.memory.total)]
+    if time is not None:
+        found["tokens_per_second"] = list(errors.speed.of(time.tokens_per_second))
+        found["step_time"] = [time.seconds / errors.speed.high, time.seconds / errors.speed.low]
+    return {**found, "memory_runs": errors.memory.runs, "speed_runs": errors.speed.runs}
+
+
 def _judged_json(judged: Judged) -> dict[str, Any]:
     return {
         **asdict(judged.choice),
         "fits": judged.fits,
+        "verdict": judged.verdict,
         "missing": judged.missing,
         "needed_bytes": judged.needed_bytes,
+        "needed_interval": list(judged.needed_interval),
         "available_bytes": judged.available_bytes,
         "host_needed_bytes": judged.host_needed_bytes,
         "host_available_bytes": judged.host_available_bytes,

@@ -61,6 +61,8 @@ _OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
 # With less power the clock falls, and the voltage with it, so rates fall more slowly than power does.
 _RATE_BY_POWER = 0.6
 _MOST_SUSTAINED = 0.92
+# Of what the best shapes reach, by the shapes of models: on an A100 235 to 255 TFLOP/s for 271.
+_USUAL_SHAPES = 0.92
 # Where power does not limit the clock it goes above the one that datasheets count with (torch's products on an RTX
 # 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
 _MORE_THAN_ENOUGH = 1.3
@@ -119,7 +121,7 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
             continue
         per_byte = size / streamed
         wave = 2 * _TILE / (rate / _COMPUTE_UNITS) / 2  # half a round of tiles is lost at the end, on average
-        product = (_KERNEL, wave, 2 / rate, per_byte, per_byte, per_byte)
+        product = (_KERNEL, wave, 2 / (_USUAL_SHAPES * rate), per_byte, per_byte, per_byte)
         for layout in ("forward", "input", "weight"):
             curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
         first = _FIRST_ATTENTION

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.candidates import Wishes
-from trainwright.planning.search import SAFETY_MARGIN, Found, Judged
+from trainwright.planning.errors import SHARE
+from trainwright.planning.search import Found, Judged
 from trainwright.planning.ways_out import WayOut
 from trainwright.planning.workload import Choice, Workload
 from trainwright.text import plural, size
@@ -42,7 +43,7 @@ def verdict(judged: Judged, best: Judged | None) -> str:
     if judged.missing is not None:
         return judged.missing
     if not judged.fits:
-        return _too_large(judged)
+        return closeness(judged) if judged.is_close else _too_large(judged)
     assert judged.time is not None
     if best is None or best.time is None:
         return "fits"
@@ -82,8 +83,8 @@ def shortage(nearest: Judged, cluster: Cluster, out: Sequence[WayOut]) -> str:
 
 def _too_large(judged: Judged) -> str:
     parts = []
-    if judged.needed_bytes > judged.available_bytes:
-        parts.append(f"{size(judged.needed_bytes)} of {size(judged.available_bytes)}")
+    if judged.needed_interval[1] > judged.available_bytes:
+        parts.append(_size(judged))
     if judged.host_needed_bytes > judged.host_available_bytes:
         host = f"{size(judged.host_needed_bytes)} of {size(judged.host_available_bytes)}"
         parts.append(f"{host} of the host's memory")
@@ -92,6 +93,18 @@ def _too_large(judged: Judged) -> str:
 
 def _size(judged: Judged) -> str:
     return f"{size(judged.needed_bytes)} of {size(judged.available_bytes)}"
+
+
+def between(judged: Judged) -> str:
+    """The interval of what such runs took."""
+    low, high = judged.needed_interval
+    return f"{size(low)} to {size(high)}"
+
+
+def closeness(judged: Judged) -> str:
+    """Of what may fit and may not."""
+    errors = judged.errors
+    return f"close: {SHARE * 10:.0f} of 10 runs of this kind ({errors.words}) take {between(judged)}"
 
 
 def _speed(judged: Judged) -> str:
@@ -143,9 +156,7 @@ def _why_strategy(chosen: Judged, found: Found) -> str:
 def _why_recompute(chosen: Judged) -> str:
     if not chosen.runs:
         return "what needs least"
-    fits = (
-        f"{_size(chosen)} ({SAFETY_MARGIN['cuda']:.0%} kept free)" if chosen.choice.threads is None else _size(chosen)
-    )
+    fits = f"{_size(chosen)}{', which is close' if chosen.is_close else ''}"
     if chosen.choice.activation_checkpointing == "none":
         return f"everything fits, {fits}"
     return f"faster than smaller micro-batches without it; {fits}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.candidates import (
@@ -18,16 +19,14 @@ from trainwright.planning.candidates import (
     recomputations,
     worlds,
 )
+from trainwright.planning.errors import Errors, errors_of
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import Rates
 from trainwright.planning.step_time import StepTime, least_seconds, step_time
 from trainwright.planning.workload import Choice, Workload
 
-# Of what is free, this part is left alone: predictions are right to a few per cent, and the longest batch of a run
-# may be one that nothing told of.
-SAFETY_MARGIN = {"cuda": 0.06, "cpu": 0.15}
-# What is nearer to the limit than this is tried before it is trusted.
-_THIN = 0.10
+# Of a host's free memory this part is left to other programs, which take more and less of it.
+LEFT_ALONE = 0.15
 # Layouts whose fastest step is within this of the fastest of all count as equally fast, and the simplest one wins.
 _AS_FAST = 0.02
 # The choice within that layout is the simplest whose step is within this of the fastest of all. On a CPU it is larger,
@@ -40,12 +39,16 @@ _NEAR = 1.1
 _PER_ROW = 4
 
 
+Verdict = Literal["fits", "close", "too large"]
+
+
 @dataclass(frozen=True)
 class Judged:
-    """A choice with what it needs. ``available_bytes``: what a device has for it, the margin taken off.
+    """A choice with what it needs. ``available_bytes``: what a device has for it; on a CPU without ``LEFT_ALONE``.
 
-    ``needed_bytes``: on one device; on a CPU of all processes together, which share its memory. ``time``: None where
-    it does not fit, or where it does not run here (``missing`` says why).
+    ``needed_bytes``: on one device; on a CPU of all processes together, which share its memory. ``errors``: that plans
+    of its kind have had. ``bold``: what could be too large by these is taken to fit. ``time``: None where it does not
+    fit, or where it does not run here (``missing`` says why).
     """
 
     choice: Choice
@@ -54,6 +57,8 @@ class Judged:
     available_bytes: int
     host_needed_bytes: int
     host_available_bytes: int
+    errors: Errors
+    bold: bool = False
     time: StepTime | None = None
     missing: str | None = None
 
@@ -62,22 +67,37 @@ class Judged:
         return layout_of(self.choice)
 
     @property
+    def needed_interval(self) -> tuple[int, int]:
+        """Bytes that such runs took, by what was predicted of them."""
+        low, high = self.errors.memory.of(self.needed_bytes)
+        return int(low), int(high)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Close: the limit is within the interval."""
+        low, high = self.needed_interval
+        if low > self.available_bytes or self.host_needed_bytes > self.host_available_bytes:
+            return "too large"
+        return "close" if high > self.available_bytes else "fits"
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it is so near to the limit that it should be tried before it is trusted."""
+        return self.verdict == "close"
+
+    @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.available_bytes and self.host_needed_bytes <= self.host_available_bytes
+        return self.verdict == "fits" or (self.bold and self.is_close)
 
     @property
     def runs(self) -> bool:
         return self.fits and self.missing is None
 
     @property
-    def is_thin(self) -> bool:
-        return self.needed_bytes > (1 - _THIN) * self.available_bytes
-
-    @property
     def shortfall(self) -> float:
-        """What it needs over what there is, of whichever is scarcer."""
+        """What it may need over what there is, of whichever is scarcer."""
         host = self.host_needed_bytes / self.host_available_bytes if self.host_available_bytes else 0.0
-        return max(self.needed_bytes / max(1, self.available_bytes), host)
+        return max(self.needed_interval[0 if self.bold else 1] / max(1, self.available_bytes), host)
 
 
 @dataclass(frozen=True)
@@ -103,7 +123,8 @@ class Found:
 class Judge:
     """Judges choices for one workload on one machine.
 
-    ``available``: asked for a strategy; gives None, or the reason why it does not run here.
+    ``available``: asked for a strategy; gives None, or the reason why it does not run here. ``own``: errors of plans of
+    runs on this machine, which tell more than those of other machines. ``bold``: what is close fits.
     """
 
     def __init__(
@@ -112,13 +133,24 @@ class Judge:
         cluster: Cluster,
         rates: Rates,
         available: Callable[[str], str | None] = lambda strategy: None,
+        own: Errors | None = None,
+        bold: bool = False,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
         self.rates = rates
         self.available = available
+        self.own = own
+        self.bold = bold
         self._fitted: dict[Choice, Judged] = {}
         self._times: dict[Choice, StepTime] = {}
+
+    def bolder(self) -> Judge:
+        """One that takes what is close for what fits, and knows all that is known here."""
+        other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, bold=True)
+        other._fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
+        other._times = self._times
+        return other
 
     def fit(self, choice: Choice) -> Judged:
         """What a choice needs; not yet how long it takes."""
@@ -128,20 +160,21 @@ class Judge:
 
     def _fit(self, choice: Choice) -> Judged:
         memory = memory_of(self.workload, choice, self.cluster)
-        margin = 1 - SAFETY_MARGIN[self.cluster.device]
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
         if self.cluster.device == "cpu":
-            needed, host = memory.total * -(-choice.num_processes // self.cluster.nodes), 0
+            needed, host, left_alone = memory.total * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
         else:
-            needed, host = memory.total, sum(memory.host.values()) * processes_here
+            needed, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
         free = self.cluster.host_free_bytes or self.cluster.host_memory_bytes
         return Judged(
             choice=choice,
             memory=memory,
             needed_bytes=needed,
-            available_bytes=int(self.cluster.usable_bytes * margin),
+            available_bytes=int(self.cluster.usable_bytes * (1 - left_alone)),
             host_needed_bytes=host,
-            host_available_bytes=int(free * (1 - SAFETY_MARGIN["cpu"])),
+            host_available_bytes=int(free * (1 - LEFT_ALONE)),
+            errors=self.own or errors_of(self.workload, choice, self.cluster),
+            bold=self.bold,
             missing=self._unfit(choice) or self.available(choice.strategy),
         )
 
@@ -183,8 +216,22 @@ class _Tried:
         return bool(self.fitting) and self.least.missing is None
 
 
-def search(judge: Judge, wishes: Wishes) -> Found:
-    """The fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast."""
+def search(judge: Judge, wishes: Wishes, sure: bool = False) -> Found:
+    """The fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast.
+
+    Where none does, the fastest that is close, but if it is to be ``sure``. Keeping numbers in the host's memory costs
+    time, so it is looked at where nothing fits, or is close, without.
+    """
+    for offloads in (False, True):
+        found = _search(judge, wishes, offloads)
+        if found.best is None and not sure and any(one.is_close for one in found.judged):
+            found = _search(judge.bolder(), wishes, offloads)
+        if found.best is not None:
+            break
+    return found
+
+
+def _search(judge: Judge, wishes: Wishes, offloads: bool) -> Found:
     tried: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
@@ -195,8 +242,7 @@ def search(judge: Judge, wishes: Wishes) -> Found:
             continue
         all_layouts = tuple(layouts(processes, judge.cluster, wishes))
         found = _try(judge, [layout for layout in all_layouts if not layout.offloads], processes, wishes)
-        # Keeping numbers in the host's memory costs time, so it is looked at where nothing fits without.
-        if not any(one.runs for one in found):
+        if offloads and not any(one.runs for one in found):
             found += _try(judge, [layout for layout in all_layouts if layout.offloads], processes, wishes)
         tried += found
         fastest = min([fastest, *(one.fastest for one in found if one.runs)])

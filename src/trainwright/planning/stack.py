@@ -26,7 +26,10 @@ class Stack:
     activations are kernels of their own (Liger, Transformer Engine), as good as compiled. ``compiles_loss``: with the
     blocks. ``attention``: generation of FlashAttention. ``bucket``: elements that DeepSpeed reduces at a time.
     ``launch``: factor on the time that Python takes to start a kernel. ``sorted_rows``: how many rows are sorted by
-    length before they are cut into micro-batches; None: those of a step.
+    length before they are cut into micro-batches; None: those of a step. ``saves_inputs``: products with quantised
+    matrices keep what enters them (github.com/bitsandbytes-foundation/bitsandbytes/issues/642). ``expert_linears``:
+    experts are linear modules, and quantised (transformers before 5). ``wide_adapters``: what enters an adapter is made
+    fp32 before it is made narrow again (PEFT's autocast_adapter_dtype under autocast).
     """
 
     kept: int = 4
@@ -40,6 +43,9 @@ class Stack:
     bucket: int = 2**24
     launch: float = 1.0
     sorted_rows: int | None = None
+    saves_inputs: bool = False
+    expert_linears: bool = False
+    wide_adapters: bool = False
 
     @property
     def state_bytes(self) -> float:

@@ -207,7 +207,7 @@ class _Step:
 
     def _inventory(self) -> Inventory:
         w = self.workload
-        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation)
+        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
         return partly_trained(whole, w.trained)
 
     def _update(self) -> Update:

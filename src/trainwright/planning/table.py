@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainwright.machine.quick import rates_in_words
+from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.plan import Plan
-from trainwright.planning.reasons import same_place, shortage, verdict
+from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
 from trainwright.planning.search import Judged
 from trainwright.text import count, plural, size, span
 
@@ -69,7 +70,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = size(plan.chosen.available_bytes)
     whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
-    yield f"{legend}{free} available ({whole}, without the safety margin)"
+    yield f"{legend}{free} available ({whole})"
 
 
 def words(plan: Plan) -> Iterator[str]:
@@ -80,7 +81,7 @@ def words(plan: Plan) -> Iterator[str]:
     chosen, time = plan.chosen, plan.chosen.time
     assert time is not None
     yield from _labelled("chosen", plan.reasons or ["as the recipe says"])
-    yield from _labelled("memory", [_memory_line(chosen), *_phases(chosen)])
+    yield from _labelled("memory", [*_memory_lines(chosen), *_phases(chosen)])
     yield from _labelled("step", [_time_line(time.parts, time.seconds)])
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
@@ -88,7 +89,7 @@ def words(plan: Plan) -> Iterator[str]:
     if time.mfu is not None:
         measured = " that was measured" if plan.cluster.device == "cpu" else ""
         speed += f", {time.mfu:.0%} of the peak rate{measured}"
-    yield from _labelled("speed", [speed])
+    yield from _labelled("speed", [speed, _speed_interval(chosen.errors, time.tokens_per_second)])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
     yield from _labelled("assumed", [_rates_line(plan), *plan.assumptions])
@@ -99,10 +100,13 @@ def summary(plan: Plan) -> str:
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
     place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
-    memory = f"{size(chosen.memory.total)} a process"
+    low, high = (size(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
+    memory = f"{size(chosen.memory.total)} ({low} to {high}) a process"
     if time is None:
         return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
-    line = f"{place}, {memory}, {span(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s"
+    slow, fast = chosen.errors.speed.of(time.tokens_per_second)
+    speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
+    line = f"{place}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} a step, {speed}"
     steps = plan.workload.steps
     return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
@@ -150,11 +154,29 @@ def _bar(one: Judged, scale: int) -> str:
     return bar if one.fits else bar[: _BAR - 1] + ">"
 
 
-def _memory_line(chosen: Judged) -> str:
+def _memory_lines(chosen: Judged) -> Iterator[str]:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {size(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
-    return f"{size(chosen.memory.total)} a process at the fullest: {shown}"
+    yield f"{size(chosen.memory.total)} a process at the fullest: {shown}"
+    if chosen.is_close:
+        yield f"{closeness(chosen)}, of {size(chosen.available_bytes)}: the fullest step is tried before training"
+    else:
+        runs = _of_runs(chosen.errors, chosen.errors.memory.runs)
+        yield f"{between(chosen)} is what {SHARE * 10:.0f} of 10 such runs take ({runs})"
+
+
+def _speed_interval(errors: Errors, predicted: float) -> str:
+    low, high = errors.speed.of(predicted)
+    runs = _of_runs(errors, errors.speed.runs)
+    return f"{low:,.0f} to {high:,.0f} tokens/s is what {SHARE * 10:.0f} of 10 such runs reach ({runs})"
+
+
+def _of_runs(errors: Errors, count: int) -> str:
+    """Which runs an interval is of."""
+    if not count:
+        return f"{errors.words}: too few such runs are known, so all that are"
+    return f"{errors.words}: {plural(count, 'run')} beside their plans"
 
 
 def _phases(chosen: Judged) -> list[str]:

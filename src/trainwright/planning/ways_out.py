@@ -44,7 +44,7 @@ def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> li
     for kinds, series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
         if any(one <= kinds for one in enough):
             continue
-        tried = ((change, search(other, kept).best) for change, other, kept in series)
+        tried = ((change, search(other, kept, sure=True).best) for change, other, kept in series)
         helps = list(islice((WayOut(change, best) for change, best in tried if best is not None), 1))
         enough += [kinds] if helps else []
         found += helps
@@ -137,11 +137,11 @@ def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
 def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
     """Keys without any of which it would not fit, once all of them are ``auto``; None where that is not enough."""
     dropped = _written(wishes)
-    if not dropped or search(judge, _drop(wishes, *dropped)).best is None:
+    if not dropped or search(judge, _drop(wishes, *dropped), sure=True).best is None:
         return None
     for name in reversed(dropped):
         fewer = tuple(one for one in dropped if one != name)
-        if search(judge, _drop(wishes, *fewer)).best is not None:
+        if search(judge, _drop(wishes, *fewer), sure=True).best is not None:
             dropped = fewer
     return dropped
 
@@ -158,7 +158,7 @@ def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
     workload = judge.workload
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
     lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
-    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), wishes).best is None:
+    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), wishes, sure=True).best is None:
         return
     for tokens in lengths:
         keys = ["data.pack_length"] if workload.packed else []
@@ -203,4 +203,4 @@ def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
 
 
 def _with(judge: Judge, workload: Workload) -> Judge:
-    return Judge(workload, judge.cluster, judge.rates, judge.available)
+    return Judge(workload, judge.cluster, judge.rates, judge.available, judge.own)

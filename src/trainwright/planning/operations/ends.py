@@ -10,7 +10,7 @@ from trainwright.planning.operations.layers import embedding, linear, norm
 from trainwright.planning.operations.shapes import Device, MicroBatch
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
-from trainwright.planning.stack import Loss
+from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
 # models/linear_cross_entropy.py: bytes of the logits of one chunk, and of the fp32 logits a CPU works on at a time.
@@ -76,13 +76,13 @@ def head_weight(weights: Weights) -> Parameter:
 
 
 def finish(
-    tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch, loss: Loss = "chunked"
+    tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch, stack: Stack = OWN
 ) -> Tensor:
-    """Final norm and summed loss (models/causal_lm.py); ``loss``: as others do it."""
+    """Final norm and summed loss (models/causal_lm.py), or as ``stack`` has it."""
     tape.operation = "final_norm"
     hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
-    if loss != "chunked":
-        return _whole_loss(tape, a, hidden, head_weight(weights), weights.bias("head"), loss)
+    if stack.loss != "chunked":
+        return _whole_loss(tape, a, hidden, head_weight(weights), weights.bias("head"), stack)
     tape.operation = "targets"
     if batch.targets < batch.tokens:
         hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
@@ -138,20 +138,23 @@ def _loss(
 
 
 def _whole_loss(
-    tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, loss: Loss
+    tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, stack: Stack
 ) -> Tensor:
-    """Of the logits of all tokens. Full: in fp32 (torch's cross_entropy); fused: the gradient takes their place."""
+    """Of the logits of all tokens. Full: in fp32, and their logarithms after the softmax (torch's cross_entropy), which
+    a compiler does not keep; fused: the gradient takes their place."""
     tape.operation = "head"
     logits = linear(tape, hidden, weight, bias)
     tape.operation = "loss"
-    if loss == "fused":
+    if stack.loss == "fused":
         return _in_place(tape, logits)
     if a.logit_softcap is not None:
         logits = scale(tape, from_result(tape, scale(tape, logits)))
+    if stack.loss == "freed" and stack.compiles_loss:
+        return _picked(tape, logits)
     numbers = to(tape, logits, _FP32)
-    if loss == "full":
+    if stack.loss == "full":
         tape.held.append(numbers.alias())
-    return _picked(tape, from_result(tape, numbers))
+    return _picked(tape, numbers if stack.compiles_loss else from_result(tape, numbers))
 
 
 def _in_place(tape: Tape, logits: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations.elementary import add, from_result, gather, mul, split, to, view
-from trainwright.planning.operations.layers import activation, linear, mlp, softmax
+from trainwright.planning.operations.layers import activation, expand, linear, mlp, softmax
 from trainwright.planning.operations.shapes import Device
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
@@ -76,6 +76,15 @@ def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
     return out
 
 
+def _expand_each(tape: Tape, weight: Parameter, experts: int, width: int) -> None:
+    """Quantised matrices, one expert's after another's."""
+    if weight.quantised != "none":
+        one = Parameter(weight.name, weight.n // experts, weight.k, weight.width, False)
+        one.quantised = weight.quantised
+        for _ in range(experts):
+            expand(tape, one, width)
+
+
 def grouped_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Tensor:
     """Each expert's rows of ``x`` times its own matrix; the gradient of the weights is that of all experts."""
     n, k, width = weight.n // experts, weight.k, x.width
@@ -91,12 +100,14 @@ def grouped_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Te
         tape.product(each, n, k, width, experts)
         return [made]
 
+    _expand_each(tape, weight, experts, width)
     out = tape.result("grouped", multiply)[0]
     if tape.wants(x, weight):
 
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
             of_x = of_weight = None
             if wants_x:
+                _expand_each(tape, weight, experts, width)
                 of_x = tape.new(rows * k, width)
                 tape.product(each, k, n, width, experts)
             if kept is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations.elementary import (
     add,
@@ -72,14 +74,16 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
 def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
     """``x`` times the matrix called ``name``, with what an adapter adds to it (peft/tuners/lora)."""
     weight, adapter = weights[name], weights.adapter
-    base = linear if weight.quantised == "none" else _expanded_linear
+    base = linear if weight.quantised == "none" else partial(_expanded_linear, saves_x=weights.stack.saves_inputs)
     result = base(tape, x, weight, weights.bias(name))
     if adapter is None or f"{name}.lora_A" not in weights.parameters:
         return result
     narrow, wide = weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
     gpu = tape.device.is_gpu
     if adapter.kind == "lora":
-        dropped = dropout(tape, x, adapter.dropout, gpu)
+        entering = to(tape, x, _FP32) if weights.stack.wide_adapters else x
+        dropped = to(tape, dropout(tape, entering, adapter.dropout, gpu), x.width)
+        del entering
         return add(tape, result, scale(tape, linear(tape, linear(tape, dropped, narrow), wide)))
     if adapter.dropout:
         x = dropout(tape, x, adapter.dropout, gpu)
@@ -93,7 +97,7 @@ def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> T
     # The product of the two matrices comes from an identity, and its graph is there until the call returns.
     product = linear(tape, linear(tape, tape.new(weight.k * weight.k, x.width), narrow), wide)
     with tape.no_grad():
-        expanded = to(tape, _expand(tape, weight, _FP32), x.width) if weight.quantised != "none" else None
+        expanded = to(tape, expand(tape, weight, _FP32), x.width) if weight.quantised != "none" else None
         norms = mean(tape, add(tape, scale(tape, product), weight), weight.n)
     ratio = mul(tape, norms, weights[f"{name}.magnitude"])
     made = linear(tape, linear(tape, x, narrow), wide)
@@ -102,7 +106,7 @@ def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> T
     return result
 
 
-def _expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
+def expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
     """A quantised matrix in numbers (models/quantisation.py), by way of its scales in fp32."""
     if weight.quantised == "int8":
         made = tape.new(weight.numel, width)
@@ -122,14 +126,17 @@ def _expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
     return made
 
 
-def _expanded_linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
+def _expanded_linear(
+    tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None, saves_x: bool = False
+) -> Tensor:
     """``x`` times a quantised matrix, which is expanded for the product, and once more backwards."""
     n, k, width = weight.n, weight.k, x.width
     rows = x.numel // k
     recorded = tape.wants(x)
+    kept = tape.save(x) if recorded and saves_x else None
     if recorded:
         tape.save(None)
-    matrix = _expand(tape, weight, width)
+    matrix = expand(tape, weight, width)
 
     def multiply() -> list[Tensor]:
         made = tape.new(rows * n, width)
@@ -141,10 +148,12 @@ def _expanded_linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter |
     if recorded:
 
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            matrix = _expand(tape, weight, width)
+            matrix = expand(tape, weight, width)
             of_x = tape.new(rows * k, width)
             tape.product(rows, k, n, width)
             del matrix
+            if kept is not None:
+                kept.get()
             return [of_x]
 
         tape.record([out], [x], apply)

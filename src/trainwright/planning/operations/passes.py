@@ -108,7 +108,8 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
     a, batch = setting.architecture, setting.batch
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
-        weights = block_weights(a, kind, setting.width, setting.trainable, setting.adapter, setting.quantisation)
+        trainable, adapter, quantisation = setting.trainable, setting.adapter, setting.quantisation
+        weights = block_weights(a, kind, setting.width, trainable, adapter, quantisation, setting.stack)
         tables = [tape.new(0, setting.width) for _ in range(2)]
         for table in tables:
             table.numel = int(a.head_dim * a.rotary) * batch.tokens
@@ -127,7 +128,7 @@ def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
         weights = end_weights(setting.architecture, setting.width, setting.trainable)
-        return lambda hidden: finish(tape, setting.architecture, hidden, weights, setting.batch, setting.stack.loss)
+        return lambda hidden: finish(tape, setting.architecture, hidden, weights, setting.batch, setting.stack)
 
     return _run(setting, prepare, input_wants)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.operations.shapes import BlockKind
 from trainwright.planning.operations.tape import Parameter
+from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, Quantisation, Target
 
 # The matrices of a block that are linear modules, by what they do; a family may have several of them in one.
@@ -26,12 +27,19 @@ class Weights:
 
     ``width``: bytes of a number. ``trainable``: whether these are trained. ``adapter``: what is trained beside them,
     in the matrices that it is for; its own are called after theirs, with .lora_A [r, k], .lora_B [n, r] and .magnitude.
+    ``stack``: the program that runs them.
     """
 
     def __init__(
-        self, width: int, trainable: bool, adapter: Adapter | None = None, quantisation: Quantisation = "none"
+        self,
+        width: int,
+        trainable: bool,
+        adapter: Adapter | None = None,
+        quantisation: Quantisation = "none",
+        stack: Stack = OWN,
     ) -> None:
         self.parameters: dict[str, Parameter] = {}
+        self.stack = stack
         self.adapter = adapter
         self._quantisation = quantisation
         self._width = width
@@ -48,7 +56,7 @@ class Weights:
         """A matrix, or with ``k`` 1 a vector, and perhaps the bias beside it."""
         self._put(name, n, k, self._trainable)
         does = ADAPTED.get(name.removeprefix("shared."), frozenset())
-        if does and self._quantisation != "none":
+        if (does or (self.stack.expert_linears and name.startswith("experts."))) and self._quantisation != "none":
             self.parameters[name].quantised = self._quantisation
         if bias:
             self._put(f"{name}.bias", n, 1, self._trainable)
@@ -69,9 +77,10 @@ def block_weights(
     trainable: bool,
     adapter: Adapter | None = None,
     quantisation: Quantisation = "none",
+    stack: Stack = OWN,
 ) -> Weights:
     """Those of a block, in the order in which transformers registers them."""
-    weights = Weights(width, trainable, adapter, quantisation)
+    weights = Weights(width, trainable, adapter, quantisation, stack)
     norms = _norm_names(a)
     if a.family in ("gpt2", "gpt_neox"):
         for name in norms:

@@ -1,0 +1,113 @@
+"""How far plans of a kind have been off: intervals about what is predicted. Imports no torch.
+
+``class_errors.json`` is made by ``bench/plan_published.py --write`` from runs that others published, and of CPUs from
+runs that were measured there; nothing in it is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainwright.machine.describe import Cluster
+from trainwright.planning.workload import Choice, Workload
+
+FILE = Path(__file__).with_name("class_errors.json")
+# Of the runs, this part lies in the interval, as much above it as below.
+SHARE = 0.8
+# Of fewer runs no quantile is told.
+FEWEST = 6
+_LONG = 16_384
+_ALL = "all"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What was measured, as parts of what had been predicted: ``SHARE`` of ``runs`` runs lie between ``low`` and
+    ``high``, which have 1 between them."""
+
+    low: float
+    high: float
+    runs: int
+
+    def of(self, predicted: float) -> tuple[float, float]:
+        """What is to be expected where so much is predicted."""
+        return predicted * self.low, predicted * self.high
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of plans of a kind. ``speed``: of tokens a second. ``kinds``: what they are of, in words."""
+
+    memory: Interval
+    speed: Interval
+    kinds: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        """What they are the errors of."""
+        return " and ".join(self.kinds)
+
+
+def interval_of(ratios: Iterable[float]) -> Interval | None:
+    """Of measured over predicted; None of fewer than ``FEWEST``. In between two runs by their logarithms."""
+    logarithms = sorted(math.log(ratio) for ratio in ratios)
+    if len(logarithms) < FEWEST:
+        return None
+    low, high = (_quantile(logarithms, part) for part in ((1 - SHARE) / 2, (1 + SHARE) / 2))
+    return Interval(math.exp(min(low, 0.0)), math.exp(max(high, 0.0)), len(logarithms))
+
+
+def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
+    """All kinds that a run is of: what is trained, and what makes it harder to predict."""
+    if cluster.device == "cpu":
+        return ("CPU",)
+    holds = {
+        "QLoRA": workload.adapter is not None and workload.quantisation != "none",
+        "LoRA": workload.adapter is not None and workload.quantisation == "none",
+        "dense": workload.adapter is None and not workload.architecture.experts,
+        "MoE": bool(workload.architecture.experts),
+        "long context": workload.document >= _LONG,
+        "offload": choice.offload_parameters or choice.offload_optimizer or choice.activation_offload,
+        "several nodes": choice.num_processes > cluster.devices_per_node,
+        "other vendors": cluster.card.vendor != "NVIDIA",
+    }
+    return tuple(name for name, held in holds.items() if held)
+
+
+def errors_of(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
+    """Those of the kinds that a run is of: of several, whichever is wider on each side."""
+    return _errors(classes_of(workload, choice, cluster))
+
+
+@cache
+def _errors(kinds: tuple[str, ...]) -> Errors:
+    return Errors(_widest(kinds, "memory"), _widest(kinds, "speed"), kinds)
+
+
+def _widest(kinds: tuple[str, ...], what: str) -> Interval:
+    """A kind of which too few runs are known is taken to be off as all of them are."""
+    known = _read()["classes"]
+    found = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
+    whole = Interval(**known[_ALL][what])
+    some = [one or whole for one in found]
+    runs = min((one.runs for one in found if one), default=0)
+    return Interval(min(one.low for one in some), max(one.high for one in some), runs)
+
+
+@cache
+def _read() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+def _quantile(values: list[float], part: float) -> float:
+    place = part * (len(values) - 1)
+    below = int(place)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (values[above] - values[below]) * (place - below)

@@ -1,0 +1,129 @@
+"""The intervals that plans show, and what is said to fit by them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.class_errors import class_errors
+from tests.support.published_table import HALVES, compared
+from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.detect import Machine
+from trainwright.planning.candidates import Wishes
+from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of
+from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.plan import Plan, make_plan
+from trainwright.planning.table import summary, table, words
+from trainwright.planning.workload import Adapter, Choice, Workload
+
+SMALL = Workload(find_model("meta-llama/Llama-3.2-1B").architecture(), row_tokens=2048, global_batch_rows=16)
+ONE = Choice("single", 1, 1, 16, "bf16")
+H100 = parse_machine("1xH100")
+
+
+def of(low: float, high: float) -> Errors:
+    return Errors(Interval(low, high, 20), Interval(0.9, 1.2, 20), ("dense",))
+
+
+def planned(cluster: Cluster, own: Errors | None = None, **fixed: Any) -> Plan:
+    return make_plan(Wishes(fixed), SMALL, cluster, own=own)
+
+
+def with_memory(size: float) -> Cluster:
+    return replace(H100, card=replace(H100.card, memory_bytes=int(size)))
+
+
+def test_the_file_is_what_published_runs_give() -> None:
+    made = class_errors([one for half in HALVES for one in compared(half)])["classes"]
+    kept = json.loads(FILE.read_text(encoding="utf-8"))["classes"]
+    assert made.keys() == kept.keys()
+    for kind, errors in made.items():
+        for what, interval in errors.items():
+            assert (interval is None) == (kept[kind][what] is None), (kind, what)
+            for end in ("low", "high") if interval else ():
+                assert kept[kind][what][end] == pytest.approx(interval[end], rel=0.02), (kind, what, end)
+
+
+def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
+    found = interval_of(1.05**step for step in range(-5, 6))
+    assert found is not None
+    assert (math.log(found.low, 1.05), math.log(found.high, 1.05)) == (pytest.approx(-4), pytest.approx(4))
+    above = interval_of([1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
+    assert above is not None and above.low == 1.0 and above.high == pytest.approx(1.55, abs=0.01)
+    assert interval_of([1.0] * 5) is None
+
+
+def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
+    lora = replace(SMALL, adapter=Adapter("lora", 8))
+    nodes = parse_machine("2x8xH100")
+    spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1, offload_parameters=True)
+    assert classes_of(SMALL, ONE, H100) == ("dense",)
+    assert classes_of(lora, ONE, H100) == ("LoRA",)
+    assert classes_of(replace(lora, quantisation="nf4"), spread, nodes) == ("QLoRA", "offload", "several nodes")
+    assert classes_of(replace(SMALL, row_tokens=32_768), ONE, parse_machine("1xMI300X")) == (
+        "dense",
+        "long context",
+        "other vendors",
+    )
+    machine = Machine("here", "a CPU", 2, 2**34, (), memory_free_bytes=2**34)
+    assert classes_of(lora, ONE, cluster_of(machine)) == ("CPU",)
+
+
+def test_of_several_kinds_the_wider_counts() -> None:
+    nodes = parse_machine("2x8xH100")
+    spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1)
+    whole, alone = errors_of(SMALL, spread, nodes), errors_of(SMALL, ONE, H100)
+    assert whole.speed.low <= alone.speed.low and whole.speed.high >= alone.speed.high
+
+
+def test_what_fits_has_a_margin_as_wide_as_the_interval() -> None:
+    fixed: dict[str, Any] = {"micro_batch_size": 1, "activation_checkpointing": "full", "strategy": "single"}
+    fixed["num_processes"] = 1
+    needed = planned(H100, **fixed).chosen.needed_bytes
+    errors = of(0.8, 1.25)
+    for memory, verdict, fits in (
+        (1.26, "fits", True),
+        (1.1, "close", True),
+        (0.9, "close", True),
+        (0.79, "too large", False),
+    ):
+        plan = planned(with_memory(memory * needed), errors, **fixed)
+        assert (plan.chosen.verdict, plan.fits, plan.is_close) == (verdict, fits, verdict == "close"), memory
+
+
+def test_what_is_close_is_taken_only_where_nothing_fits_for_sure() -> None:
+    errors = of(0.7, 1.3)
+    plan = planned(with_memory(40 * 2**30), errors)
+    assert plan.fits and not plan.is_close
+    assert plan.chosen.needed_interval[1] <= plan.chosen.available_bytes
+    least = min(one.needed_bytes for one in plan.found.judged if one.choice.strategy == "single")
+    close = planned(with_memory(0.75 * least), errors, strategy="single")
+    assert close.is_close
+    assert "close: 8 of 10 runs of this kind (dense) take" in "\n".join(words(close))
+    assert "which is close" in summary(close)
+
+
+def test_intervals_are_shown_beside_memory_and_speed() -> None:
+    plan = planned(H100, of(0.8, 1.25))
+    time = plan.chosen.time
+    assert time is not None
+    told = plan.as_json()["errors"]
+    assert told["memory_bytes"] == [round(part * plan.chosen.memory.total) for part in (0.8, 1.25)]
+    assert told["tokens_per_second"] == [pytest.approx(part * time.tokens_per_second) for part in (0.9, 1.2)]
+    assert told["step_time"] == [pytest.approx(time.seconds / part) for part in (1.2, 0.9)]
+    assert told["kinds"] == ["dense"]
+    said = "\n".join([*table(plan), *words(plan), summary(plan)])
+    for value in (0.9 * time.tokens_per_second, 1.2 * time.tokens_per_second):
+        assert f"{value:,.0f}" in said
+    assert "8 of 10 such runs" in said
+
+
+def test_intervals_need_no_torch() -> None:
+    code = "import sys, trainwright.planning.plan; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
