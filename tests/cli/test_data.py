@@ -140,7 +140,7 @@ def test_prepare_and_style(tmp_path: Path) -> None:
         (("check", "wrong.jsonl", "--model", "bytes"), "error: wrong.jsonl: the rows have the fields x"),
         (("prepare", "rows.jsonl", "--out", "out", "--map", "frage"), "--map frage: should be THEIRS=OURS"),
         (("style", "text.jsonl", "--system", "s", "--out", "o.jsonl"), "plain text, which has no turns"),
-        (("style", "rows.jsonl", "--system", "@nowhere", "--out", "o.jsonl"), "--system: nowhere cannot be read"),
+        (("style", "rows.jsonl", "--system", "@nowhere", "--out", "o.jsonl"), "--system: nowhere: no such file"),
         (("style", "rows.jsonl", "--system", "s", "--out", "rows.jsonl"), "is there already"),
     ],
 )

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,24 @@ def test_a_saved_dataset_names_no_file_outside_its_directory(tmp_path: Path, nam
     write(tmp_path / "e" / "README.md", f"---\n{json.dumps(about)}\n---\n")
     with pytest.raises(RequestError, match=r"README\.md names files that are not in its directory"):
         read_rows(str(tmp_path / "e"))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("named", ["[{}]", "{{<<: [{}]}}"], ids=["aliases", "merge keys"])
+def test_a_header_made_to_exhaust_memory_is_not_followed(tmp_path: Path, named: str) -> None:
+    """Each name stands for ten of what the one before it stands for."""
+    many = [f"{name}: &{name} {named.format(', '.join([f'*{one}'] * 10))}" for one, name in pairwise("abcdefghij")]
+    configs = "configs: [{config_name: *j, data_files: [{split: *j, path: train.jsonl}]}]"
+    write(tmp_path / "README.md", "\n".join(["---", "a: &a {x: y}", *many, configs, "---"]))
+    write(tmp_path / "train.jsonl", rows("train"))
+    assert questions(tmp_path) == names("train")
+
+
+def test_a_long_header_is_read_whole(tmp_path: Path) -> None:
+    about = {"dataset_info": ["x" * 1000] * 100, "configs": [{"data_files": "parts/*.jsonl"}]}
+    write(tmp_path / "README.md", f"---\n{json.dumps(about)}\n---\n")
+    write(tmp_path / "parts" / "0.jsonl", rows("train"))
+    assert questions(str(tmp_path)) == names("train")
 
 
 def test_configurations_are_named(tmp_path: Path) -> None:

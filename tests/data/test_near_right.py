@@ -195,7 +195,7 @@ def test_training_says_what_is_read_as_what_and_what_is_not_used(tmp_path: Path)
     data = DataSection(train=str(tmp_path / "a.jsonl"), max_length=64)
     said = "\n".join(prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache").summary)
     assert "question_answer (found from the first rows; query as question, response as answer)" in said
-    assert "not used: the columns topic; data prepare --map reads a column as a field" in said
+    assert "not used: the column topic; data prepare --map reads a column as a field" in said
 
 
 def test_pretraining_says_which_columns_are_not_used(tmp_path: Path) -> None:
@@ -203,4 +203,4 @@ def test_pretraining_says_which_columns_are_not_used(tmp_path: Path) -> None:
     notes: list[str] = []
     source = SourceSection(source=str(tmp_path / "a.jsonl"))
     assert [piece.text for piece in pieces(source, "data.train", notes)] == ["A text."]
-    assert [note.partition(": ")[2] for note in notes] == ["content as text", "not used: the columns url"]
+    assert [note.partition(": ")[2] for note in notes] == ["content as text", "not used: the column url"]

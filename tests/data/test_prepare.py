@@ -157,7 +157,7 @@ def test_the_summary_says_what_was_found(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", [row | {"id": 1} for row in ROWS])
     lines = "\n".join(run(tmp_path, train=name, validation=0.1).summary)
     assert "40 rows of question_answer (found from the first rows)" in lines
-    assert "not used: the columns id" in lines
+    assert "not used: the column id" in lines
     assert "36 examples" in lines
     assert str(tmp_path / "cache" / "datasets") in lines
     assert "as data.format says" in "\n".join(run(tmp_path, train=name, format="question_answer").summary)

@@ -52,7 +52,7 @@ def test_this_machine_can_be_written_and_read(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         ("cores: 2", "not JSON"),
         ("[1]", "has no key `machine`"),
         ('{"machine": null}', "has no key `machine`"),

@@ -59,6 +59,11 @@ def shown(*events: dict[str, Any], seconds: float = 5.0, terminal: bool = False)
     return stream.getvalue()
 
 
+def test_a_batch_of_more_examples_than_there_are_is_told() -> None:
+    assert "there are 10 examples to train on: a step has each about 2.4 times" in shown(start(epoch_examples=10))
+    assert "to train on" not in shown(start(epoch_examples=24))
+
+
 def test_banner_says_what_runs_and_why() -> None:
     output = shown(start())
     for part in ("134.5M, all trained", "2 on cpu, strategy ddp, 1 thread each", "fp32", "250.0k tokens"):

@@ -74,7 +74,12 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
     examples = TokenDataset.from_examples([([1] * 8, [True] * 8)] * 10, "x")
     remember(asked.model, asked.data, 0, examples, tmp_path / "cache")
     workload, assumptions = facts_of(asked)
-    assert (workload.steps, workload.row_tokens, assumptions) == (2, 8, ())
+    few = "train.global_batch_size is 12, and there are 10 examples to train on: a step has each about 1.2 times"
+    assert (workload.steps, workload.row_tokens, assumptions) == (2, 8, (few,))
+    for size, told in ((10, []), (10**9, ["a step has each about 100,000,000 times"])):
+        train = asked.train.model_copy(update={"global_batch_size": size})
+        remarks = facts_of(asked.model_copy(update={"train": train})).assumptions
+        assert [remark.rpartition(": ")[2] for remark in remarks] == told
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.recipe.files import parse_json, read_json
+from trainwright.recipe.files import parse_json, read_json, read_text
 from trainwright.recipe.model_sizes import check_sizes
 
 
@@ -38,8 +39,29 @@ def test_a_json_file_is_named(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a.json") == {"b": 1}
     with pytest.raises(RequestError, match=r"b\.json: no such file; did you mean .*a\.json\?"):
         read_json(tmp_path / "b.json")
+    (tmp_path / "a.json").write_text(" " * (16 * 2**20 + 1))
     with pytest.raises(RequestError, match="is larger than 16 MiB"):
-        read_json(Path("/dev/zero"))
+        read_json(tmp_path / "a.json")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "a.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(RequestError, match=r"a\.yaml: is a named pipe, not a file$"):
+        read_text(pipe)
+    for device in ("/dev/zero", "/dev/ptmx"):
+        with pytest.raises(RequestError, match=f"^{device}: is a device, not a file$"):
+            read_text(Path(device))
+
+
+def test_what_a_shell_hands_over_from_another_command_is_read() -> None:
+    read, write = os.pipe()
+    os.write(write, b"task: sft\n")
+    os.close(write)
+    try:
+        assert read_text(Path(f"/dev/fd/{read}")) == "task: sft\n"
+    finally:
+        os.close(read)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +66,8 @@ def test_many_problems_are_counted_and_the_first_are_shown(refusal: Refusal) -> 
     assert len(lines) == 101 and lines[-1] == "and 401 more problems"
 
 
-def test_a_device_without_end_is_no_recipe() -> None:
-    with pytest.raises(RequestError, match="is larger than 1 MiB"):
+def test_a_device_and_a_pipe_are_no_recipes(refusal: Refusal) -> None:
+    with pytest.raises(RequestError, match="is a device, not a file"):
         load_recipe(Path("/dev/zero"))
+    os.mkfifo("pipe.yaml")
+    assert "pipe.yaml: is a named pipe, not a file" in refusal("include: pipe.yaml\n")[0]

@@ -54,7 +54,7 @@ def recipe(tmp_path: Path) -> Path:
         (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning holds no rows back"),
         (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
         (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
-        (("data.idk=nowhere.txt", "unlearn.objective=dpo"), "data.idk: nowhere.txt cannot be read"),
+        (("data.idk=nowhere.txt", "unlearn.objective=dpo"), "data.idk: nowhere.txt: no such file"),
         (("data.benchmark=tofu:forget02",), "'data.benchmark=tofu:forget02': data.benchmark: 'tofu:forget02' is no"),
         (("data.benchmark=muse:news@no",), "'data.benchmark=muse:news@no': data.benchmark: there is no directory no"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
-from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, TrainingError
+from trainwright.errors import EXIT_TRAINING, RequestError, TrainingError
+from trainwright.launch.program import run_program
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -142,11 +142,8 @@ def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> N
     if (run / "recipe.yaml").is_file():
         asked = ["--resume", str(run)]
     run.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        command = [sys.executable, "-m", "trainwright", "train", *asked]
-        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
-    except KeyboardInterrupt:  # the run has got it too, and has told what it does about it
-        code = EXIT_STOPPED
+    command = [sys.executable, "-m", "trainwright", "train", *asked]
+    code = run_program(command, one_of_many=True, stdout=sys.stderr)
     if code:
         raise SystemExit(code if code > 0 else EXIT_TRAINING)
 

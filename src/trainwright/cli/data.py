@@ -158,12 +158,13 @@ def style(
 ) -> None:
     """Put a system prompt in front of every conversation."""
     from trainwright.data.style import style
+    from trainwright.recipe.files import read_text
 
     if system.startswith("@"):
         try:
-            system = Path(system[1:]).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--system: {system[1:]} cannot be read: {error}") from None
+            system = read_text(Path(system[1:]).expanduser()).strip()
+        except RequestError as error:
+            raise RequestError(f"--system: {error}") from None
     found = style(file, system, out, replace=replace)
     say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} left as they were")
     for note in found.notes:

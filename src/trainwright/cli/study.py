@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
+from trainwright.launch.program import run_program
 from trainwright.text import printable, say
 
 if TYPE_CHECKING:
@@ -182,7 +180,7 @@ class _Road:
     def _do(self, what: str, words: Sequence[str]) -> None:
         """One command of ours, in a process of its own. Ends the study as it ends, where it does not finish."""
         self._tell(what)
-        code = _run([sys.executable, "-m", "trainwright", *words])
+        code = run_program([sys.executable, "-m", "trainwright", *words], one_of_many=True)
         if code == EXIT_STOPPED:
             say(f"stopped; the study {what} at that point: run the same command again to continue", file=sys.stderr)
         elif code != EXIT_FINISHED:
@@ -202,25 +200,6 @@ def _references(metrics: Sequence[str], log: Path, model: Path) -> list[str]:
     taken = {METRICS[name].option for name in metrics}
     options = {"--reference-log": log, "--reference-model": model}
     return [word for option, where in options.items() if option in taken for word in (option, str(where))]
-
-
-def _run(command: Sequence[str]) -> int:
-    """Wait for a process; signals are handed on to it, and it says how it ends."""
-    process = subprocess.Popen(command)
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        # The terminal has sent an interrupt to both.
-        if number != signal.SIGINT:
-            process.send_signal(number)
-
-    before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(results: Results) -> None:

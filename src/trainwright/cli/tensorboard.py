@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.launch.program import run_program, started
 from trainwright.text import say
 
 _HOST = "127.0.0.1"
@@ -29,24 +30,24 @@ def tensorboard(
     if command is None and not directory.is_dir():
         raise RequestError(f"RUNS: {directory} is no directory; runs are under runs/ where they were started")
     port = _port(port)
-    server = subprocess.Popen(
+    server = started(
         [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--host", _HOST, "--port", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the command; the server is ended after it
+        start_new_session=True,  # a stop is for the command; the server is ended after it
     )
     say(f"curves: http://{_HOST}:{port}/", file=sys.stderr)
     try:
-        code = _wait(server) if command is None else subprocess.call(command)
+        code = _wait(server) if command is None else run_program(command)
     except FileNotFoundError:
         assert command is not None
         raise RequestError(f"COMMAND: {command[0]} is no program") from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # of the server alone
         code = 130
     finally:
         server.terminate()
         server.wait()
-    raise typer.Exit(code)
+    raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 def _wait(server: subprocess.Popen[bytes]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.bounded import TokenizerError
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind
-from trainwright.data.layouts import Layout
+from trainwright.data.layouts import Layout, columns_not_used
 from trainwright.data.row_files import Row
 from trainwright.data.sources import iterate_source, read_rows, source_notes
 from trainwright.errors import RequestError
@@ -111,7 +111,7 @@ def check_rows(
     if found.layout.read_as:
         found.notes.append(f"read: {found.layout.read_as}")
     if unused := found.layout.unused(columns):
-        found.notes.append(f"not used: the columns {', '.join(unused)}; data prepare --map reads a column as a field")
+        found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
     if not found.wrong:
         read_rows(source, limit, key, documents)  # the values of a column are to be of one type
     return found

@@ -107,6 +107,11 @@ class Layout(str):
         return ", ".join(f"{column} as {field}" for column, field in self.renamed.items())
 
 
+def columns_not_used(columns: Sequence[str]) -> str:
+    """What is said of columns that no part of an example is made from."""
+    return f"not used: the column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
+
+
 def layout_of(
     columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
 ) -> Layout:

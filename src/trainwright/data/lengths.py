@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.packing import best_fit_decreasing
 from trainwright.errors import RequestError
 from trainwright.machine.cache import keep
+from trainwright.text import plural, times
 
 if TYPE_CHECKING:
     from trainwright.data.dataset import TokenDataset
@@ -120,6 +121,16 @@ def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows:
         return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def repeated(global_batch_size: int, examples: int) -> str | None:
+    """What to say of a step that has every example several times; None where there are enough for one."""
+    if global_batch_size <= examples:
+        return None
+    return (
+        f"train.global_batch_size is {global_batch_size:,}, and there are {plural(examples, 'example')} to train on: "
+        f"a step has each about {times(global_batch_size / examples)} times"
+    )
 
 
 def check_length(data: DataSection, model_max_length: int | None) -> None:

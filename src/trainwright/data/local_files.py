@@ -38,7 +38,7 @@ _ABOUT |= {"license.txt", "readme.txt", "requirements.txt"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _OF_MODELS = {"config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json"}
 _NAMED = 5  # of files that are left out for one reason
-_README_BYTES = 2**16
+_README_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _json(file: Path, key: str) -> dict[str, Any]:
 
 def _configs(path: Path) -> list[dict[str, Any]]:
     """What the README of a dataset's repository says of its files (huggingface.co/docs/hub/datasets-data-files)."""
-    import yaml
+    from trainwright.recipe.yaml_text import parse_mapping  # in PyYAML's own reader aliases multiply
 
     file = path / "README.md"
     if not file.is_file():
@@ -294,11 +294,12 @@ def _configs(path: Path) -> list[dict[str, Any]]:
         text = opened.read(_README_BYTES).decode(errors="replace")
     if not text.startswith("---"):
         return []
+    header, ended, _ = text[3:].partition("\n---")
     try:
-        about = yaml.safe_load(text[3:].partition("\n---")[0])
-    except (yaml.YAMLError, RecursionError, ValueError):
+        about = parse_mapping(header if ended else "", str(file)).values
+    except RequestError:
         return []
-    configs = about.get("configs") if isinstance(about, dict) else None
+    configs = about.get("configs")
     return (
         [one for one in configs if isinstance(one, dict) and one.get("data_files")] if isinstance(configs, list) else []
     )

@@ -18,6 +18,7 @@ from trainwright.data.kinds import EXAMPLES, Kind
 from trainwright.data.layouts import Layout
 from trainwright.data.row_files import Row
 from trainwright.errors import RequestError
+from trainwright.recipe.files import read_text
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -63,10 +64,9 @@ def read_refusals(file: str) -> tuple[str, ...]:
     """
     path = Path(file).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RequestError(f"data.idk: {path} cannot be read: {reason}") from None
+        lines = read_text(path).splitlines()
+    except RequestError as error:
+        raise RequestError(f"data.idk: {error}") from None
     found = [_refusal(line.strip(), f"data.idk: {path}:{number}") for number, line in enumerate(lines, 1)]
     refusals = tuple(text for text in found if text)
     if not refusals:

@@ -19,6 +19,7 @@ from trainwright.data.file_kinds import opened as opened_file
 from trainwright.data.file_kinds import suffix_of
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import ANY
+from trainwright.data.layouts import columns_not_used
 from trainwright.data.shards import is_shards
 from trainwright.data.sources import files_of, iterate_source, source_notes
 from trainwright.errors import RequestError
@@ -90,7 +91,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
     if layout.read_as:
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):
-        notes.append(f"{name}: not used: the columns {', '.join(unused)}")
+        notes.append(f"{name}: {columns_not_used(unused)}")
     for place, row in chain(first, rows):
         try:
             example = ANY.documents(row, layout)[0][1]

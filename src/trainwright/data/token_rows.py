@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind
-from trainwright.data.layouts import Layout
+from trainwright.data.layouts import Layout, columns_not_used
 from trainwright.data.row_files import Row
 from trainwright.data.sources import place_of, read_rows, source_notes
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
@@ -239,7 +239,7 @@ def tokenize_source(
     found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
     found.notes += source_notes(name, key, documents)
     if unused := layout.unused(columns):
-        found.notes.append(f"not used: the columns {', '.join(unused)}; data prepare --map reads a column as a field")
+        found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
     rows = rows.remove_columns(unused)
     encoder = None if layout == "text" else ChatEncoder(tokenizer)
     encode = functools.partial(encode_texts, tokenizer) if encoder is None else encoder.encode

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainwright.data.bounded import tokenized
 from trainwright.data.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import answer_all
@@ -122,7 +123,7 @@ def _language_model(shared: _Shared) -> Any:
             if add_special_tokens is None and string.startswith(str(tokenizer.decode(self.prefix_token_id))):
                 add_special_tokens = False
             options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            return list(tokenizer.encode(string, **options))
+            return list(tokenized(tokenizer, [string], **options)["input_ids"][0])
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
             pairs = [(context, continuation[-longest:]) for _, context, continuation in requests]

@@ -7,10 +7,10 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.detect import Machine
+from trainwright.recipe.files import read_json
 
 VARIABLE = "TRAINWRIGHT_MACHINE"
 _LEAST_ONE = ("cpu_cores", "memory_bytes")
@@ -35,9 +35,9 @@ def read_machine(file: Path) -> Machine:
     from trainwright.machine.written import measured_in
 
     try:
-        values: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{VARIABLE}: {file}: {_reason(error)}; {_ADVICE}") from error
+        values = read_json(file)
+    except RequestError as error:
+        raise RequestError(f"{VARIABLE}: {error}; {_ADVICE}") from None
     if not isinstance(values, dict) or values.get("machine") is None:
         raise RequestError(f"{VARIABLE}: {file} has no key `machine`; {_ADVICE}")
     measured_in(values, "measurement", file)
@@ -57,7 +57,3 @@ def read_machine(file: Path) -> Machine:
 
 
 _ADVICE = "write the file with `trainwright machine --json` on the machine that is meant"
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else f"not JSON: {error}"

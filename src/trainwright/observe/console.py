@@ -7,6 +7,7 @@ from typing import TextIO
 
 from trainwright import text
 from trainwright.activity import Ticker
+from trainwright.data.lengths import repeated
 from trainwright.observe.beside_plan import compared, reasons_of
 from trainwright.observe.progress import progress_on
 from trainwright.observe.reader import Event, Past, read_past, resumed_step
@@ -185,6 +186,8 @@ def _banner(event: Event) -> list[tuple[str, str]]:
     rows += [("data" if i == 0 else "", line) for i, line in enumerate(event.get("data", []))]
     if event.get("epoch_tokens"):
         rows.append(("epoch", f"{text.count(event['epoch_tokens'])} tokens"))
+    if "epoch_examples" in event and (remark := repeated(event["global_batch_size"], event["epoch_examples"])):
+        rows.append(("", remark))
     if event.get("max_steps"):
         rows.append(("steps", f"{event['max_steps']:,}"))
     rows += [("chosen" if i == 0 else "", line) for i, line in enumerate(event.get("reasons", []))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.lengths import Lengths, check_length, estimate, recall
+from trainwright.data.lengths import Lengths, check_length, estimate, recall, repeated
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
@@ -65,6 +65,8 @@ def facts_of(recipe: Recipe) -> Facts:
     assumptions: list[str] = []
     lengths = _lengths(recipe, assumptions)
     data, train = recipe.data, recipe.train
+    if lengths.examples is not None and (remark := repeated(train.global_batch_size, lengths.examples)) is not None:
+        assumptions.append(remark)
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
     architecture = _as_planned(architecture_of(recipe.model), data, assumptions)
     last = None if recipe.unlearn is None else recipe.unlearn.last_block

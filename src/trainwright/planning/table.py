@@ -60,7 +60,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
         f"{'strategy':<18}{'on':>4} {'batch':>8}  {'recompute':<9}{'' if narrow else _MEMORY}{'needed':>10}"
-        f"{'step':>8}{'tokens/s':>11}{'MFU':>5}{'' if narrow else '  verdict'}"
+        f"{'step':>10}{'tokens/s':>11}{'MFU':>5}{'' if narrow else '  verdict'}"
     )
     for one in rows:
         chosen = best is not None and same_place(one.choice, best.choice)
@@ -134,7 +134,7 @@ def _row(one: Judged, memory: str, *, chosen: bool) -> str:
     name = f"{mark}{one.layout.describe(choice.num_processes)}"
     return (
         f"{name:<18}{choice.num_processes:>4} {batch:>8}  {recompute:<9}{memory}"
-        f"{size(one.needed_bytes):>10}{shown[0]:>8}{shown[1]:>11}{mfu:>5}"
+        f"{size(one.needed_bytes):>10}{shown[0]:>10}{shown[1]:>11}{mfu:>5}"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ from trainwright.errors import RequestError
 DEEPEST = 64  # levels of mappings and lists; no file that people write comes near
 # Bytes. YAML takes seconds a MiB to read; people write a few thousand bytes.
 _LARGEST_YAML, _LARGEST_JSON = 2**20, 16 * 2**20
+_SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
 
 
 def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
     """A file of settings as text. Raises RequestError where it cannot be read, is no text or is over ``most`` bytes."""
     try:
-        with path.open("rb") as file:  # it may be a device or a pipe without an end
+        if (what := special(path)) is not None:
+            raise RequestError(f"{path}: is {what}, not a file")
+        with path.open("rb") as file:  # it may be a pipe without an end
             data = file.read(most + 1)
     except FileNotFoundError:
         raise RequestError(missing_file(path)) from None
@@ -33,8 +38,24 @@ def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
         raise RequestError(f"{path}:{line}: is not UTF-8 text") from None
 
 
+def special(path: Path) -> str | None:
+    """What there is instead of a regular file, such as ``a named pipe``, which might be waited for without end.
+
+    None for a file, a directory, and a pipe from another command: ``<(command)`` of a shell, or /dev/stdin.
+
+    Raises:
+        OSError: there is nothing, or it may not be looked at.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISFIFO(mode):
+        return None if os.path.realpath(path).startswith(("/dev/", "/proc/")) else "a named pipe"
+    return next((name for is_one, name in _SPECIAL if is_one(mode)), None)
+
+
 def missing_file(path: Path) -> str:
-    """Says that there is no file at ``path``, and names the one that was probably meant."""
+    """Says that there is no file at ``path``: what is there instead, or the name that was probably meant."""
+    if path.exists():
+        return f"{path}: is {special(path) or 'a directory'}, not a file"
     directory = path.parent
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)

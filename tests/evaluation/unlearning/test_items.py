@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER
+from trainwright.data.bounded import TokenizerError
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.encoding import ANSWER, WRONG, ItemEncoder
 from trainwright.evaluation.unlearning.items import Item, read_sets
@@ -86,6 +90,21 @@ def test_few_shot_prompts_and_targets(muse: str) -> None:
     assert encoder.prompts(sets["verbatim"], 512).references == ["on the mat."]
     with pytest.raises(RequestError, match=r"verbmem/forget\.json:1: its prompt has 11 tokens"):
         encoder.prompts(sets["verbatim"], 11)
+
+
+def test_a_tokenizer_that_does_not_end_is_given_up(muse: str) -> None:
+    made = Tokenizer(models.BPE(vocab={"a": 0, "<end>": 1}, merges=[], unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    verbatim = read_sets(find_benchmark(muse), ["verbatim"], None, "--benchmark")["verbatim"]
+    encoder = ItemEncoder(tokenizer, None, "--benchmark")
+    slow = "a" * 40 + "b"
+    for item in (Item(slow, "a"), Item("a", slow)):
+        some = replace(verbatim, items=[item])
+        with pytest.raises(TokenizerError, match="retry-limit"):
+            encoder.documents({"verbatim": some}, ())
+        with pytest.raises(TokenizerError, match="retry-limit"):
+            encoder.prompts(some, None)
 
 
 def test_choices(tmp_path: Path) -> None:

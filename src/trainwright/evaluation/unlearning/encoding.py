@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainwright.data.bounded import tokenized
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError
 from trainwright.errors import RequestError
@@ -124,8 +125,8 @@ class ItemEncoder:
             references = [item.answer.strip() for item in each.items]
         else:
             texts = [_opening(each, item) for item in each.items]
-            tokens = [list(ids) for ids in self._tokenizer(texts)["input_ids"]]
-            references = [self._reference(each, item) for item in each.items]
+            tokens = [list(ids) for ids in tokenized(self._tokenizer, texts)["input_ids"]]
+            references = self._references(each)
         for number, prompt in enumerate(tokens):
             if positions is not None and len(prompt) >= positions:
                 raise RequestError(
@@ -134,12 +135,13 @@ class ItemEncoder:
                 )
         return Prompts(tokens, references)
 
-    def _reference(self, each: ItemSet, item: Item) -> str:
-        """The answer, as long as one may become."""
-        if each.style != "continue":
-            return item.answer.strip()
-        ids = self._tokenizer(item.answer, add_special_tokens=False)["input_ids"][: NEW_TOKENS["continue"]]
-        return str(self._tokenizer.decode(ids)).strip()
+    def _references(self, each: ItemSet) -> list[str]:
+        """The answers, as long as one may become."""
+        answers = [item.answer for item in each.items]
+        if each.style == "continue":
+            encoded = tokenized(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
+            answers = [str(self._tokenizer.decode(ids[: NEW_TOKENS["continue"]])) for ids in encoded]
+        return [answer.strip() for answer in answers]
 
     def _encoded(self, each: ItemSet, wanted: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
         if each.style == "chat":
@@ -150,15 +152,13 @@ class ItemEncoder:
             numbers = [number for number, *_ in wanted]
             yield from self._asking(each, lambda encoder: encoder.encode(conversations), numbers)
             return
-        for number, _, _, said in wanted:
-            opening = _opening(each, each.items[number])
-            yield self._continued(opening, f" {said}" if each.style == "few_shot" else said)
-
-    def _continued(self, opening: str, said: str) -> Encoded:
-        """A text as one, of which the tokens that end after the opening are targets."""
-        encoded = self._tokenizer(opening + said, return_offsets_mapping=True, verbose=False)
-        ends = [end for _, end in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), [end > len(opening) for end in ends]
+        openings = [_opening(each, each.items[number]) for number, *_ in wanted]
+        space = " " if each.style == "few_shot" else ""
+        texts = [f"{opening}{space}{said}" for opening, (*_, said) in zip(openings, wanted, strict=True)]
+        encoded = tokenized(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
+        for opening, ids, offsets in zip(openings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            # The tokens that end after the opening are targets.
+            yield list(ids), [end > len(opening) for _, end in offsets]
 
     def _within(self, pair: Encoded, each: ItemSet, number: int) -> Encoded:
         ids, flags = pair

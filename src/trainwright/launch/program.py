@@ -1,0 +1,89 @@
+"""A program that a command runs and waits for: it is told of a stop, and it does not outlive the command."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from trainwright.launch.stop import STOP_SIGNALS
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_program(command: Sequence[str], *, one_of_many: bool = False, **options: Any) -> int:
+    """Run ``command`` to its end; its exit code, or minus the signal that ended it.
+
+    Stop signals are passed on, and it decides what they mean: a run has the time for a checkpoint. When this process
+    is killed, the program gets SIGTERM (on Linux).
+
+    Args:
+        one_of_many: others are to follow. If it finishes although a stop was requested, the signal is raised here.
+        options: of ``subprocess.Popen``.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    with _passing_on() as (programs, requested):
+        process = started(command, **options)
+        programs.append(process)
+        code = process.wait()
+    if one_of_many and requested and code == 0:
+        signal.raise_signal(requested[0])
+    return code
+
+
+def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start ``command``, which gets SIGTERM when this process dies, however it dies (prctl(2))."""
+    if not sys.platform.startswith("linux"):
+        return subprocess.Popen(command, **options)
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def end_with_parent() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died between the fork and the line above
+            os._exit(1)
+
+    return subprocess.Popen(command, preexec_fn=end_with_parent, **options)
+
+
+@contextmanager
+def _passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
+    """While entered, stop signals to this process go to the programs in the first list and into the second one."""
+    programs: list[subprocess.Popen[Any]] = []
+    requested: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        requested.append(number)
+        if number == signal.SIGINT and _in_foreground():
+            return  # the terminal has sent it to all of them
+        for program in programs:
+            program.send_signal(number)
+
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in previous.items():
+        if handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, pass_on)
+    try:
+        yield programs, requested
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a ctrl-C at the terminal goes to this process and those that it has started."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    finally:
+        os.close(terminal)
