@@ -44,7 +44,7 @@ def reference(runs: Runs) -> Path:
     return runs.trained("parallel.num_processes=2", STEPS)
 
 
-def ended(workers: list[Started], seconds: float = 100) -> list[Finished]:
+def ended(workers: list[Started], seconds: float = 400) -> list[Finished]:
     return [worker.wait(seconds) for worker in workers]
 
 
@@ -92,7 +92,7 @@ def test_refusals_are_told_once_and_end_all_ranks_alike(
     runs: Runs, tmp_path: Path, override: str, code: int, named: tuple[str, ...]
 ) -> None:
     workers = start_workers(runs, srun(2, next(_jobs)), override, cwd=tmp_path)
-    first, second = ended(workers, 60)
+    first, second = ended(workers)
     assert (first.code, second.code) == (code, code), first.stderr + second.stderr
     assert first.stderr.startswith("error: ") and all(name in first.stderr for name in named)
     assert "Traceback" not in first.stderr and second.stderr == ""
@@ -102,7 +102,7 @@ def test_refusals_are_told_once_and_end_all_ranks_alike(
 def test_what_only_preparation_can_refuse_leaves_nothing_behind(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"colour": "red", "size": 3}\n' * 8)
     workers = start_workers(runs, srun(2, next(_jobs)), "data.train=rows.jsonl", cwd=tmp_path)
-    first, second = ended(workers, 60)
+    first, second = ended(workers)
     assert (first.code, second.code) == (2, 2), first.stderr + second.stderr
     assert "colour" in first.stderr and second.stderr == ""
     assert workers[0].run is not None and not workers[0].run.exists()
@@ -110,7 +110,7 @@ def test_what_only_preparation_can_refuse_leaves_nothing_behind(runs: Runs, tmp_
 
 def test_ranks_that_do_not_come_are_named(runs: Runs) -> None:
     (worker,) = start_workers(runs, srun(3, next(_jobs))[:1], "--rendezvous-timeout", "2")
-    finished = worker.wait(60)
+    finished = worker.wait()
     assert finished.code == 3
     assert "ranks 1, 2" in finished.stderr and "2 s" in finished.stderr
 
@@ -131,9 +131,9 @@ def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) 
     """The listener accepts and says nothing, which torch's own store would wait for without end."""
     port = listener.getsockname()[1]
     begun = time.monotonic()
-    first, second = ended(start_workers(runs, by_hand(2, port)), 60)
+    first, second = ended(start_workers(runs, by_hand(2, port)))
     assert (first.code, second.code) == (3, 3)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 150
     told = first.stderr + second.stderr
     assert told.count("error: ") == 1 and f"port {port}" in told and "MASTER_PORT" in told, told
 
@@ -158,7 +158,7 @@ def test_pods_with_nothing_but_ranks_are_the_same_run(runs: Runs, free_port: int
 
 def test_an_environment_that_no_rank_can_read_is_told_once(runs: Runs) -> None:
     workers = start_workers(runs, [{**each, "MASTER_PORT": "none"} for each in by_hand(2, 1)])
-    first, second = ended(workers, 60)
+    first, second = ended(workers)
     assert (first.code, second.code) == (3, 3)
     assert first.stderr.startswith("error: the environment variable MASTER_PORT is not a number")
     assert second.stderr == ""
@@ -175,10 +175,10 @@ def test_a_rank_of_another_job_at_the_same_port_is_refused_and_harms_nobody(runs
         for arguments in (("train.max_steps=400",), ("train.max_steps=7",))
     )
     for stranger, said in ((again, "rank 1 of the run at"), (other, "rank 0 of another run (of another recipe)")):
-        finished = stranger.wait(60)
+        finished = stranger.wait()
         assert finished.code == 3
         assert said in finished.stderr and f"two jobs use port {free_port}" in finished.stderr, finished.stderr
-    assert time.monotonic() - begun < 40
+    assert time.monotonic() - begun < 150
     first, second = ended(healthy)
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
 
@@ -187,7 +187,7 @@ def test_two_processes_with_one_local_rank_are_refused(runs: Runs, listener: soc
     port = listener.getsockname()[1]
     listener.close()
     variables = [{**each, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} for each in by_hand(2, port)]
-    first, second = ended(start_workers(runs, variables), 60)
+    first, second = ended(start_workers(runs, variables))
     assert (first.code, second.code) == (3, 3)
     assert "LOCAL_RANK" in first.stderr and second.stderr == ""
 
@@ -197,8 +197,8 @@ def test_a_killed_rank_ends_the_others_and_is_named_once(runs: Runs) -> None:
     workers[0].wait_for_step(3)
     begun = time.monotonic()
     workers[1].kill()
-    first, third = workers[0].wait(40), workers[2].wait(40)
-    assert time.monotonic() - begun < 30
+    first, third = workers[0].wait(), workers[2].wait()
+    assert time.monotonic() - begun < 150
     assert (first.code, third.code) == (4, 4)
     told = first.stderr + third.stderr
     assert told.count("error: ") == 1 and "rank 1 is gone" in told, told
@@ -208,7 +208,7 @@ def test_a_killed_rank_0_ends_the_others_too(runs: Runs) -> None:
     workers = start_workers(runs, srun(2, next(_jobs)), LONG)
     workers[0].wait_for_step(3)
     workers[0].kill()
-    second = workers[1].wait(30)
+    second = workers[1].wait()
     assert second.code == 4 and "rank 0 is gone" in second.stderr, second.stderr
 
 
@@ -219,7 +219,7 @@ def test_a_rank_that_is_killed_while_others_are_awaited_ends_all(runs: Runs, lis
     time.sleep(2)
     assert not present[0].ended and not present[1].ended
     present[1].kill()
-    first = present[0].wait(30)
+    first = present[0].wait()
     assert first.code == 4 and first.stderr.startswith("error: rank 1 is gone"), first.stderr
     assert present[0].run is not None and not present[0].run.exists()
 
@@ -241,7 +241,7 @@ def test_a_stop_signal_to_any_rank_stops_all_after_a_checkpoint(runs: Runs) -> N
     workers = start_workers(runs, open_mpi(2, next(_jobs)), LONG)
     workers[0].wait_for_step(3)
     workers[1].kill(signal.SIGTERM)
-    first, second = ended(workers, 60)
+    first, second = ended(workers)
     assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
     assert "--resume" in first.stderr and second.stderr == ""
     run = workers[0].run
@@ -250,7 +250,7 @@ def test_a_stop_signal_to_any_rank_stops_all_after_a_checkpoint(runs: Runs) -> N
     resumed = start_workers(runs, srun(2, next(_jobs)), LONG, "--resume", run=run)
     resumed[0].wait_for_step(reached + 2)
     resumed[0].kill(signal.SIGTERM)
-    first, second = ended(resumed, 60)
+    first, second = ended(resumed)
     assert (first.code, second.code) == (75, 75), first.stderr + second.stderr
     assert events(run, "start")[-1]["resumed_from"] == reached
 
@@ -368,7 +368,7 @@ def test_a_killed_rank_under_torchrun_ends_all(tmp_path: Path, runs: Runs) -> No
         killed = next(worker for worker in workers if worker.environ()["RANK"] == "1")
         begun = time.monotonic()
         killed.kill()
-        told = process.communicate(timeout=60)[1]
-    assert time.monotonic() - begun < 30
+        told = process.communicate(timeout=400)[1]
+    assert time.monotonic() - begun < 150
     assert process.returncode != 0
     assert told.count("error: ") <= 1 and "ValueError" not in told

@@ -97,8 +97,9 @@ def run_joined(
     try:
         meeting = _meet(environment, arguments, resume, seconds)
     except TrainwrightError as error:
-        # Where rank 0 is missing, rank 1 speaks for the rest.
-        if environment.rank <= 1 and is_mine_to_tell(environment.rank, f"{environment.address}:{environment.port}"):
+        # Where rank 0 is missing, rank 1 speaks for the rest of its job.
+        job = f"{environment.address}:{environment.port} {arguments} {resume}"
+        if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code
     words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers)
