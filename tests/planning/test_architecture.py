@@ -25,8 +25,33 @@ SMALL = {
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 101}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+LLAMA4 = {"model_type": "llama4_text", **SMALL, "intermediate_size_mlp": 70, "head_dim": 16, **LOCAL}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+FALCON = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 101}
+OWN_NAMES = "gpt|moe|mixtral|deepseek|llama4|qwen3_next|falcon|mpt"
+
 CASES: list[dict[str, Any]] = [
-    *({"model_type": kind, **SMALL} for kind in sorted(FAMILIES) if not re.search("gpt|moe|mixtral", kind)),
+    *({"model_type": kind, **SMALL} for kind in sorted(FAMILIES) if not re.search(OWN_NAMES, kind)),
     {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True, "head_dim": 20},
     {"model_type": "llama", **SMALL, "num_key_value_heads": None, "tie_word_embeddings": True},
     {"model_type": "mistral", **SMALL, "attention_bias": True, "sliding_window": None},
@@ -51,12 +76,41 @@ CASES: list[dict[str, Any]] = [
     {"model_type": "cohere", **SMALL, "use_qk_norm": True, "tie_word_embeddings": False},
     {"model_type": "starcoder2", **SMALL, "use_bias": False},
     {"model_type": "olmo2", **SMALL, "attention_bias": True},
+    {"model_type": "olmo3", **SMALL, "num_hidden_layers": 5},
+    {"model_type": "olmoe", **SMALL, "num_experts": 6, "num_experts_per_tok": 2},
+    {"model_type": "phimoe", **SMALL, **LOCAL, "attention_bias": True, "lm_head_bias": True},
+    {"model_type": "granitemoe", **SMALL, **LOCAL},
+    {"model_type": "gpt_oss", **SMALL, **LOCAL, "head_dim": 20},
+    {"model_type": "deepseek_v2", **SMALL, **LATENT},
+    {"model_type": "deepseek_v3", **SMALL, **LATENT, "attention_bias": True},
+    {"model_type": "deepseek_v3", **SMALL, **LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+    {"model_type": "glm4_moe", **SMALL, **EXPERTS, "n_routed_experts": 6, "head_dim": 16, "use_qk_norm": True},
+    LLAMA4,
+    {**LLAMA4, "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    {"model_type": "qwen3_next", **SMALL, **EXPERTS, **LINEAR, "num_hidden_layers": 8, "head_dim": 16},
+    {"model_type": "falcon", **FALCON},
+    {"model_type": "falcon", **FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    {"model_type": "falcon", **FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    {"model_type": "falcon", **FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    {"model_type": "mpt", "d_model": 48, "n_layers": 3, "n_heads": 4, "vocab_size": 101, "max_seq_len": 64},
 ]
 REAL = [
     *("Llama-3.1-70B", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "gemma-7b", "gemma-2-27b"),
     *("gemma-3-1b", "Mistral-Nemo-12B", "Mixtral-8x22B", "phi-2", "Phi-3-medium", "Phi-4-mini-instruct"),
     *("SmolLM3-3B", "gpt2-xl", "pythia-6.9b", "OLMo-2-1124-13B", "granite-3.1-8b-base", "aya-23-8B"),
     *("starcoder2-15b", "c4ai-command-r-v01", "Llama-3.2-1B"),
+    *("OLMoE-1B-7B", "gpt-oss-20b", "gpt-oss-120b", "DeepSeek-V3", "DeepSeek-V2-Lite", "Qwen3-Next-80B-A3B"),
+    *(
+        "Phi-3.5-MoE",
+        "GLM-4.5",
+        "Olmo-3-7B",
+        "falcon-7b",
+        "falcon-40b",
+        "falcon-rw-1b",
+        "mpt-7b",
+        "mpt-30b",
+        "opt-1.3b",
+    ),
 ]
 
 
@@ -82,15 +136,17 @@ def test_every_part_is_counted_as_transformers_does(config: dict[str, Any]) -> N
     assert architecture is not None
     parts = architecture.parameters()
     assert parts.total == sum(value.numel() for value in model.parameters())
-    assert parts.embedding == count(model, r"embed_tokens|embed_in|wte")
+    assert parts.embedding == count(model, r"embed_tokens|embed_in|wte|word_embeddings")
     assert parts.positions == count(model, r"wpe")
     assert parts.head == count(model, r"^lm_head")
-    assert parts.final_norm == count(model, r"(model|transformer|gpt_neox)\.(norm|final_layer_?norm|ln_f)\.")
+    assert parts.final_norm == count(model, r"(model|transformer|gpt_neox)\.(norm|final_layer_?norm|ln_f|norm_f)\.")
     for block in range(architecture.layers):
-        here = rf"\.(layers|h)\.{block}\."
-        routed = count(model, rf"{here}.*experts")
-        assert count(model, here) == (parts.sparse_block if routed else parts.dense_block)
-        assert count(model, rf"{here}(self_attn|attn|attention)\.") == parts.attention
+        here = rf"\.(layers|h|blocks)\.{block}\."
+        routed, linear = count(model, rf"{here}.*experts"), count(model, rf"{here}linear_attn\.")
+        attention = parts.linear_attention if linear else parts.attention
+        assert (linear or count(model, rf"{here}(self_attn|attn|attention|self_attention)\.")) == attention
+        whole = parts.sparse_block if routed else parts.dense_block
+        assert count(model, here) == whole - parts.attention + attention
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -107,7 +163,9 @@ def test_what_transformers_writes_means_the_same_as_what_was_written(config: dic
     assert architecture is not None
     assert from_config(written.to_dict()) == architecture
     kinds = getattr(written, "layer_types", None)
-    if kinds is not None and architecture.window is not None:
+    if kinds is not None and "chunked_attention" in kinds:
+        assert architecture.windowed_layers == kinds.count("chunked_attention")
+    elif kinds is not None and architecture.window is not None:
         assert architecture.windowed_layers == kinds.count("sliding_attention")
     elif window := getattr(written, "sliding_window", None):
         assert (architecture.window, architecture.windowed_layers) == (window, architecture.layers)

@@ -92,7 +92,64 @@ PUBLISHED = {
     "CohereForAI/aya-23-8B": 8_028_033_024,
     "ibm-granite/granite-3.1-2b-base": 2_533_531_648,
     "ibm-granite/granite-3.1-8b-base": 8_170_848_256,
+    "huggyllama/llama-7b": 6_738_415_616,
+    "huggyllama/llama-30b": 32_528_943_616,
+    "huggyllama/llama-65b": 65_285_660_672,
+    "codellama/CodeLlama-34b-hf": 33_743_970_304,
+    "01-ai/Yi-6B": 6_061_035_520,
+    "01-ai/Yi-1.5-9B": 8_829_407_232,
+    "01-ai/Yi-34B": 34_388_917_248,
+    "deepseek-ai/deepseek-llm-7b-base": 6_910_365_696,
+    "deepseek-ai/deepseek-coder-6.7b-base": 6_740_512_768,
+    "tiiuae/Falcon3-1B-Base": 1_669_408_768,
+    "tiiuae/Falcon3-7B-Base": 7_455_550_464,
+    "Qwen/Qwen1.5-0.5B": 463_987_712,
+    "Qwen/Qwen1.5-7B": 7_721_324_544,
+    "Qwen/Qwen1.5-14B": 14_167_290_880,
+    "mistralai/Ministral-8B-Instruct-2410": 8_019_808_256,
+    "mistralai/Codestral-22B-v0.1": 22_247_282_688,
+    "google/gemma-3-270m": 268_098_176,
+    "EleutherAI/gpt-neox-20b": 20_554_567_680,
+    "CohereForAI/c4ai-command-r-plus": 103_810_674_688,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+    "microsoft/Phi-3.5-MoE-instruct": 41_873_153_344,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    # Without the buffer that balances the experts, of one number for each expert of a sparse block.
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200 - 58 * 256,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "deepseek-ai/DeepSeek-V2": 235_741_434_880,
+    "zai-org/GLM-4.5-Air": 106_852_251_264 - 45 * 128,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "tiiuae/falcon-40b": 41_303_293_952,
+    "tiiuae/falcon-rw-1b": 1_311_625_216,
+    "mosaicml/mpt-7b": 6_649_286_656,
+    "facebook/opt-125m": 125_239_296,
+    "facebook/opt-6.7b": 6_658_473_984,
+    "bigscience/bloom-560m": 559_214_592,
+    "bigscience/bloom-7b1": 7_069_016_064,
+    "EleutherAI/gpt-j-6b": 6_050_882_784,
+    "stabilityai/stablelm-2-1_6b": 1_644_515_328,
+    "zai-org/GLM-4-9B-0414": 9_400_279_040,
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),  # billions that a token goes through, as the authors say
+    [
+        ("allenai/OLMoE-1B-7B-0924", 1.3),
+        ("openai/gpt-oss-120b", 5.1),
+        ("deepseek-ai/DeepSeek-V3", 37),
+        ("deepseek-ai/DeepSeek-V2", 21),
+        ("meta-llama/Llama-4-Scout-17B-16E", 17),
+        ("meta-llama/Llama-4-Maverick-17B-128E", 17),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 3.5),
+        ("zai-org/GLM-4.5-Air", 12.7),
+    ],
+)
+def test_active_parameters_are_about_those_published(name: str, active: float) -> None:
+    """Some count the embedding, and some do not."""
+    assert find_model(name).architecture().parameters().active == pytest.approx(active * 1e9, rel=0.13)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -117,6 +174,12 @@ def test_every_entry_is_an_architecture() -> None:
         ("gpt2", "openai-community/gpt2"),
         ("Mixtral-8x7B", "mistralai/Mixtral-8x7B-v0.1"),
         ("gemma-3-4b", "google/gemma-3-4b-it"),
+        ("gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("deepseek-ai/deepseek-r1", "deepseek-ai/DeepSeek-R1"),
+        ("Qwen/Qwen3-Next-80B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        ("OLMoE-1B-7B", "allenai/OLMoE-1B-7B-0924"),
+        ("llama-7b", "huggyllama/llama-7b"),
+        ("mpt-30b", "mosaicml/mpt-30b"),
     ],
 )
 def test_a_model_is_found_by_the_names_people_use(written: str, found: str) -> None:

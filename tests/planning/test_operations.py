@@ -62,7 +62,62 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 112},
     "qwen3_moe": {**SIZES, **EXPERTS, **HEADS},
 }
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "num_key_value_heads": 4,
+}
+FAMILIES |= {
+    "olmo3": SIZES,
+    "olmoe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {**SIZES, **LOCAL},
+    "granitemoe": {**SIZES, **LOCAL},
+    "gpt_oss": {**SIZES, **LOCAL, **HEADS},
+    "deepseek_v3": {**SIZES, **LATENT},
+    "deepseek_v2": {**SIZES, **LATENT, "n_group": 1},
+    "glm4_moe": {
+        **SIZES,
+        **HEADS,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "first_k_dense_replace": 0,
+    },
+    "llama4_text": {**SIZES, **HEADS, "num_local_experts": 4, "intermediate_size_mlp": 144},
+    "qwen3_next": {
+        **SIZES,
+        **EXPERTS,
+        **HEADS,
+        "shared_expert_intermediate_size": 112,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "falcon": {**{k: v for k, v in SIZES.items() if "key_value" not in k}, "ffn_hidden_size": 176},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "max_seq_len": 512},
+}
+SPARSE = tuple(f for f in FAMILIES if (found := from_config({"model_type": f, **FAMILIES[f]})) and found.experts)
+NOT_PACKED = ("qwen3_next", "falcon", "mpt")
+# Routing and scans in many small operations, of which not every one is written down: within this part of what is kept.
+ABOUT = {
+    "phimoe": 0.01,
+    "gpt_oss": 0.035,
+    "deepseek_v3": 0.01,
+    "deepseek_v2": 0.02,
+    "glm4_moe": 0.01,
+    "qwen3_next": 0.1,
+}
 # Scalars, the documents' boundaries; the few numbers that a router makes of every token.
 SMALL, ROUTED = 160, 4096
 
@@ -175,10 +230,12 @@ def test_a_model_has_the_parameters_that_its_blocks_and_ends_have(family: str) -
 @pytest.mark.parametrize("shape", [PACK, ROWS, ROW], ids=["pack", "masked rows", "a row"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_keeps_what_autograd_saves(family: str, shape: Shape, dtype: torch.dtype) -> None:
+    if shape.packed and family in NOT_PACKED:
+        pytest.skip("is not trained on packs")
     lm = model_of(family, dtype, shape.packed)
     real = saved_bytes(lm, lm.blocks()[0], shape)
     small = SMALL + (ROUTED if family in SPARSE else 0)
-    assert planned(family, shape, dtype.itemsize).kept == pytest.approx(real, abs=small)
+    assert planned(family, shape, dtype.itemsize).kept == pytest.approx(real, rel=ABOUT.get(family, 0.0), abs=small)
 
 
 def test_windows_and_dropout_are_kept_as_they_are() -> None:
@@ -215,12 +272,14 @@ def test_products_are_those_of_the_matrices(family: str) -> None:
     a = architecture_of(family)
     part = planned(family, PACK, 4)
     matrices = block_weights(a, block_kinds(a)[0], 4, True).parameters
-    active = a.experts_per_token / a.experts if a.experts else 1
-    weights = sum(p.numel * (active if n.startswith("experts.") else 1) for n, p in matrices.items() if p.k > 1)
+    active = a.experts_per_token / a.experts if a.experts and not a.every_expert else 1
+    inside = ("attention", "delta")
+    linear = {n: p for n, p in matrices.items() if p.k > 1 and n != "delta.convolution" and not n.endswith(".bias")}
+    weights = sum(p.numel * (active if n.startswith("experts.") else 1) for n, p in linear.items())
     tokens = PACK.planned.tokens
-    of_matrices = [k for k in part.forward if k.kind == "product" and k.operation not in ("attention",)]
+    of_matrices = [k for k in part.forward if k.kind == "product" and k.operation not in inside]
     assert sum(k.flops for k in of_matrices) == pytest.approx(2 * tokens * weights, rel=0.01)
-    backward = [k for k in part.backward if k.kind == "product" and k.operation not in ("attention",)]
+    backward = [k for k in part.backward if k.kind == "product" and k.operation not in inside]
     assert sum(k.flops for k in backward) == pytest.approx(4 * tokens * weights, rel=0.01)
 
 

@@ -63,6 +63,9 @@ def document_attention(
         raise UnpackableError(f"{type(module).__name__} is not told where packed documents begin")
     if kwargs.get("position_bias") is not None or is_causal is False:
         raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
+    chunk = _chunk_of(module)
+    if chunk is not None and chunk < max_length_q:
+        cu_seq_lens_q, max_length_q = _in_chunks(cu_seq_lens_q, chunk), chunk
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     plain = not dropout and softcap is None and s_aux is None
@@ -81,6 +84,21 @@ def document_attention(
     return output, None
 
 
+def _chunk_of(module: torch.nn.Module) -> int | None:
+    """How many tokens a layer of Llama 4 sees at most: its documents fall into chunks that do not see each other."""
+    config: Any = getattr(module, "config", None)
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    return size if kinds is not None and layer is not None and kinds[layer] == "chunked_attention" else None
+
+
+def _in_chunks(boundaries: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The boundaries of documents cut after every ``chunk`` tokens."""
+    edges = boundaries.tolist()
+    cut = [place for begin, end in itertools.pairwise(edges) for place in range(begin, end, chunk)]
+    return boundaries.new_tensor([*cut, edges[-1]])
+
+
 def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -93,6 +111,9 @@ def _varlen(
     """One kernel over all documents (CUDA)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # the kernel wants values as wide as keys (multi-head latent attention has narrower)
+        value = F.pad(value, (0, query.shape[-1] - width))
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -107,7 +128,7 @@ def _varlen(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, torch.Tensor)
-    return output[None]
+    return output[None, ..., :width]
 
 
 def _are_equal(query: torch.Tensor, boundaries: torch.Tensor, longest: int) -> bool:

@@ -105,7 +105,7 @@ class CausalLM(nn.Module):
                 "max_length_q": batch.longest,
                 "max_length_k": batch.longest,
             }
-        output = self.model.base_model(
+        output = _decoder(self.model)(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
         )
         hidden: torch.Tensor = output.last_hidden_state
@@ -213,6 +213,15 @@ def _plain_losses(model: PreTrainedModel, document: Batch) -> torch.Tensor:
         model.set_attn_implementation(attention)
     chosen = logits.index_select(0, document.target_index).float()
     return nn.functional.cross_entropy(chosen, document.targets, reduction="none")
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its head. Where its class does not name it by the right prefix (Llama 4), transformers gives
+    the whole model for it."""
+    if model.base_model is not model:
+        return model.base_model
+    embedding = model.get_input_embeddings()
+    return next(part for part in model.children() if any(inner is embedding for inner in part.modules()))
 
 
 def _head_settings(model: PreTrainedModel) -> dict[str, Any]:

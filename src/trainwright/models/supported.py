@@ -66,10 +66,13 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
     """
     if (what := _other_kind(config, known)) is not None:
         raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
-    if config.get("quantization_config") is not None:
+    if (quantised := config.get("quantization_config")) is not None:
+        # What was trained in four bits was made from nothing else; there are copies in bf16.
+        mxfp4 = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
+        which = "a copy of it in bf16, such as unsloth/gpt-oss-20b-BF16" if mxfp4 else "the model they were made from"
         raise RequestError(
-            f"{where} has quantised weights, which can neither be trained nor merged into; use the model they were "
-            "made from (model.adapter.quantisation quantises it as it is loaded)"
+            f"{where} has quantised weights, which can neither be trained nor merged into; use {which} "
+            "(model.adapter.quantisation quantises it as it is loaded)"
         )
 
 

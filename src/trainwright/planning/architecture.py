@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainwright.errors import RequestError
@@ -22,7 +22,8 @@ class Parameters:
 
     ``mlp``: of a block with a plain MLP. ``sparse_mlp``: of a block with experts, all of them with the router
     and what is shared; ``active_sparse_mlp`` without the experts that a token is not sent to.
-    ``head``: 0 where it is tied to the embedding, but for its bias.
+    ``head``: 0 where it is tied to the embedding, but for its bias. ``linear_attention``: what ``linear_blocks`` of the
+    blocks have in the place of ``attention``. ``rest``: of a traced family what all blocks have beyond all that.
     """
 
     embedding: int
@@ -36,6 +37,9 @@ class Parameters:
     head: int
     dense_blocks: int
     sparse_blocks: int
+    linear_attention: int = 0
+    linear_blocks: int = 0
+    rest: int = 0
 
     @property
     def dense_block(self) -> int:
@@ -48,7 +52,8 @@ class Parameters:
     @property
     def blocks(self) -> int:
         """Those of all blocks together."""
-        return self.dense_blocks * self.dense_block + self.sparse_blocks * self.sparse_block
+        linear = self.linear_blocks * (self.linear_attention - self.attention)
+        return self.dense_blocks * self.dense_block + self.sparse_blocks * self.sparse_block + linear + self.rest
 
     @property
     def total(self) -> int:
@@ -57,8 +62,46 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """Those that one token goes through."""
+        """Those that one token is meant to go through."""
         return self.total - self.sparse_blocks * (self.sparse_mlp - self.active_sparse_mlp)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): queries, keys and values come from narrow vectors.
+
+    ``query_rank``: of the queries', 0 where they come from the hidden states. ``rank``: of the keys' and values'.
+    ``rotated``: of each head's ``head_dim`` what is rotated, for keys one part for all heads. ``value``: of a head.
+    """
+
+    query_rank: int
+    rank: int
+    rotated: int
+    value: int
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net (arXiv 2412.06464) in place of attention: heads and their widths, and the convolution's."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def parameters(self, hidden: int) -> int:
+        inward = hidden * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
+        convolution = (2 * self.keys + self.values) * self.kernel
+        return inward + convolution + 2 * self.value_heads + self.value_dim + self.values * hidden
 
 
 @dataclass(frozen=True)
@@ -80,9 +123,16 @@ class Architecture:
 
     ``experts``: per block, in ``sparse_layers`` of the blocks, of width ``expert_intermediate``; each token
     goes to ``experts_per_token`` of them and through a shared one of width ``shared_intermediate`` (0: none),
-    which ``shared_gate`` weighs.
+    which ``shared_gate`` weighs. ``first_dense``: the first blocks have none. ``expert_bias``, ``router_bias``: whether
+    they have biases. ``every_expert``: the code computes all of them for every token, zeros included.
 
-    ``config``: of a family that is not written down here its configuration as JSON, which its blocks are traced from.
+    ``post_norm``: norms come after attention and MLP only, and work in fp32. ``sinks``: attention has a learnt score
+    for each head that no value belongs to. ``alibi``: scores fall with distance, in plain operations. ``query_gate``:
+    the query matrix is twice as wide, and what attention gives is multiplied by a sigmoid of the other half.
+    ``latent``: see Latent. ``delta``: of ``linear_layers`` of the blocks, all but every so-many-th.
+
+    ``config``: of a family that is not written down here its configuration as JSON, which its blocks are traced from;
+    ``traced_parameters``: how many numbers the model has by that.
     """
 
     family: str
@@ -124,10 +174,22 @@ class Architecture:
     shared_intermediate: int = 0
     shared_gate: bool = False
     sparse_layers: int = 0
+    first_dense: int = 0
+    expert_bias: bool = False
+    router_bias: bool = False
+    every_expert: bool = False
+    post_norm: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    query_gate: bool = False
+    latent: Latent | None = None
+    delta: DeltaNet | None = None
+    linear_layers: int = 0
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
     config: str = ""
+    traced_parameters: int = 0
 
     @property
     def query_width(self) -> int:
@@ -143,7 +205,7 @@ class Architecture:
         norm = self.hidden * (1 + self.norm_bias)
         sparse, active = self._sparse_mlp()
         head = 0 if self.tied else self.vocabulary * self.hidden
-        return Parameters(
+        found = Parameters(
             embedding=self.vocabulary * self.hidden,
             positions=self.positions * self.hidden if self.learned_positions else 0,
             attention=self._attention(),
@@ -155,14 +217,29 @@ class Architecture:
             head=head + self.vocabulary * self.head_bias,
             dense_blocks=self.layers - self.sparse_layers,
             sparse_blocks=self.sparse_layers,
+            linear_attention=self.delta.parameters(self.hidden) if self.delta is not None else 0,
+            linear_blocks=self.linear_layers,
         )
+        return replace(found, rest=self.traced_parameters - found.total) if self.traced_parameters else found
 
     def _attention(self) -> int:
+        if self.latent is not None:
+            return self._latent_attention(self.latent)
         queries, keys = self.query_width, self.key_value_width
-        weights = self.hidden * (queries + 2 * keys) + queries * self.hidden
+        weights = self.hidden * queries * self.query_gate + self.heads * self.sinks
+        weights += self.hidden * (queries + 2 * keys) + queries * self.hidden
         biases = (queries + 2 * keys) * self.qkv_bias + self.hidden * self.output_bias
         normed = {"none": 0, "head": 2 * self.head_dim, "all": queries + keys}[self.qk_norm]
         return weights + biases + normed * (1 + self.norm_bias)
+
+    def _latent_attention(self, latent: Latent) -> int:
+        values, inward = self.heads * latent.value, latent.rank + latent.rotated
+        queries = self.hidden * self.query_width
+        if latent.query_rank:
+            queries = latent.query_rank * (self.hidden + 1 + self.query_width)
+        expanded = latent.rank * (self.heads * (self.head_dim - latent.rotated) + values)
+        biases = (latent.query_rank + inward) * self.qkv_bias + self.hidden * self.output_bias
+        return queries + self.hidden * inward + latent.rank + expanded + values * self.hidden + biases
 
     def _mlp(self, width: int, bias: bool) -> int:
         inward = 2 if self.gated else 1
@@ -172,8 +249,8 @@ class Architecture:
         """Parameters of a block's experts with all around them, and of those that a token goes through."""
         if not self.experts:
             return 0, 0
-        expert = self._mlp(self.expert_intermediate, bias=False)
-        around = self.experts * self.hidden + self.hidden * self.shared_gate
+        expert = self._mlp(self.expert_intermediate, self.expert_bias)
+        around = self.experts * (self.hidden + self.router_bias) + self.hidden * self.shared_gate
         if self.shared_intermediate:
             around += self._mlp(self.shared_intermediate, bias=False)
         return around + self.experts * expert, around + self.experts_per_token * expert

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.models.supported import check_trainable
 from trainwright.planning import unlearning
-from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.configured import architecture_of_config
 from trainwright.planning.facts_histories import Facts, histories_of
 from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import KnownModel, find_model, known_model, nearest_models
@@ -110,7 +110,7 @@ def architecture_of(model: ModelSection) -> Architecture:
     """
     if model.config is not None:
         check_model(model)
-        return _architecture(_fresh(model), "model.config")
+        return architecture_of_config(_fresh(model), "model.config")
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogued(model.name)) is not None:
         check_model(model)
@@ -193,58 +193,7 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
     check_trainable(content, where or str(file), FAMILIES)
-    return _architecture(content, str(file))
-
-
-def _architecture(config: Mapping[str, Any], origin: str) -> Architecture:
-    """Of a family that is not known here, what tracing finds; where that cannot be, what its sizes would be in a llama.
-    Its name stays its own."""
-    try:
-        found = from_config(config, origin)
-    except RequestError:
-        raise
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise RequestError(f"{origin}: a value is not what it should be ({what})") from error
-    if found is not None:
-        return found
-    text = json.dumps(dict(config), sort_keys=True)
-    try:
-        return _from_trace(str(config["model_type"]), text, traced.layout(text))
-    except traced.TraceError as failure:
-        try:
-            found = from_config({**config, "model_type": "llama"}, origin)
-        except RequestError as error:
-            raise RequestError(
-                f"{error}; {config['model_type']} is not known here, and not traced: {failure}"
-            ) from None
-        assert found is not None
-        return replace(found, family=str(config["model_type"]))
-
-
-def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architecture:
-    hidden, heads, intermediate = layout["hidden"], layout["heads"], layout["intermediate"]
-    block = sum(rows * columns for unit, _, rows, columns in layout["weights"] if unit == 0)
-    attention = 2 * hidden * hidden * (1 + layout["key_value_heads"] / heads)
-    return Architecture(
-        family=family,
-        config=config,
-        layers=layout["layers"],
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=layout["key_value_heads"],
-        head_dim=hidden // heads,
-        intermediate=intermediate,
-        vocabulary=layout["vocabulary"],
-        positions=layout["positions"],
-        tied=layout["tied"],
-        gated=block - attention > 2.5 * hidden * intermediate,
-        norm="layer" if layout["norm_bias"] else "rms",
-        norm_bias=layout["norm_bias"],
-        head_bias=layout["head_bias"],
-        learned_positions=layout["learned_positions"],
-        rotary_layers=0 if layout["learned_positions"] else layout["layers"],
-    )
+    return architecture_of_config(content, str(file))
 
 
 def _as_planned(architecture: Architecture, data: DataSection, assumptions: list[str]) -> Architecture:

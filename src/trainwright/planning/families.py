@@ -6,15 +6,16 @@ is read from its modelling code. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.planning.families_own import OWN
+from trainwright.planning.families_sparse import SPARSE
+from trainwright.planning.family import EXPERT_SIZES, LAYER_NORM, NO_INTERMEDIATE, SIZES, Family, Values, experts
 
-Values = Mapping[str, Any]
-
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# Models that also see images, and what their language model is called.
+_OF_SEVERAL_PARTS = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 _OTHER_COUNTS = (
     "intermediate_size",
     "max_position_embeddings",
@@ -39,21 +40,6 @@ _COMMON: dict[str, Any] = {
 }
 
 
-class Family(NamedTuple):
-    """``names``: what it calls a key of llama's. ``absent``: what a key means that is left out.
-
-    ``fixed``: fields of Architecture that no key sets. ``windowed``: whether block i has the window.
-    ``more``: further fields. ``sizes``: the keys that have to be there.
-    """
-
-    names: Mapping[str, str] = {}
-    absent: Mapping[str, Any] = {}
-    fixed: Mapping[str, Any] = {}
-    windowed: Callable[[Values, int], bool] = lambda values, block: values["sliding_window"] is not None
-    more: Callable[[Values], dict[str, Any]] = lambda values: {}
-    sizes: tuple[str, ...] = _SIZES
-
-
 def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
     """The fields of planning.architecture.Architecture that ``config`` sets; None for an unknown model_type.
 
@@ -62,8 +48,8 @@ def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
     kind = config.get("model_type")
     if kind is None:
         raise RequestError(f"{origin}: model_type is missing, the name of a transformers architecture")
-    if kind == "gemma3" and isinstance(config.get("text_config"), Mapping):
-        kind, config = "gemma3_text", config["text_config"]
+    if kind in _OF_SEVERAL_PARTS and isinstance(config.get("text_config"), Mapping):
+        kind, config = _OF_SEVERAL_PARTS[kind], config["text_config"]
     if kind not in FAMILIES:
         return None
     family = FAMILIES[kind]
@@ -129,33 +115,13 @@ def _late_blocks(values: Values, block: int) -> bool:
     return bool(values["use_sliding_window"]) and block >= values["max_window_layers"]
 
 
-def _experts(values: Values) -> dict[str, Any]:
-    plain = values.get("mlp_only_layers") or []
-    step = values.get("decoder_sparse_step") or 1
-    blocks = range(values["num_hidden_layers"])
-    return {
-        "experts": values["num_experts"],
-        "experts_per_token": values["num_experts_per_tok"],
-        "expert_intermediate": values["moe_intermediate_size"],
-        "sparse_layers": sum(block not in plain and (block + 1) % step == 0 for block in blocks),
-    }
-
-
 def _qwen2_moe(values: Values) -> dict[str, Any]:
     shared = values["shared_expert_intermediate_size"]
     return {
-        **_experts(values),
+        **experts(values),
         "qkv_bias": bool(values["qkv_bias"]),
         "shared_intermediate": shared,
         "shared_gate": True,
-    }
-
-
-def _gpt_neox(values: Values) -> dict[str, Any]:
-    return {
-        "parallel": bool(values["use_parallel_residual"]),
-        "residual_dropout": values["hidden_dropout"],
-        "embedding_dropout": values["hidden_dropout"],
     }
 
 
@@ -190,12 +156,12 @@ _GEMMA: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-_EQUAL_HEADS = {"num_key_value_heads": "ignored", "head_dim": "ignored"}  # transformers ignores them too
 _PHI_NAMES = {"resid_pdrop": "residual_dropout", "embd_pdrop": "embedding_dropout"}
 _NO_BIAS = {"qkv_bias": False, "output_bias": False}
-_LAYER_NORM = {"norm": "layer", "norm_bias": True, "gated": False}
 
 FAMILIES: dict[str, Family] = {
+    **OWN,
+    **SPARSE,
     "llama": Family(more=_mlp_bias),
     "mistral": Family(
         absent={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
@@ -205,8 +171,8 @@ FAMILIES: dict[str, Family] = {
         names=_MIXTRAL_NAMES,
         absent={"num_key_value_heads": 8, "max_position_embeddings": 131072},
         fixed=_NO_BIAS,
-        more=_experts,
-        sizes=(*(key for key in _SIZES if key != "intermediate_size"), *_EXPERT_SIZES),
+        more=experts,
+        sizes=(*NO_INTERMEDIATE, *EXPERT_SIZES),
     ),
     "qwen2": Family(
         absent={"num_key_value_heads": 32, "max_position_embeddings": 32768, **_QWEN_WINDOW},
@@ -230,15 +196,15 @@ FAMILIES: dict[str, Family] = {
             bool(values["use_sliding_window"]) and block < values["max_window_layers"] and block % 2 == 0
         ),
         more=_qwen2_moe,
-        sizes=(*_SIZES, *_EXPERT_SIZES),
+        sizes=(*SIZES, *EXPERT_SIZES),
     ),
     "qwen3_moe": Family(
         names={"num_local_experts": "num_experts", "num_experts": "num_experts"},  # the last is the usual
         absent={"num_key_value_heads": 4, "max_position_embeddings": 32768, **_QWEN_WINDOW},
         fixed={"qk_norm": "head"},
         windowed=lambda values, block: bool(values["use_sliding_window"]),
-        more=_experts,
-        sizes=(*_SIZES, *_EXPERT_SIZES),
+        more=experts,
+        sizes=(*SIZES, *EXPERT_SIZES),
     ),
     "gemma": Family(absent={**_GEMMA, "num_key_value_heads": 16}, fixed={"scaled_embedding": True}),
     "gemma2": Family(
@@ -276,7 +242,7 @@ FAMILIES: dict[str, Family] = {
         names=_PHI_NAMES,
         absent={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         fixed={
-            **_LAYER_NORM,
+            **LAYER_NORM,
             "block_norms": 1,
             "parallel": True,
             "qkv_bias": True,
@@ -303,53 +269,12 @@ FAMILIES: dict[str, Family] = {
         windowed=lambda values, block: bool(values["use_sliding_window"]) and not _rotated(values, block),
         more=_smollm3,
     ),
-    "gpt2": Family(
-        names={
-            "n_embd": "hidden_size",
-            "n_layer": "num_hidden_layers",
-            "n_head": "num_attention_heads",
-            "n_positions": "max_position_embeddings",
-            "n_inner": "intermediate_size",
-            "activation_function": "hidden_act",
-            "resid_pdrop": "residual_dropout",
-            "embd_pdrop": "embedding_dropout",
-            "attn_pdrop": "attention_dropout",
-            **_EQUAL_HEADS,
-        },
-        absent={
-            "hidden_act": "gelu_new",
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": True,
-            "residual_dropout": 0.1,
-            "embedding_dropout": 0.1,
-            "attention_dropout": 0.1,
-        },
-        fixed={
-            **_LAYER_NORM,
-            "qkv_bias": True,
-            "output_bias": True,
-            "mlp_bias": True,
-            "fused_qkv": True,
-            "learned_positions": True,
-            "rotary": 0.0,
-            "rotary_layers": 0,
-        },
-        more=lambda values: {"intermediate": values["intermediate_size"] or 4 * values["hidden_size"]},
-        sizes=tuple(key for key in _SIZES if key != "intermediate_size"),
+    "olmo2": Family(fixed={"qk_norm": "all", "post_norm": True}),
+    "olmo3": Family(
+        absent={"sliding_window": 4096},
+        fixed={"qk_norm": "all", "post_norm": True},
+        windowed=lambda values, block: bool((block + 1) % 4),
     ),
-    "gpt_neox": Family(
-        names={"rotary_pct": "partial_rotary_factor", **_EQUAL_HEADS},
-        absent={
-            "hidden_act": "gelu",
-            "attention_bias": True,
-            "hidden_dropout": 0.0,
-            "use_parallel_residual": True,
-            "partial_rotary_factor": 0.25,
-        },
-        fixed={**_LAYER_NORM, "mlp_bias": True, "fused_qkv": True},
-        more=_gpt_neox,
-    ),
-    "olmo2": Family(fixed={"qk_norm": "all"}),
     "granite": Family(
         absent={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}, more=_granite
     ),
@@ -366,7 +291,7 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
             "use_bias": True,
         },
-        fixed=_LAYER_NORM,
+        fixed=LAYER_NORM,
         more=lambda values: {name: bool(values["use_bias"]) for name in ("qkv_bias", "output_bias", "mlp_bias")},
     ),
 }

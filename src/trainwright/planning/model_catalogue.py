@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.architecture import Architecture
+from trainwright.planning.configured import architecture_of_config
 
 _FILE = Path(__file__).with_name("models.json")
 
@@ -27,9 +28,8 @@ class KnownModel:
     config: Mapping[str, Any] = field(hash=False)
 
     def architecture(self) -> Architecture:
-        made = from_config(self.config, self.id)
-        assert made is not None, f"{self.id} is of a family that is not known"
-        return made
+        """What it is made of; of a family that is not written down here by tracing, which imports torch."""
+        return architecture_of_config(self.config, self.id)
 
 
 def known_models() -> tuple[KnownModel, ...]:

@@ -79,7 +79,10 @@ def block_kinds(a: Architecture) -> tuple[BlockKind, ...]:
         rotated = _spread(block, a.rotary_layers, a.layers)
         among = a.layers - a.rotary_layers if 0 < a.rotary_layers < a.layers else a.layers
         windowed = (among == a.layers or not rotated) and _spread(block, a.windowed_layers, among)
-        kinds.append(BlockKind(windowed, rotated, _spread(block, a.sparse_layers, a.layers)))
+        after = a.layers - a.first_dense
+        sparse = block >= a.first_dense and _spread(block - a.first_dense, a.sparse_layers, after)
+        linear = a.linear_layers > 0 and _spread(block, a.linear_layers, a.layers)
+        kinds.append(BlockKind(windowed and not linear, rotated, sparse, linear))
     return tuple(kinds)
 
 

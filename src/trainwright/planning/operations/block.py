@@ -8,10 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainwright.planning.architecture import Architecture
-from trainwright.planning.operations.attention import document_attention, eager_attention, sdpa_attention
-from trainwright.planning.operations.elementary import add, cat, dropout, scale, slices, split, to, view
+from trainwright.planning.operations.attention import document_attention, sdpa_attention
+from trainwright.planning.operations.delta import delta_net
+from trainwright.planning.operations.elementary import (
+    add,
+    cat,
+    contiguous,
+    dropout,
+    from_result,
+    mean,
+    mul,
+    scale,
+    shift,
+    slices,
+    split,
+    square,
+    to,
+    view,
+)
 from trainwright.planning.operations.experts import sparse_mlp
-from trainwright.planning.operations.layers import mlp, norm, project, rotate
+from trainwright.planning.operations.latent import latent_projections
+from trainwright.planning.operations.layers import mlp, norm, project, rotate, rotate_pairs
+from trainwright.planning.operations.scores import alibi_attention, eager_attention, repeat
 from trainwright.planning.operations.shapes import BlockKind, Device, Heads, MicroBatch
 from trainwright.planning.operations.tape import Tape, Tensor
 from trainwright.planning.operations.weights import Weights
@@ -33,7 +51,7 @@ class Block:
     sin: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if self.architecture.family == "olmo2":
+        if self.architecture.post_norm:
             return self._norms_after(hidden)
         if self.architecture.block_norms == 4:
             return self._norms_around(hidden)
@@ -101,28 +119,51 @@ class Block:
         return norm(self.tape, self.architecture, x, self.weights, name, self.batch.tokens)
 
     def _attention(self, hidden: Tensor) -> Tensor:
-        tape, a, batch = self.tape, self.architecture, self.batch
-        q, k, v = self._projections(hidden)
-        if self.kind.rotated:
+        tape, a = self.tape, self.architecture
+        if self.kind.linear and a.delta is not None:
+            return delta_net(tape, a, a.delta, hidden, self.weights, self.batch)
+        gate = None
+        if a.latent is not None:
+            q, k, v = latent_projections(tape, a, a.latent, hidden, self.weights, self.batch.tokens, self.cos, self.sin)
+        else:
+            q, k, v, gate = self._projections(hidden)
+        if self.kind.rotated and a.latent is None:
             tape.operation = "rotary"
             q, k = self._rotated(q, k)
-        window = a.window if self.kind.windowed else None
-        heads = Heads(
-            a.heads, a.key_value_heads, a.head_dim, window, a.attention_softcap is not None, a.attention_dropout
-        )
-        tape.operation = "attention"
-        masked = batch.masked or (window is not None and window < batch.length)
-        if batch.packed:
-            out = document_attention(tape, q, k, v, heads, batch, self.device)
-        elif a.attention_softcap is not None:
-            out = eager_attention(tape, q, k, v, heads, batch, self.device)
-        else:
-            out = sdpa_attention(tape, q, k, v, heads, batch, self.device, masked)
+        out = self._attend(q, k, v)
+        del q, k, v
+        if gate is not None:
+            out = mul(tape, out, from_result(tape, gate))
         tape.operation = "output"
         return project(tape, out, self.weights, "output")
 
-    def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        tape, a, batch = self.tape, self.architecture, self.batch
+        window = a.window if self.kind.windowed else None
+        heads = Heads(
+            a.heads,
+            a.key_value_heads,
+            a.head_dim,
+            window,
+            a.attention_softcap is not None,
+            a.attention_dropout,
+            a.latent.value if a.latent is not None else 0,
+            a.sinks,
+            a.family == "falcon" and a.key_value_heads == 1,
+        )
+        tape.operation = "attention"
+        masked = batch.masked or (window is not None and window < batch.length)
+        sinks = self.weights["sinks"] if a.sinks else None
+        if batch.packed:
+            return document_attention(tape, q, k, v, heads, batch, self.device, sinks)
+        if a.attention_softcap is not None or a.sinks:
+            return eager_attention(tape, q, k, v, heads, batch, self.device, sinks)
+        if a.alibi and a.family != "falcon":
+            return alibi_attention(tape, q, k, v, heads, batch, self.device)
+        return sdpa_attention(tape, q, k, v, heads, batch, self.device, masked or a.alibi)
+
+    def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]; and what gates the result."""
         tape, a, weights, tokens = self.tape, self.architecture, self.weights, self.batch.tokens
         widths = (a.query_width, a.key_value_width, a.key_value_width)
         if a.fused_qkv:
@@ -130,16 +171,29 @@ class Block:
             fused = project(tape, hidden, weights, "query_key_value")
             cut = slices if a.family == "phi3" else split
             q, k, v = cut(tape, fused, [tokens * width for width in widths])
-            return view(tape, q), view(tape, k), view(tape, v)
-        made = []
+            if a.family == "falcon":
+                q, k, v = self._heads_of_falcon(q, k, v)
+            return view(tape, q), view(tape, k), view(tape, v), None
+        made, gate = [], None
         for name in ("query", "key", "value"):
             tape.operation = name
             x = view(tape, project(tape, hidden, weights, name))
+            if a.query_gate and name == "query":
+                x, gate = split(tape, x, [x.numel // 2] * 2)
+                gate = contiguous(tape, gate)
             if a.qk_norm != "none" and name != "value":
                 x = self._norm_of_heads(x, name)
             made.append(view(tape, x))
         del x
-        return made[0], made[1], made[2]
+        return made[0], made[1], made[2], gate
+
+    def _heads_of_falcon(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copied into the order of heads; those of several heads each are first given to every one of theirs."""
+        tape, a = self.tape, self.architecture
+        if 1 < a.key_value_heads < a.heads:
+            group = a.heads // a.key_value_heads
+            k, v = (repeat(tape, x, group) for x in (k, v))
+        return contiguous(tape, q), contiguous(tape, k), contiguous(tape, v)
 
     def _norm_of_heads(self, x: Tensor, name: str) -> Tensor:
         a, tokens = self.architecture, self.batch.tokens
@@ -152,10 +206,22 @@ class Block:
         width = q.width
         if a.family == "cohere":
             q, k = to(tape, q, _FP32), to(tape, k, _FP32)
-        if a.family in ("phi", "phi3", "gpt_neox"):
+        if a.family == "llama4_text":
+            return self._turned(q), self._turned(k)
+        if a.family == "gpt_oss":
+            return rotate_pairs(tape, q, self.cos, self.sin), rotate_pairs(tape, k, self.cos, self.sin)
+        if a.rotary < 1 or a.family == "phi3":
             return self._partly_rotated(q), self._partly_rotated(k)
         rotated = rotate(tape, q, self.cos, self.sin), rotate(tape, k, self.cos, self.sin)
         return to(tape, rotated[0], width), to(tape, rotated[1], width)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """As complex numbers in fp32, and then normalised in fp32 without a weight (Llama4TextL2Norm)."""
+        tape, width, rows = self.tape, x.width, x.numel // self.architecture.head_dim
+        x = to(tape, mul(tape, to(tape, x, _FP32), self.cos), width)
+        x = to(tape, x, _FP32)
+        normed = mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
+        return to(tape, normed, width)
 
     def _partly_rotated(self, x: Tensor) -> Tensor:
         part = int(x.numel * self.architecture.rotary)

@@ -50,7 +50,7 @@ def begin(tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, devi
     held += [tape.new(size, 1) for size in _masks(a, batch)]
     tape.operation = "rotary"
     numel = int(a.head_dim * a.rotary) * tokens if a.rotary_layers else 0
-    width = _FP32 if a.family == "olmo2" else hidden.width
+    width = _FP32 if a.post_norm else hidden.width
     cos, sin = tape.new(numel, width), tape.new(numel, width)
     if a.family == "gemma3_text" and 0 < a.windowed_layers < a.layers:
         held += [tape.new(numel, width), tape.new(numel, width)]  # the other kind of layers has a base of its own

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from trainwright.planning.architecture import Architecture
-from trainwright.planning.operations.elementary import add, from_result, gather, mul, split, to, view
+from trainwright.planning.operations.elementary import (
+    add,
+    as_tensor,
+    from_input,
+    from_result,
+    gather,
+    mean,
+    mul,
+    scale,
+    shift,
+    split,
+    to,
+    view,
+)
 from trainwright.planning.operations.layers import activation, expand, linear, mlp, softmax
+from trainwright.planning.operations.scores import repeat
 from trainwright.planning.operations.shapes import Device
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
@@ -14,6 +28,8 @@ _FP32, _INT64 = 4, 8
 
 def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int, device: Device) -> Tensor:
     """The experts that each token goes to, weighed, and what all tokens go through beside them."""
+    if a.every_expert:
+        return view(tape, _every_expert(tape, a, hidden, weights, tokens))
     shared = mlp(tape, a, hidden, weights, "shared.") if a.shared_intermediate else None
     scores, indices = _route(tape, a, hidden, weights, tokens)
     tape.operation = "experts"
@@ -30,12 +46,72 @@ def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, to
 def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> tuple[Tensor, Tensor]:
     """Weights and numbers of the experts of each token."""
     tape.operation = "router"
-    logits = linear(tape, hidden, weights["router"])
+    if a.latent is not None or a.family == "glm4_moe":
+        return _route_in_fp32(tape, a, hidden, weights["router"], tokens)
+    logits = linear(tape, hidden, weights["router"], weights.bias("router"))
+    if a.router_bias:
+        indices = tape.new(tokens * a.experts_per_token, _INT64)
+        return softmax(tape, gather(tape, logits, tokens * a.experts_per_token, indices)), indices
     probabilities = softmax(tape, to(tape, logits, _FP32))
     chosen = tokens * a.experts_per_token
     indices = tape.new(chosen, _INT64)
     scores = gather(tape, probabilities, chosen, indices)
     return to(tape, scores, hidden.width), indices
+
+
+def _route_in_fp32(
+    tape: Tape, a: Architecture, hidden: Tensor, router: Parameter, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek's: each expert's score by itself, the best of the best groups; normalised and scaled."""
+    wide = Parameter(router.name, router.n, router.k, _FP32, router.trainable)
+    as_tensor(tape, router, _FP32)
+    logits = linear(tape, to(tape, hidden, _FP32), wide)
+    scores = from_result(tape, logits)
+    chosen = tokens * a.experts_per_token
+    indices = tape.new(chosen, _INT64)
+    weights = gather(tape, scores, chosen, indices)
+    weights = mul(tape, weights, shift(tape, mean(tape, weights, tokens)))
+    return scale(tape, weights), indices
+
+
+def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> Tensor:
+    """Llama4TextMoe: every token goes through all experts, those that it is not sent to with zeros."""
+    tape.operation = "router"
+    logits = linear(tape, hidden, weights["router"])
+    kept = gather(tape, logits, logits.numel, tape.new(tokens * a.experts_per_token, _INT64))
+    scores = to(tape, from_result(tape, to(tape, kept, _FP32)), hidden.width)
+    tape.operation = "experts"
+    states = mul(tape, repeat(tape, hidden, a.experts), scores)
+    out = grouped_linear(tape, states, weights["experts.gate_up"], a.experts)
+    del states
+    gate, up = split(tape, out, [out.numel // 2] * 2)
+    out = mul(tape, up, activation(tape, gate, a.activation))
+    del gate, up
+    out = grouped_linear(tape, out, weights["experts.down"], a.experts)
+    shared = mlp(tape, a, hidden, weights, "shared.")
+    return add(tape, shared, _sum_of_each(tape, out, tokens * a.hidden))
+
+
+def _gated(tape: Tape, a: Architecture, gate: Tensor, up: Tensor) -> Tensor:
+    """Activation and product; gpt_oss bounds both parts, and adds one to the second."""
+    if not a.expert_bias:
+        return mul(tape, activation(tape, gate, a.activation), up)
+    gate, up = from_input(tape, gate), from_input(tape, up)
+    glu = mul(tape, gate, from_result(tape, scale(tape, gate)))
+    del gate
+    return mul(tape, shift(tape, up), glu)
+
+
+def _with_bias(tape: Tape, out: Tensor, bias: Parameter | None, indices: Tensor, experts: int) -> Tensor:
+    """Each row plus the bias of its expert, in place."""
+    if bias is None:
+        return out
+    rows = gather(tape, as_tensor(tape, bias, out.width), out.numel, indices)
+    made = Tensor(tape, out.storage, out.numel, out.width, out.heads_first)
+    tape.launch("elementwise", out.bytes + rows.bytes, out.bytes)
+    if tape.wants(out, rows):
+        tape.record([made], [out, rows], lambda grads: [grads[0], grads[0]])
+    return made
 
 
 def _experts(
@@ -48,10 +124,12 @@ def _experts(
     sample_weights = gather(tape, scores, selected, order)
     histogram = tape.new(selected, _FP32)
     out = grouped_linear(tape, states, weights["experts.gate_up"], a.experts)
+    out = _with_bias(tape, out, weights.bias("experts.gate_up"), sorted_ids, a.experts)
     gate, up = split(tape, out, [selected * a.expert_intermediate] * 2)
-    out = mul(tape, activation(tape, gate, a.activation), up)
+    out = _gated(tape, a, gate, up)
     del gate, up
     out = grouped_linear(tape, out, weights["experts.down"], a.experts)
+    out = _with_bias(tape, out, weights.bias("experts.down"), sorted_ids, a.experts)
     weighted = mul(tape, out, sample_weights)
     back = tape.new(selected, _INT64)
     weighted = gather(tape, weighted, weighted.numel, back)

@@ -236,9 +236,9 @@ def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, ro
         return layer_norm_of_cohere(tape, x, weight, rows)
     if a.norm == "layer":
         return layer_norm(tape, x, weight, weights.bias(name), rows)
-    if a.family.startswith("gemma"):
+    if a.family.startswith("gemma") or a.family == "qwen3_next":
         return rms_norm_of_gemma(tape, x, weight, rows)
-    return rms_norm_in_fp32(tape, x, weight, rows) if a.family == "olmo2" else rms_norm(tape, x, weight, rows)
+    return rms_norm_in_fp32(tape, x, weight, rows) if a.post_norm else rms_norm(tape, x, weight, rows)
 
 
 def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:
@@ -292,6 +292,14 @@ def rotate_half(tape: Tape, x: Tensor) -> Tensor:
 def rotate(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """apply_rotary_pos_emb of one of queries and keys."""
     return add(tape, mul(tape, x, cos), mul(tape, rotate_half(tape, x), sin))
+
+
+def rotate_pairs(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The two halves of ``x`` turned against each other by tables of half its width: gpt_oss, and DeepSeek's pairs."""
+    first, second = split(tape, x, [x.numel // 2] * 2)
+    left = add(tape, mul(tape, first, cos), mul(tape, second, sin))
+    right = add(tape, mul(tape, second, cos), mul(tape, first, sin))
+    return cat(tape, [left, right], heads_first=True)
 
 
 def embedding(tape: Tape, weight: Parameter, tokens: int) -> Tensor:

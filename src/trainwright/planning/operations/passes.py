@@ -113,7 +113,7 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
         tables = [tape.new(0, setting.width) for _ in range(2)]
         for table in tables:
             table.numel = int(a.head_dim * a.rotary) * batch.tokens
-            table.width = 4 if a.family == "olmo2" else setting.width
+            table.width = 4 if a.post_norm else setting.width
         block = Block(tape, a, kind, batch, setting.device, weights, *tables)
         if recompute == "none" or not tape.grad:
             return block

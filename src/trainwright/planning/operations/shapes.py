@@ -54,7 +54,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of one layer's attention. ``window``: tokens that a query sees, itself among them."""
+    """The shape of one layer's attention. ``window``: tokens that a query sees, itself among them. ``value``: the width
+    of a head's values, where it is not ``size``. ``sinks``: whether each head has a score that no value belongs to.
+    ``broadcast``: one head of keys is left to torch to give to all queries, which no kernel of its does."""
 
     queries: int
     keys: int
@@ -62,6 +64,13 @@ class Heads:
     window: int | None = None
     softcap: bool = False
     dropout: float = 0.0
+    value: int = 0
+    sinks: bool = False
+    broadcast: bool = False
+
+    @property
+    def value_size(self) -> int:
+        return self.value or self.size
 
     @property
     def group(self) -> int:
@@ -83,8 +92,9 @@ class Device:
 @dataclass(frozen=True)
 class BlockKind:
     """In what blocks of one model differ. ``windowed``: attention looks back a window only. ``rotated``: queries and
-    keys are. ``sparse``: its MLP has experts."""
+    keys are. ``sparse``: its MLP has experts. ``linear``: it has a delta net in place of attention."""
 
     windowed: bool
     rotated: bool
     sparse: bool
+    linear: bool = False

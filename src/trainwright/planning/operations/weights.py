@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architecture import Architecture, DeltaNet, Latent
 from trainwright.planning.operations.shapes import BlockKind
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
@@ -13,6 +13,12 @@ ADAPTED: dict[str, frozenset[Target]] = {
     "query": frozenset({"query"}),
     "key": frozenset({"key"}),
     "value": frozenset({"value"}),
+    "query_a": frozenset({"query"}),
+    "query_b": frozenset({"query"}),
+    "key_value_a": frozenset({"key", "value"}),
+    "key_value_b": frozenset({"key", "value"}),
+    "delta.in": frozenset({"query", "key", "value"}),
+    "delta.rates": frozenset({"query", "key", "value"}),
     "query_key_value": frozenset({"query", "key", "value"}),
     "output": frozenset({"output"}),
     "gate": frozenset({"gate"}),
@@ -86,7 +92,12 @@ def block_weights(
         for name in norms:
             weights.add(name, a.hidden, bias=a.norm_bias)
         norms = ()
-    _add_attention(weights, a)
+    if kind.linear and a.delta is not None:
+        _add_delta(weights, a, a.delta)
+    elif a.latent is not None:
+        _add_latent(weights, a, a.latent)
+    else:
+        _add_attention(weights, a)
     if kind.sparse:
         _add_experts(weights, a)
     else:
@@ -115,7 +126,7 @@ def _norm_names(a: Architecture) -> tuple[str, ...]:
         return ("input_norm",)
     if a.block_norms == 4:
         return ("input_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")
-    if a.family == "olmo2":
+    if a.post_norm:
         return ("post_attention_norm", "post_mlp_norm")
     return ("input_norm", "post_attention_norm")
 
@@ -125,14 +136,39 @@ def _add_attention(weights: Weights, a: Architecture) -> None:
     if a.fused_qkv:
         weights.add("query_key_value", queries + 2 * keys, a.hidden, bias=a.qkv_bias)
     else:
-        weights.add("query", queries, a.hidden, bias=a.qkv_bias)
+        weights.add("query", queries * (2 if a.query_gate else 1), a.hidden, bias=a.qkv_bias)
         weights.add("key", keys, a.hidden, bias=a.qkv_bias)
         weights.add("value", keys, a.hidden, bias=a.qkv_bias)
     weights.add("output", a.hidden, queries, bias=a.output_bias)
+    if a.sinks:
+        weights.add("sinks", a.heads)
     if a.qk_norm != "none":
         whole = a.qk_norm == "all"
         weights.add("query_norm", queries if whole else a.head_dim, bias=a.norm_bias)
         weights.add("key_norm", keys if whole else a.head_dim, bias=a.norm_bias)
+
+
+def _add_latent(weights: Weights, a: Architecture, latent: Latent) -> None:
+    if latent.query_rank:
+        weights.add("query_a", latent.query_rank, a.hidden, bias=a.qkv_bias)
+        weights.add("query_a_norm", latent.query_rank)
+        weights.add("query_b", a.query_width, latent.query_rank)
+    else:
+        weights.add("query", a.query_width, a.hidden)
+    weights.add("key_value_a", latent.rank + latent.rotated, a.hidden, bias=a.qkv_bias)
+    weights.add("key_value_a_norm", latent.rank)
+    weights.add("key_value_b", a.heads * (a.head_dim - latent.rotated + latent.value), latent.rank)
+    weights.add("output", a.hidden, a.heads * latent.value, bias=a.output_bias)
+
+
+def _add_delta(weights: Weights, a: Architecture, delta: DeltaNet) -> None:
+    weights.add("delta.steps", delta.value_heads)
+    weights.add("delta.decay", delta.value_heads)
+    weights.add("delta.convolution", 2 * delta.keys + delta.values, delta.kernel)
+    weights.add("delta.in", 2 * delta.keys + 2 * delta.values, a.hidden)
+    weights.add("delta.rates", 2 * delta.value_heads, a.hidden)
+    weights.add("delta.norm", delta.value_dim)
+    weights.add("output", a.hidden, delta.values)
 
 
 def _add_mlp(weights: Weights, a: Architecture, prefix: str, width: int, bias: bool) -> None:
@@ -146,9 +182,9 @@ def _add_mlp(weights: Weights, a: Architecture, prefix: str, width: int, bias: b
 
 
 def _add_experts(weights: Weights, a: Architecture) -> None:
-    weights.add("router", a.experts, a.hidden)
-    weights.add("experts.gate_up", a.experts * 2 * a.expert_intermediate, a.hidden)
-    weights.add("experts.down", a.experts * a.hidden, a.expert_intermediate)
+    weights.add("router", a.experts, a.hidden, bias=a.router_bias)
+    weights.add("experts.gate_up", a.experts * 2 * a.expert_intermediate, a.hidden, bias=a.expert_bias)
+    weights.add("experts.down", a.experts * a.hidden, a.expert_intermediate, bias=a.expert_bias)
     if a.shared_intermediate:
         _add_mlp(weights, a, "shared.", a.shared_intermediate, bias=False)
     if a.shared_gate:

@@ -1,0 +1,195 @@
+"""Attention in single operations, which make every score: capped scores, sinks, scores that fall with distance."""
+
+from __future__ import annotations
+
+from trainwright.planning.operations.elementary import (
+    add,
+    as_tensor,
+    cat,
+    contiguous,
+    dropout,
+    from_result,
+    gather,
+    plus,
+    scale,
+    slices,
+    to,
+    view,
+)
+from trainwright.planning.operations.layers import softmax
+from trainwright.planning.operations.shapes import Device, Heads, MicroBatch
+from trainwright.planning.operations.tape import Parameter, Tape, Tensor
+
+_FP32, _INT64 = 4, 8
+
+
+def eager_attention(
+    tape: Tape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Heads,
+    batch: MicroBatch,
+    device: Device,
+    sinks: Parameter | None = None,
+) -> Tensor:
+    """transformers' eager attention with capped scores or with sinks, over padded rows. Gives [B, L, H, D]."""
+    if heads.group > 1:
+        k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
+    length, count = batch.length, batch.rows * heads.queries
+    scores = scale(tape, product(tape, q, k, length, length, heads.size, count, batch.rows))
+    if heads.softcap:
+        scores = scale(tape, from_result(tape, scale(tape, scores)))
+    scores = plus(tape, scores, batch.rows * length**2 * scores.width)
+    if sinks is None:
+        weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
+    else:
+        scores = _with_sinks(tape, scores, sinks, count * length, scores.width)
+        largest = gather(tape, scores, count * length, tape.new(count * length, _INT64))
+        weights = _without_sinks(tape, softmax(tape, add(tape, scores, largest)), count * length)
+        del largest
+    del scores
+    weights = dropout(tape, weights, heads.dropout, device.is_gpu)
+    return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, batch.rows), heads)
+
+
+def alibi_attention(
+    tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device
+) -> Tensor:
+    """Scores that fall with distance, over padded rows, in single operations. Gives [B, L, H, D]."""
+    length, count = batch.length, batch.rows * heads.queries
+    scores = scale(tape, product(tape, q, k, length, length, heads.size, count, batch.rows))
+    scores = plus(tape, scores, heads.queries * length * scores.width)
+    scores = plus(tape, scores, batch.rows * length**2)  # the mask, which is there for all blocks
+    weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
+    del scores
+    weights = dropout(tape, weights, heads.dropout, device.is_gpu)
+    return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, batch.rows), heads)
+
+
+def _with_sinks(tape: Tape, scores: Tensor, sinks: Parameter, rows: int, width: int) -> Tensor:
+    """The scores with one more in each of ``rows`` rows, the same for all rows of a head."""
+    learnt = as_tensor(tape, sinks, width)
+    expanded = Tensor(tape, learnt.storage, rows, width)
+    expanded.base = learnt
+    if tape.wants(learnt):
+        numel = learnt.numel
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            total = tape.new(numel, grad.width)
+            tape.launch("reduction", grad.bytes, total.bytes)
+            return [total]
+
+        tape.record([expanded], [learnt], apply)
+    return cat(tape, [scores, expanded], heads_first=True)
+
+
+def _without_sinks(tape: Tape, weights: Tensor, rows: int) -> Tensor:
+    return slices(tape, weights, [weights.numel - rows])[0]
+
+
+def scores_attention(
+    tape: Tape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Heads,
+    rows: int,
+    length: int,
+    device: Device,
+    sinks: Parameter | None,
+) -> Tensor:
+    count = rows * heads.queries
+    scores = to(tape, scale(tape, product(tape, q, k, length, length, heads.size, count, rows)), _FP32)
+    if heads.softcap:
+        scores = scale(tape, from_result(tape, scale(tape, scores)))
+    scores = _masked_fill(tape, scores, length**2)
+    if sinks is None:
+        weights = to(tape, softmax(tape, scores), v.width)
+    else:
+        weights = softmax(tape, _with_sinks(tape, scores, sinks, count * length, _FP32))
+        weights = to(tape, _without_sinks(tape, weights, count * length), v.width)
+    del scores
+    weights = dropout(tape, weights, heads.dropout, device.is_gpu)
+    return product(tape, weights, v, length, heads.size, length, count, rows)
+
+
+def _masked_fill(tape: Tape, x: Tensor, mask: int) -> Tensor:
+    """-inf where a mask of ``mask`` bytes, made for it, says so; the mask is kept."""
+    kept = tape.save(tape.new(mask, 1)) if tape.wants(x) else None
+    out = tape.new(x.numel, x.width, x.heads_first)
+    tape.launch("elementwise", x.bytes + mask, x.bytes)
+    if kept is not None:
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            kept.get()
+            made = tape.new(grad.numel, grad.width, grad.heads_first)
+            tape.launch("elementwise", grad.bytes + mask, grad.bytes)
+            return [made]
+
+        tape.record([out], [x], apply)
+    return out
+
+
+def product(tape: Tape, a: Tensor, b: Tensor, m: int, n: int, k: int, count: int, rows: int) -> Tensor:
+    """``count`` products of [m, k] with [k, n], ``count / rows`` heads of each of ``rows``."""
+    a, b = (contiguous(tape, x) if not x.heads_first and rows > 1 else view(tape, x) for x in (a, b))
+    width = a.width
+    recorded = tape.wants(a, b)
+    kept = (tape.save(a), tape.save(b)) if recorded else None
+
+    def multiply() -> list[Tensor]:
+        made = tape.new(count * m * n, width, heads_first=True)
+        tape.product(m, n, k, width, count)
+        return [made]
+
+    out = tape.result("product", multiply)[0]
+    if kept is not None:
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            for one in kept:
+                one.get()
+            of_a = tape.new(count * m * k, width, heads_first=True)
+            tape.product(m, k, n, width, count)
+            of_b = tape.new(count * k * n, width, heads_first=True)
+            tape.product(k, n, m, width, count)
+            return [of_a, of_b]
+
+        tape.record([out], [a, b], apply)
+    del a, b
+    return view(tape, out)
+
+
+def repeat(tape: Tape, x: Tensor, group: int) -> Tensor:
+    """Every head ``group`` times."""
+    out = tape.new(x.numel * group, x.width, heads_first=True)
+    tape.launch("copy", x.bytes, out.bytes)
+    if tape.wants(x):
+        numel = x.numel
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            if group == 1:
+                return [grad.alias()]
+            total = tape.new(numel, grad.width, heads_first=True)
+            tape.launch("reduction", grad.bytes, total.bytes)
+            return [total]
+
+        tape.record([out], [x], apply)
+    return out
+
+
+def tokens_first(tape: Tape, x: Tensor, heads: Heads) -> Tensor:
+    """[B, H, L, D] as [B, L, H, D]: a copy where its memory is in the first order."""
+    if x.heads_first and heads.queries > 1:
+        x = contiguous(tape, x)
+        x.heads_first = False
+        return x
+    return view(tape, x)
