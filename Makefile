@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Everything installs into .venv; nothing else on the machine is touched.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint format clean setup-accelerate check gpu-info memory-check \
+.PHONY: help install quickstart test test-slow test-conditions lint format clean setup-accelerate check gpu-info memory-check \
 	process style render train train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
 	eval eval-quick eval-full infer infer-batch infer-interactive merge merge-test tensorboard
 
@@ -8,6 +8,8 @@
 PYTHON ?= python3
 QUICKSTART_ARGS ?=
 PYTEST_ARGS ?=
+# Of tests/support/conditions.py; all of them where none is named.
+CONDITIONS ?=
 
 # What to train, and what more to say of it (ARGS="train.max_steps=100"); the model to use, the newest run's unless
 # told otherwise; where TensorBoard listens, 0 for a free port.
@@ -58,6 +60,9 @@ test: $(STAMP)  ## run the tests (PYTEST_ARGS="tests/recipe -x" for some of them
 
 test-slow: $(STAMP)  ## run the tests that take longer, and say how long each took
 	$(TEST) -m slow --timeout 1800 --durations 0 --durations-min 1 $(PYTEST_ARGS)
+
+test-conditions: $(STAMP)  ## run the tests under other conditions, some minutes each (CONDITIONS="one-core no-root")
+	$(BIN)/python -m tests.support.conditions $(CONDITIONS) -- $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## check style, types and the layers of imports
 	$(BIN)/ruff format --check .

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from tests.support import commands
 from tests.support.commands import MACHINE
 from tests.support.janitor import Janitor
 from tests.support.runs import Runs
@@ -27,21 +30,33 @@ _SET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": "",
+    "TRAINWRIGHT_QUIET": "1",  # how long something takes is up to the machine, and what takes long is told
     "PYTHONUTF8": "1",  # what commands print is read as that, whatever the locale
-    "TRAINWRIGHT_MACHINE": str(MACHINE),
 }
 _janitor = pytest.StashKey[Janitor]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "the machine that tests take theirs for: a file as `trainwright machine --json` writes it"
+    parser.addoption("--machine", metavar="FILE", default=str(MACHINE), help=told)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see a described machine and empty caches on any machine, and nothing that they start outlives them."""
+    limit = float(config.getoption("timeout", None) or config.getini("timeout") or 300)
+    commands.PATIENCE = max(commands.PATIENCE, min(limit / 2, 500))  # what sleeps until it is killed does so for 600 s
+    # A shell ignores some signals in what it starts in the background, and so would all that is started from here.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = None
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist have this one's environment
         for name in [name for name in os.environ if name.startswith(_NOT_INHERITED)]:
             del os.environ[name]
         directory = Path(tempfile.mkdtemp(prefix="trainwright-tests-"))
         caches = {"TRAINWRIGHT_CACHE": str(directory / "cache"), "HF_HOME": str(directory / "huggingface")}
-        os.environ.update({**_SET, **caches})
+        machine = {"TRAINWRIGHT_MACHINE": str(Path(config.getoption("machine")).absolute())}
+        os.environ.update({**_SET, **caches, **machine})
     config.stash[_janitor] = Janitor(directory)
 
 
@@ -56,10 +71,33 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         janitor.close()
 
 
+@pytest.fixture(autouse=True)
+def _asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that looks at what it runs on without asking for that has lost the description: let it fail."""
+
+    def look() -> NoReturn:
+        raise AssertionError("this test looks at the machine it runs on: ask for the fixture this_machine")
+
+    if "this_machine" not in request.fixturenames:
+        monkeypatch.setattr("trainwright.machine.detect._look", look)
+
+
 @pytest.fixture
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests run on is looked at, in place of the described machine."""
     monkeypatch.delenv("TRAINWRIGHT_MACHINE")
+
+
+@pytest.fixture
+def told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long is told."""
+    monkeypatch.delenv("TRAINWRIGHT_QUIET")
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is the one that is usual here, also where `--machine` names another."""
+    monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(MACHINE))
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,8 @@ def test_a_pytest_that_is_killed_in_mid_launch_leaves_nothing_behind(
     settings = ("-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest", "-p", "no:cacheprovider")
     command = ("-m", "pytest", *settings, *processes, f"--basetemp={tmp_path / 'base'}", str(tmp_path / "test_it.py"))
     with started(*command, cwd=ROOT) as process:
-        launcher = wait_for(lambda: _launcher(process.pid), 100)
-        wait_for(lambda: launcher.children(), 60)
+        launcher = wait_for(lambda: _launcher(process.pid))
+        wait_for(lambda: launcher.children())
         server = launcher.parent()
         assert server is not None
         mark, victim = server.environ()[MARK], server.parent()
@@ -45,8 +45,8 @@ def test_a_pytest_that_is_killed_in_mid_launch_leaves_nothing_behind(
         begun = [one for one in marked(mark) if one.pid != process.pid]
         assert {launcher, *launcher.children()} <= set(begun)
         os.kill(victim.pid, signal.SIGKILL)
-        assert all_gone(begun, 60)
-        wait_for(lambda: not [one for one in marked(mark) if one.status() != psutil.STATUS_ZOMBIE], 60)
+        assert all_gone(begun)
+        wait_for(lambda: not [one for one in marked(mark) if one.status() != psutil.STATUS_ZOMBIE])
 
 
 def _launcher(pytest_process: int) -> psutil.Process | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.support.commands import all_gone, started, trainwright
+from tests.support.commands import PATIENCE, all_gone, started, trainwright, wait_for
 from trainwright.cli.collect import collect
 from trainwright.errors import RequestError
 from trainwright.reinforcement.environments import make
@@ -65,9 +64,7 @@ def test_killed_and_run_again_is_the_same(place: Path) -> None:
     parts = place / "out/rooms.h5.parts"
     one = ("--num-processes", "1")
     with started("-m", "trainwright", "collect", "rooms.yaml", *PPO, *one, cwd=place) as process:
-        deadline = time.monotonic() + 120
-        while not list(parts.glob("*.h5")) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: list(parts.glob("*.h5")) or process.poll() is not None, every=0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
     kept = list(parts.glob("*.h5"))
@@ -138,22 +135,21 @@ def test_a_recipe_of_texts_is_refused(place: Path) -> None:
     assert refused.returncode == 2 and "collects no histories" in refused.stderr, refused.stderr
 
 
+def spawned(pid: int) -> list[psutil.Process]:
+    return [one for one in psutil.Process(pid).children() if "spawn_main" in " ".join(one.cmdline())]
+
+
 @pytest.mark.parametrize("end", ["a worker dies", "a signal"])
 def test_an_end_before_the_end_says_so(place: Path, end: str) -> None:
     endless = [one.replace("steps: 120", "steps: 1000000") for one in PPO]
     log = place / "log"
     with started("-m", "trainwright", "collect", "rooms.yaml", *endless, cwd=place, output=log) as process:
-        deadline = time.monotonic() + 120
-        workers: list[psutil.Process] = []
-        while not workers and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-            below = psutil.Process(process.pid).children()
-            workers = [one for one in below if "spawn_main" in " ".join(one.cmdline())]
+        workers = wait_for(lambda: spawned(process.pid))
         if end == "a signal":
             process.send_signal(signal.SIGTERM)
         else:
             workers[0].kill()
-        assert process.wait(120) == (75 if end == "a signal" else 4)
+        assert process.wait(PATIENCE) == (75 if end == "a signal" else 4)
         assert all_gone(workers)
     said = log.read_text()
     assert "run the same command again to go on" in said and "Traceback" not in said

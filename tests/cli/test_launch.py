@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import all_gone, descendants, environment, started, trainwright, wait_for
+from tests.support.commands import PATIENCE, all_gone, descendants, environment, started, trainwright, wait_for
 
 SCRIPT = """
 import argparse, atexit, os, sys, time
@@ -70,8 +70,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def launch(cwd: Path, *arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    return trainwright("launch", *arguments, cwd=cwd, timeout=timeout)
+def launch(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return trainwright("launch", *arguments, cwd=cwd)
 
 
 def two(cwd: Path, mode: str) -> subprocess.CompletedProcess[str]:
@@ -152,7 +152,7 @@ def test_stop_is_a_keyboard_interrupt_in_every_rank(tmp_path: Path, number: sign
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        assert process.wait(30) == 75
+        assert process.wait(PATIENCE) == 75
         assert all_gone(workers)
     assert all((tmp_path / f"interrupted-{rank}").exists() for rank in range(2))
     assert "Traceback" not in output.read_text() and "stopped: own/train.py was interrupted" in output.read_text()
@@ -163,7 +163,7 @@ def test_script_that_handles_sigterm_gets_it(tmp_path: Path) -> None:
     with started(*running(tmp_path, "handle"), cwd=tmp_path) as process:
         ready(tmp_path)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
 
 

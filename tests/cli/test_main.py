@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import environment, trainwright
+from tests.support.commands import PATIENCE, environment, trainwright
 from trainwright import __version__
 
 
@@ -143,7 +143,7 @@ def test_worker_runs_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, "-m", "trainwright.worker", "tiny.yaml", "logging.run_directory=run"]
     variables = environment(TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
-    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     assert "finished at step 4" in result.stdout
     assert (run / "final" / "config.json").is_file() and (run / "logs" / "rank-1.log").is_file()

@@ -17,7 +17,9 @@ from trainwright.errors import MachineError, RequestError, TrainwrightError
 
 TINY = Path(__file__).parents[2] / "recipes" / "sft" / "tiny.yaml"
 LLAMA = ("--model", "meta-llama/Llama-3.1-8B", "--sequence-length", "8192", "--on", "8xH100")
+HERE = "parallel.device=cpu"  # which any machine can train on
 HUGE = (  # for any machine that runs tests
+    HERE,
     "train.micro_batch_size=100000",
     "train.global_batch_size=100000",
     "train.activation_checkpointing=none",
@@ -58,10 +60,10 @@ def test_a_plan_is_json_for_other_programs() -> None:
 
 def test_memory_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    shown(str(TINY), "--chart", str(tmp_path / "plan.png"))
+    shown(str(TINY), HERE, "--chart", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RequestError, match="--chart"):
-        shown(str(TINY), "--chart", str(tmp_path / "nowhere" / "plan.png"))
+        shown(str(TINY), HERE, "--chart", str(tmp_path / "nowhere" / "plan.png"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_rows_are_no_longer_than_the_model_is_made_for_unless_asked() -> None:
 
 
 def test_the_rates_of_this_machine_are_told_in_one_line() -> None:
-    lines = shown(str(TINY)).splitlines()
+    lines = shown(str(TINY), HERE).splitlines()
     assert sum("trainwright machine calibrate" in line for line in lines) <= 1
 
 

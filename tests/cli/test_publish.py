@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment
 from tests.support.runs import ON_ROWS, ROOT, Finished, Runs
 from tests.support.unlearning import write_rows
 
@@ -181,6 +181,6 @@ def test_the_python_of_the_card_of_a_run_runs_offline(runs: Runs, tmp_path: Path
         env=environment(HF_HUB_OFFLINE="1"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr

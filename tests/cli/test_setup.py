@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.commands import environment, trainwright
+from tests.support.commands import PATIENCE, environment, trainwright
 
 ZERO = "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n"
 WANTS_GPUS = "distributed_type: MULTI_GPU\nnum_processes: 64\nmixed_precision: bf16\n"
@@ -19,9 +19,12 @@ WANTS_GPUS = "distributed_type: MULTI_GPU\nnum_processes: 64\nmixed_precision: b
 def setup(cwd: Path, *arguments: str, answers: str = "", **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainwright", "setup", *arguments]
     variables = environment(HF_HOME=str(cwd / "hf"), CUDA_VISIBLE_DEVICES="", **more)
-    return subprocess.run(command, cwd=cwd, env=variables, input=answers, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=cwd, env=variables, input=answers, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_yes_writes_to_accelerates_place_and_says_how_to_use_it(tmp_path: Path) -> None:
     result = setup(tmp_path, "--yes")
     path = tmp_path / "hf" / "accelerate" / "default_config.yaml"
@@ -41,6 +44,7 @@ def test_yes_keeps_the_file_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml.bak").read_text() == WANTS_GPUS
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_questions_are_explained_and_asked_again_until_answered(tmp_path: Path) -> None:
     result = setup(tmp_path, "--config-file", "new.yaml", answers="2\n1\n10.0.0.1\nport\n\n3\nfspd\nfsdp\nbf61\nBF16\n")
     assert result.returncode == 0, result.stderr
@@ -60,6 +64,7 @@ def with_old_deepspeed(directory: Path) -> str:
     return os.pathsep.join([str(directory / "site"), environment()["PYTHONPATH"]])
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_strategies_whose_library_is_not_there_are_not_taken(tmp_path: Path) -> None:
     path = with_old_deepspeed(tmp_path)
     result = setup(tmp_path, "--config-file", "new.yaml", answers="\n2\nzero2\nddp\n\n", PYTHONPATH=path)
@@ -78,6 +83,7 @@ def test_show_asks_nothing_that_could_be_answered_with_yes(tmp_path: Path) -> No
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_existing_file_is_replaced_only_when_that_is_answered(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(WANTS_GPUS)
     result = setup(tmp_path, "--config-file", "mine.yaml", answers="\n")
@@ -94,6 +100,7 @@ def test_no_answers_end_with_2_and_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new.yaml").exists()
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_show_says_what_cannot_run_here_and_ends_with_0(tmp_path: Path) -> None:
     (tmp_path / "gpus.yaml").write_text(WANTS_GPUS)
     result = setup(tmp_path, "--show", "--config-file", "gpus.yaml")
@@ -133,5 +140,5 @@ def test_accelerate_launch_takes_the_file_unchanged(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; print('precision', os.environ['ACCELERATE_MIXED_PRECISION'])\n")
     assert trainwright("setup", "--yes", "--config-file", "new.yaml", cwd=tmp_path).returncode == 0
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "new.yaml", "script.py"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0 and "precision" in result.stdout, result.stderr

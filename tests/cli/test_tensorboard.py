@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import PATIENCE, environment
+
 PROBE = """
 import sys, time, urllib.request
-for _ in range(300):
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+while True:
     try:
-        page = urllib.request.urlopen(sys.argv[1], timeout=5)
+        page = opener.open(sys.argv[1], timeout=5)
     except OSError:
         time.sleep(0.1)
     else:
@@ -22,7 +25,7 @@ for _ in range(300):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainwright", "tensorboard", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment
 from tests.support.runs import TINY
 from trainwright.observe.console import ConsoleObserver
 from trainwright.text import say
@@ -119,7 +119,7 @@ def test_commands_break_no_word(tmp_path: Path, columns: int) -> None:
             stdout=terminal.slave,
             stderr=terminal.slave,
         )
-        assert process.wait(240) in (0, 2)
+        assert process.wait(PATIENCE) in (0, 2)
         shown = lines(terminal.close())
         assert "".join(shown) and not any("Traceback" in line for line in shown)
         whole(shown, columns)

@@ -111,7 +111,7 @@ def test_stopped_or_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_d
     for shards, how, code in ((2, signal.SIGKILL, -9), (5, signal.SIGINT, 75), (9, signal.SIGKILL, -9)):
         started = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.PIPE)
         last = out / f"{shards:05d}.tokens"
-        wait_for(lambda last=last: last.exists(), 100, every=0.001)  # type: ignore[misc]
+        wait_for(lambda last=last: last.exists(), every=0.001)  # type: ignore[misc]
         os.killpg(started.pid, how)
         started.communicate()  # ends when the processes that tokenised have ended too
         assert started.returncode == code

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.commands import environment, wait_for
+from tests.support.commands import PATIENCE, environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.doctor.verify import reference_of
 from trainwright.recipe.loading import load_recipe
@@ -120,7 +120,7 @@ def test_what_the_second_side_lacks_is_said_before_the_first_runs(tmp_path: Path
         env={**environment(), "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert ended.returncode == 3
     assert "DeepSpeed 0.17.2 is not known to work here; pip install" in ended.stderr and ended.stdout == ""
@@ -155,7 +155,7 @@ def test_a_signal_ends_it_with_75_and_nothing_is_left(runs: Runs, tmp_path: Path
     shown = started.files / "stdout"
     wait_for(lambda: shown.exists() and "step 1/5000" in shown.read_text())
     started.kill(signal.SIGTERM)
-    ended = started.wait(60)
+    ended = started.wait()
     assert ended.code == 75
     assert "stopped; nothing is compared and nothing was kept" in ended.stderr
     assert leftovers(tmp_path) == []

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import descendants, started, wait_for
+from tests.support.commands import PATIENCE, descendants, started, wait_for
 from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, events
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.parallel.shards import Shard
@@ -289,7 +289,7 @@ def test_a_run_whose_output_cannot_be_written_goes_on(runs: Runs, tmp_path: Path
     expected = runs.trained(*settings)
     command = ("-m", "trainwright", "train", str(TINY), *settings, f"logging.run_directory={tmp_path / 'run'}")
     with started(*command, "logging.tensorboard=false", cwd=tmp_path, output=Path("/dev/full")) as process:
-        assert process.wait(200) == 0
+        assert process.wait(PATIENCE) == 0
     assert column(tmp_path / "run", "loss") == column(expected, "loss")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import started
+from tests.support.commands import PATIENCE, started
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.launch.run_directory import record
 from trainwright.recipe.loading import dump_recipe, load_recipe
@@ -77,7 +77,7 @@ def test_an_environment_variable_on_one_rank_ends_every_worker_with_3(tmp_path: 
             odd = {"NVIDIA_TF32_OVERRIDE": "1"} if rank else {}
             output = tmp_path / f"output-{rank}"
             workers.append(stack.enter_context(started(*arguments, cwd=tmp_path, output=output, **place, **odd)))
-        assert [worker.wait(120) for worker in workers] == [3, 3]
+        assert [worker.wait(PATIENCE) for worker in workers] == [3, 3]
     said = "".join((tmp_path / f"output-{rank}").read_text() for rank in range(2))
     assert said.count("settings: NVIDIA_TF32_OVERRIDE: None on rank 0, '1' on rank 1") == 1, said
     assert not list(tmp_path.glob("runs/*/events.jsonl"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment
 from tests.support.runs import TINY
 
 # The process sends itself the signal at the moment at which it begins to import a module.
@@ -29,7 +29,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 def interrupted(at: str, number: signal.Signals, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     arguments = [sys.executable, "-c", _CODE, at, str(int(number)), *command]
-    return subprocess.run(arguments, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100)
+    return subprocess.run(arguments, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])

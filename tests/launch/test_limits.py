@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment
 from tests.support.runs import TINY
 from trainwright.launch.limits import shortage
 
@@ -36,7 +36,7 @@ def test_shared_memory_that_is_full() -> None:
 
 def trainwright(*before: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [*before, sys.executable, "-m", "trainwright", "train", str(TINY), "parallel.num_processes=2"]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_a_shell_with_few_files_is_refused_in_words(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_soft_limit_is_raised() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1024:
         pytest.skip("the hard limit is low here")
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
 

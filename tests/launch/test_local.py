@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, all_gone, descendants, environment, wait_for
+from tests.support.commands import PATIENCE, ROOT, all_gone, descendants, environment, wait_for
 from tests.support.control_groups import real_group
 from tests.support.forked import Finished, Started, fork_server
+from trainwright.launch.stop import CLOSED_BY_LAUNCHER
 
 
 def start(kind: str, logs: Path, processes: int = 2, **variables: str) -> Started:
@@ -29,7 +30,7 @@ def start(kind: str, logs: Path, processes: int = 2, **variables: str) -> Starte
 
 def run(kind: str, logs: Path, processes: int = 2, **variables: str) -> Finished:
     with running(kind, logs, processes, **variables) as launcher:
-        return launcher.wait(100)
+        return launcher.wait()
 
 
 @contextmanager
@@ -61,12 +62,10 @@ def test_workers_finish_and_each_rank_has_its_log(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-def test_launch_itself_takes_a_moment_and_forks_a_parent_without_threads(tmp_path: Path) -> None:
+def test_workers_have_what_their_parent_imported_which_has_no_threads(tmp_path: Path) -> None:
     result = run("finish", tmp_path / "logs")
-    found = re.search(r"launched in ([\d.]+) s of processor time from (\d+) threads", result.stdout)
-    assert found, result.stdout + result.stderr
-    assert float(found[1]) < 3  # a worker that imports torch and transformers takes that alone
-    assert int(found[2]) == 1
+    assert "launched from 1 threads" in result.stdout, result.stdout + result.stderr
+    assert "imported before: True" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
 def test_workers_of_a_second_launch_collect_nothing_of_the_first(tmp_path: Path) -> None:
@@ -85,10 +84,9 @@ def test_first_traceback_is_shown_once_with_its_rank(tmp_path: Path) -> None:
 
 def test_worker_that_sleeps_is_taken_down_when_another_fails(tmp_path: Path) -> None:
     result = run("raise-sleeping", tmp_path / "logs")
-    failed = (tmp_path / "logs" / "rank-1.error.json").stat().st_mtime
     assert result.code == 4
     assert "boom while the others sleep" in result.stderr
-    assert time.time() - failed < 25  # the agent's own patience is 30 s
+    assert (tmp_path / "logs" / "left-0").read_text() == str(CLOSED_BY_LAUNCHER)  # by itself: after 30 s it is killed
 
 
 def test_known_error_is_a_message_without_traceback(tmp_path: Path) -> None:
@@ -130,7 +128,7 @@ def test_two_launches_at_once_use_different_ports(tmp_path: Path) -> None:
             ready(directory)
         for process in (one, two):
             os.kill(process.pid, signal.SIGTERM)
-        ended = [process.wait(60) for process in (one, two)]
+        ended = [process.wait() for process in (one, two)]
     assert [each.code for each in ended] == [75, 75]
     ports = {re.search(r"port (\d+)", each.stdout)[1] for each in ended}  # type: ignore[index]
     assert len(ports) == 2
@@ -160,7 +158,7 @@ def test_stop_signal_lets_workers_write_a_checkpoint(tmp_path: Path, number: sig
             os.killpg(process.pid, number)
         else:
             os.kill(process.pid, number)
-        assert process.wait(60).code == 75
+        assert process.wait().code == 75
     assert all((logs / f"checkpoint-{rank}").exists() for rank in range(2))
 
 
@@ -175,7 +173,7 @@ def test_second_interrupt_kills(tmp_path: Path) -> None:
         time.sleep(1.5)
         assert not process.ended
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60).code == 75
+        assert process.wait().code == 75
         assert all_gone(workers)
     assert not (logs / "checkpoint-0").exists()
 
@@ -210,7 +208,9 @@ def test_a_control_group_that_is_too_small_ends_in_words(tmp_path: Path) -> None
         entries = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
         hog = [sys.executable, entries, "hog", "2", str(tmp_path / "logs")]
         command = [sys.executable, "-c", into, str(group / "cgroup.procs"), *hog]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE
+        )
     assert done.returncode == 4, done.stderr
     assert done.stderr.startswith("error: rank 1 was killed by the kernel because the machine ran out of memory")
 
@@ -224,7 +224,7 @@ def test_a_worker_that_is_ended_from_outside_is_named_and_not_its_peers(tmp_path
     with running("train", logs) as process:
         ready(logs)
         os.kill(pids(logs)[1], signal.SIGTERM)
-        ended = process.wait(60)
+        ended = process.wait()
     assert ended.code == 4
     assert ended.stderr.startswith("error: rank 1 was ended by SIGTERM from outside"), ended.stderr
     assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
@@ -239,7 +239,7 @@ def test_other_signals_to_a_worker_do_nothing(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert not process.ended
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(60).code == 75
+        assert process.wait().code == 75
 
 
 def test_a_worker_that_has_used_its_time_up_stops_the_run(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_worker_that_has_used_its_time_up_stops_the_run(tmp_path: Path) -> Non
     with running("train", logs) as process:
         ready(logs)
         os.kill(pids(logs)[1], signal.SIGXCPU)
-        assert process.wait(60).code == 75
+        assert process.wait().code == 75
     assert (logs / "checkpoint-0").exists()
 
 
@@ -257,7 +257,7 @@ def test_a_worker_that_stands_still_is_woken_for_the_checkpoint(tmp_path: Path) 
         ready(logs)
         os.kill(pids(logs)[1], signal.SIGSTOP)
         os.kill(process.pid, signal.SIGTERM)
-        ended = process.wait(90)
+        ended = process.wait()
     assert ended.code == 75
     assert f"rank 1 (process {pids(logs)[1]}) is stopped" in ended.stderr
     assert (logs / "checkpoint-1").exists()
@@ -269,7 +269,7 @@ def test_workers_with_nothing_to_save_end_in_bounded_time(tmp_path: Path) -> Non
         wait_for(lambda: all((logs / f"fresh-{rank}").exists() for rank in range(2)))
         workers = descendants(process.pid)
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(90).code == 75
+        assert process.wait().code == 75
         assert all_gone(workers)
 
 
@@ -297,8 +297,8 @@ def test_a_job_script_whose_shell_dies_stops_its_run_after_a_checkpoint(tmp_path
         ready(logs)
         family = descendants(shell.pid)
         shell.terminate()
-        assert shell.wait(30) == -signal.SIGTERM
-        assert all_gone(family, 60)
+        assert shell.wait(PATIENCE) == -signal.SIGTERM
+        assert all_gone(family)
     assert all((logs / f"checkpoint-{rank}").exists() for rank in range(2))
 
 
@@ -308,7 +308,7 @@ def test_outside_of_a_job_a_run_outlives_its_shell(tmp_path: Path) -> None:
         ready(logs)
         family = descendants(shell.pid)
         shell.kill()
-        shell.wait(30)
+        shell.wait(PATIENCE)
         time.sleep(1)
         assert all(process.is_running() for process in family)
         assert not (logs / "checkpoint-0").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import all_gone, descendants, environment, started, wait_for
+from tests.support.commands import PATIENCE, all_gone, descendants, environment, started, wait_for
 from trainwright.launch.process import limit_threads, threads_allowed
 
 ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
@@ -17,7 +17,7 @@ ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
 
 def run(kind: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ENTRIES, f"prepare-{kind}", "1", str(tmp_path / "logs")]
-    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_output_goes_to_the_log(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_stop_ends_the_preparation(tmp_path: Path) -> None:
         wait_for((tmp_path / "preparing").exists)
         children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
-        process.wait(10)
+        process.wait(PATIENCE)
         assert all_gone(children)
     assert "Stopped: stopped before the first step" in output.read_text()
 
@@ -56,7 +56,7 @@ def test_a_stop_signal_that_the_preparation_gets_first_is_a_stop(tmp_path: Path)
         wait_for((tmp_path / "preparing").exists)
         (child,) = descendants(process.pid)
         child.send_signal(signal.SIGTERM)
-        process.wait(10)
+        process.wait(PATIENCE)
     assert "Stopped: stopped before the first step" in output.read_text()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
 from trainwright.launch.identity import Job, job_of
 from trainwright.launch.rendezvous import Meeting, interface_of, meet
@@ -50,10 +50,8 @@ def first(place: tuple[str, int]) -> Iterator[Meeting]:
 
 
 def refusal(place: tuple[str, int], job: Job = JOB, index: int = 1, seconds: float = 10) -> str:
-    begun = time.monotonic()
     with pytest.raises(MachineError) as caught:
         meet("rank", index, 2, place, job, seconds, FIX, patience=1)
-    assert time.monotonic() - begun < 30
     assert str(caught.value).endswith(FIX) or seconds < 10
     return str(caught.value)
 
@@ -66,9 +64,7 @@ def test_the_members_of_a_job_meet(first: Meeting, place: tuple[str, int]) -> No
     first.publish("word", "hello")
     assert second.wait_for("word", seconds=10) == "hello"
     second.peers.send("note", text="x")
-    deadline = time.monotonic() + 10
-    while not first.early and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: first.early)
     assert [(message["kind"], message["peer"]) for message in first.early] == [("note", 1)]
     second.close()
 
@@ -156,13 +152,18 @@ ip route add default dev outside
 shift; exec "$@"
 """
 PROGRAM = """
-import json, socket, time
+import contextlib, json, socket
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
 from trainwright.launch.identity import job_of
 from trainwright.launch.rendezvous import host_store, interface_of, meet
-begun = time.monotonic()
 meeting = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
-print(json.dumps([interface_of("node0"), time.monotonic() - begun]))
+interface = interface_of("node0")
+asked = []
+silent.setblocking(False)
+with contextlib.suppress(BlockingIOError):
+    while True:
+        asked.append(silent.recv(512).decode("latin-1"))
+print(json.dumps([interface, asked]))
 """
 
 
@@ -173,9 +174,9 @@ def test_a_machine_without_names_that_dns_does_not_answer(tmp_path: Path) -> Non
     if subprocess.run([*into, "true"], capture_output=True).returncode:
         pytest.skip("no namespaces can be made here")
     command = [*into, sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    interface, seconds = json.loads(done.stdout)
+    interface, asked = json.loads(done.stdout)
     assert interface == "outside"
-    assert seconds < 8  # the resolver's own patience is 10 s
+    assert asked == []  # each question would take 10 s
     assert "hostname of the client socket" not in done.stderr

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment
 from tests.support.control_groups import real_group
 from trainwright.machine.cgroups import cpu_limit, memory_free, memory_limit
 
@@ -94,7 +94,11 @@ def test_a_real_group(tmp_path: Path) -> None:
             "print(json.dumps([memory_limit(), memory_free()]))"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program, str(group)], env=environment(), capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", program, str(group)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
     assert done.returncode == 0, done.stderr
     limit, free = json.loads(done.stdout)

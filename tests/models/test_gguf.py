@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, dequantize, get_tensor_name_m
 from gguf.constants import MODEL_ARCH
 from transformers import LlamaForCausalLM
 
+from tests.support.commands import PATIENCE, wait_for
 from trainwright.errors import RequestError
 from trainwright.models.bytes_tokenizer import byte_letters
 from trainwright.models.gguf import convert_gguf
@@ -140,12 +140,11 @@ def test_killed_conversion_leaves_nothing_that_counts(tmp_path: Path, cache: Pat
     command = [sys.executable, "-c", CONVERT, str(file)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None and "converting" in first.stdout.readline()
-    while not list(cache.glob(".small-*.tmp-*")) and first.poll() is None:
-        time.sleep(0.001)
+    wait_for(lambda: list(cache.glob(".small-*.tmp-*")) or first.poll() is not None, every=0.001)
     first.send_signal(signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0].split("\n") for process in both]
+    outputs = [process.communicate(timeout=PATIENCE)[0].split("\n") for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sum(line.startswith("NOTICE") for lines in outputs for line in lines) <= 2
     assert outputs[0][-2] == outputs[1][-2]

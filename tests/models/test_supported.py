@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.commands import ROOT, environment
+from tests.support.commands import PATIENCE, ROOT, environment
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
 from trainwright.models.load import config_from
@@ -142,4 +142,4 @@ def test_what_is_known_is_told_without_torch(tmp_path: Path) -> None:
         "check_supported({'model_type': 'llama'}, 'x', {'llama'}); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=PATIENCE)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.models.test_merging import IDS, base, logits_of, trained
-from tests.support.commands import environment
+from tests.support.commands import PATIENCE, environment
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.gguf_export import export_gguf
 from trainwright.models.gpt_config import register
@@ -64,7 +64,7 @@ def block_of(card: str) -> str:
 def executed(blocks: Mapping[str, str], cwd: Path) -> dict[str, torch.Tensor]:
     (cwd / "blocks.json").write_text(json.dumps(blocks))
     command = [sys.executable, "-c", RUNNER, "blocks.json", json.dumps(IDS.tolist()), "logits.pt"]
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     found: dict[str, torch.Tensor] = torch.load(cwd / "logits.pt", weights_only=True)
     return found

@@ -268,6 +268,7 @@ def test_nothing_is_drawn_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, te
     assert "step 1/1  loss 2.5000" in output and "\x1b" not in output and "\r" not in output
 
 
+@pytest.mark.usefixtures("told_of")
 def test_what_takes_long_is_said_and_what_does_not_is_not() -> None:
     stream = io.StringIO()
     console = ConsoleObserver(stream)
@@ -275,7 +276,7 @@ def test_what_takes_long_is_said_and_what_does_not_is_not() -> None:
     console({"event": "phase", "doing": "evaluating", "step": 5})
     console({"event": "evaluate", "step": 5, "metrics": {"loss": 2.0}})
     console({"event": "phase", "doing": "writing a checkpoint", "step": 5})
-    wait_for(lambda: "writing" in stream.getvalue(), seconds=60)
+    wait_for(lambda: "writing" in stream.getvalue())
     console({"event": "checkpoint", "step": 5, "path": "p", "seconds": 1.0})
     console.close()
     assert "step 5: writing a checkpoint …\n" in stream.getvalue() and "evaluating" not in stream.getvalue()

@@ -19,6 +19,9 @@ import psutil
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+# Seconds after which what a test waits for is taken not to come. Nothing here is a race against the processor: more of
+# them, for a machine that is slow or has much else to do, come with `--timeout` (conftest.py).
+PATIENCE = 400.0
 # What the tests take this machine for, whatever it is.
 MACHINE = ROOT / "tests" / "support" / "machine.json"
 
@@ -34,7 +37,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **fixed, "PYTHONPATH": path, **more}
 
 
-def trainwright(*arguments: str, cwd: Path, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
+def trainwright(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `trainwright ARGUMENTS` in `cwd` to its end, in a forked process."""
     from tests.support.forked import fork_server
 
@@ -43,7 +46,7 @@ def trainwright(*arguments: str, cwd: Path, timeout: float = 240, **variables: s
         request = {"arguments": arguments, "environment": variables}
         running = fork_server().start(request, files / "files", cwd)
         try:
-            ended = running.wait(timeout)
+            ended = running.wait()
         finally:
             if not running.ended:
                 running.kill()
@@ -87,7 +90,7 @@ def started(*command: str, cwd: Path, output: Path | None = None, **variables: s
         for member in family[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        process.wait(timeout=30)
+        process.wait(PATIENCE)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -95,17 +98,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def wait_for(what: Callable[[], T], seconds: float = 120, every: float = 0.02) -> T:
-    """The first true value of `what()`; AssertionError when there is none in `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait_for(what: Callable[[], T], every: float = 0.02) -> T:
+    """The first true value of `what()`; AssertionError when there is none in `PATIENCE`."""
+    deadline = time.monotonic() + PATIENCE
     while not (value := what()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        assert time.monotonic() < deadline, f"waited {PATIENCE} s in vain"
         time.sleep(every)
     return value
 
 
-def all_gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
-    """Whether all of them end within `seconds`; one that is dead and only not yet reaped has ended."""
+def all_gone(processes: list[psutil.Process]) -> bool:
+    """Whether all of them end within `PATIENCE`; one that is dead and only not yet reaped has ended."""
 
     def ended(process: psutil.Process) -> bool:
         try:
@@ -113,7 +116,7 @@ def all_gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
         except psutil.NoSuchProcess:
             return True
 
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if all(ended(process) for process in processes):
             return True

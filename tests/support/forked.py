@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.commands import ROOT, environment, wait_for
+from tests.support.commands import PATIENCE, ROOT, environment, wait_for
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Started:
     files: Path
     run: Path | None = None
 
-    def wait(self, seconds: float = 400) -> Finished:
+    def wait(self) -> Finished:
         """Its end; AssertionError when it does not come."""
         status = self.files / "status"
-        wait_for(status.exists, seconds)
+        wait_for(status.exists)
         out, err = (self.files / name for name in ("stdout", "stderr"))
         return Finished(int(status.read_text()), out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
 
@@ -60,7 +60,7 @@ class Started:
             return True
         return False
 
-    def wait_for_step(self, step: int, seconds: float = 200) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Until the events of the run have this step."""
         assert self.run is not None
         wanted = '"event": "step"', f'"step": {step},'
@@ -70,7 +70,7 @@ class Started:
             lines = events.read_text().splitlines() if events.exists() else []
             return any(all(part in line for part in wanted) for line in lines)
 
-        wait_for(lambda: reached() or self.ended, seconds, every=0.002)
+        wait_for(lambda: reached() or self.ended, every=0.002)
         assert not self.ended, f"the run ended before step {step}:\n{self.wait()}"
 
 
@@ -106,7 +106,7 @@ class ForkServer:
         """End it; what it has forked goes on."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(PATIENCE)
 
     def _read(self) -> str:
         assert self._process.stdout is not None

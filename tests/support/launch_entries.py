@@ -16,12 +16,13 @@ from trainwright.launch.stop import Stopping
 
 def entry(kind: str, logs: Path) -> int:
     """The body of one worker."""
+    imported = "transformers" in sys.modules
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    print(f"library noise of rank {rank}, {torch.get_num_threads()} threads")
+    print(f"library noise of rank {rank}, {torch.get_num_threads()} threads, imported before: {imported}")
     os.system(f"echo native noise of rank {rank}")
     if (stream := console()) is not None:
         print(f"on the console: rank {rank} port {os.environ['MASTER_PORT']}", file=stream, flush=True)
@@ -50,6 +51,9 @@ def entry(kind: str, logs: Path) -> int:
     if kind == "fresh":
         set_fresh(True)
         (logs / f"fresh-{rank}").touch()
+    if kind == "raise-sleeping":
+        leave = os._exit
+        os._exit = lambda code: (_write(logs / f"left-{rank}", str(code)), leave(code))  # type: ignore[assignment]
     if kind in ("sleep", "raise-sleeping", "fresh"):
         time.sleep(600)
     if kind == "hog" and rank == 1:
@@ -117,18 +121,12 @@ def main(kind: str, count: str, directory: str) -> int:
         from trainwright.launch.local import launch
 
         before = len(os.listdir("/proc/self/task"))
-        begun = _worked()
         if kind == "collect":  # what the first launch leaves behind is there when the second one forks
             gc.disable()
             launch(functools.partial(entry, "finish", logs), processes=processes, logs=logs, stopping=stopping)
         code = launch(functools.partial(entry, kind, logs), processes=processes, logs=logs, stopping=stopping)
-        print(f"launched in {_worked() - begun:.3f} s of processor time from {before} threads")
+        print(f"launched from {before} threads")
         return code
-
-
-def _worked() -> float:
-    """Seconds that processors have worked for this process and those of its children that have ended."""
-    return sum(os.times()[:4])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -47,6 +46,7 @@ def tokenize(
     from trainwright.data.pretraining import identity_of
     from trainwright.data.tokenize import tokenize as write
     from trainwright.launch.process import Stopped
+    from trainwright.machine.detect import detect
     from trainwright.models.load import load_tokenizer
     from trainwright.recipe.data_schema import SourceSection
     from trainwright.recipe.model_schema import ModelSection
@@ -62,7 +62,7 @@ def tokenize(
                 chosen,
                 out,
                 identity=identity_of(named),
-                processes=processes or len(os.sched_getaffinity(0)),
+                processes=processes or detect().cpu_cores,
                 shard_tokens=shard_tokens,
                 report=report,
             )

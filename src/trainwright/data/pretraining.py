@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from trainwright.data.shards import Shards, is_shards, tokenizer_fingerprint
 from trainwright.data.texts import VERSION
 from trainwright.data.windows import Spans, WindowDataset, divided, everything
 from trainwright.errors import MachineError, RequestError
+from trainwright.machine.detect import detect
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _made(
 
 
 def _processes() -> int:
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    return max(1, detect().cpu_cores - 1)
 
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from trainwright.inference.batching import Done, by_length, over_ranks
 from trainwright.inference.generation import Answer, answer_batch, room
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop
+from trainwright.machine.detect import detect
 from trainwright.parallel.world import World
 
 if TYPE_CHECKING:
@@ -84,4 +84,4 @@ def cache_bytes(config: Any, element_bytes: int) -> int:
 def _free_bytes(world: World) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.mem_get_info(world.device)[0])
-    return psutil.virtual_memory().available / world.local_size
+    return detect().usable_bytes / world.local_size

@@ -58,6 +58,11 @@ class Machine:
         return "cuda" if self.gpus else "cpu"
 
     @property
+    def usable_bytes(self) -> int:
+        """Of its own memory, what could be had now; all of it where that is not known."""
+        return self.memory_bytes if self.memory_free_bytes is None else self.memory_free_bytes
+
+    @property
     def has_bf16(self) -> bool:
         """Whether bf16 matrix products are computed by the hardware rather than emulated."""
         if self.gpus:

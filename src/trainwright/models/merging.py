@@ -224,4 +224,4 @@ def _check_same(done: str, found: torch.Tensor, expected: torch.Tensor, compute:
 def _has_room(directory: Path, dtype: torch.dtype) -> bool:
     """Whether the model of ``directory``, stored in ``dtype``, can be compared in fp32 here."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return 4 / dtype.itemsize * stored * _CHECK_MEMORY < (detect().memory_free_bytes or 0)
+    return 4 / dtype.itemsize * stored * _CHECK_MEMORY < detect().usable_bytes

@@ -30,9 +30,7 @@ def _free(world: World) -> int:
     if world.device.type == "cuda":
         kept = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
         return int(torch.cuda.mem_get_info(world.device)[0]) + kept
-    free = detect().memory_free_bytes
-    assert free is not None, "this is a machine, not one of a catalogue"
-    return free // world.local_size
+    return detect().usable_bytes // world.local_size
 
 
 def _size(count: float) -> str:

@@ -130,7 +130,7 @@ def test_mistakes_are_named_with_their_place(study: Path, written: str, instead:
 def test_a_metric_that_cannot_be_measured_is_refused_before_anything_is_trained(
     runs: Runs, study: Path, tmp_path: Path, metric: str, said: str
 ) -> None:
-    ended = runs.command("unlearn-study", str(study), f"evaluate.metrics=[{metric}]", cwd=tmp_path).wait(60)
+    ended = runs.command("unlearn-study", str(study), f"evaluate.metrics=[{metric}]", cwd=tmp_path).wait()
     assert ended.code == 2 and said in ended.stderr, ended.stderr
     assert not (tmp_path / "study" / "runs").exists()
 
@@ -173,7 +173,7 @@ def test_rows_to_be_forgotten_and_kept_are_refused_before_anything_is_trained(
 ) -> None:
     file = write_rows_of_ones_own(tmp_path).with_name("forget.jsonl")
     overrides = (f"benchmark='files@forget={file},retain={file}'", "known=[]", "subset=null", "evaluate.metrics=[]")
-    ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait(60)
+    ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait()
     assert ended.code == 2 and "data.retain: 16 of its rows are to be forgotten too" in ended.stderr, ended.stderr
     assert not (tmp_path / "study" / "runs").exists()
 
@@ -183,7 +183,7 @@ def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_
     rows = write_rows_of_ones_own(tmp_path).parent
     files = f"files@forget={rows / 'forget.jsonl'},retain={rows / 'retain.jsonl'}"
     overrides = (f"benchmark='{files}'", "known=[]", "subset=null", "evaluate.metrics=[]", "objectives={npo: {}}")
-    ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait(280)
+    ended = runs.command("unlearn-study", str(study), *overrides, cwd=tmp_path).wait()
     assert ended.code == 0, ended.stdout + ended.stderr
     made = tmp_path / "study"
     assert "forget-against-retain.png" in ended.stdout and (made / "forget-against-retain.png").is_file()
@@ -192,7 +192,7 @@ def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_
 
 @pytest.mark.slow
 def test_a_study_from_beginning_to_end(runs: Runs, study: Path, tmp_path: Path) -> None:
-    ended = runs.command("unlearn-study", str(study), cwd=tmp_path).wait(280)
+    ended = runs.command("unlearn-study", str(study), cwd=tmp_path).wait()
     assert ended.code == 0, ended.stdout + ended.stderr
     made = tmp_path / "study"
     found = json.loads((made / "results.json").read_text())["models"]
@@ -204,9 +204,9 @@ def test_a_study_from_beginning_to_end(runs: Runs, study: Path, tmp_path: Path) 
     assert (made / "runs" / "npo" / "final" / "config.json").is_file()
     before = {file: file.stat().st_mtime_ns for file in (made / "runs").rglob("*") if file.is_file()}
     (made / "evaluations" / "npo").rename(tmp_path / "away")
-    again = runs.command("unlearn-study", str(study), cwd=tmp_path).wait(100)
+    again = runs.command("unlearn-study", str(study), cwd=tmp_path).wait()
     assert again.code == 0 and "trains" not in again.stdout and "measures npo" in again.stdout
     assert before == {file: file.stat().st_mtime_ns for file in (made / "runs").rglob("*") if file.is_file()}
     assert json.loads((made / "results.json").read_text())["models"] == found
-    other = runs.command("unlearn-study", str(study), "unlearn.train.max_steps=3", cwd=tmp_path).wait(100)
+    other = runs.command("unlearn-study", str(study), "unlearn.train.max_steps=3", cwd=tmp_path).wait()
     assert other.code == 2 and "npo.yaml was made as" in other.stderr

@@ -82,6 +82,7 @@ def test_file_that_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
         joined(tmp_path, "distributed_type: NO\nmixed_precision: fp8\n")
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_what_a_file_means_here_hides_gpus_and_checks_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
