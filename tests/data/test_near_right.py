@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from trainwright.data.check import check_rows
 from trainwright.data.kinds import ANY, EXAMPLES, PAIRS
 from trainwright.data.prepare import prepare
 from trainwright.data.texts import pieces
 from trainwright.errors import RequestError
+from trainwright.evaluation.rows import read
 from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.recipe.data_schema import DataSection, SourceSection
 
@@ -198,9 +200,33 @@ def test_training_says_what_is_read_as_what_and_what_is_not_used(tmp_path: Path)
     assert "not used: the column topic; data prepare --map reads a column as a field" in said
 
 
+def test_a_check_names_columns_that_only_later_rows_have(tmp_path: Path) -> None:
+    rows = [{"question": f"Q{n}", "answer": "A"} for n in range(40)]
+    rows[20] |= {"context": "C", "topic": "t"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = check_rows(str(tmp_path / "a.jsonl"), EXAMPLES, "auto", key="data check").notes
+    said = prepare(
+        DataSection(train=str(tmp_path / "a.jsonl"), max_length=64), bytes_tokenizer(), seed=0, cache=tmp_path / "cache"
+    ).summary
+    assert notes == [
+        "read: context as input",
+        "not used: the column topic; data prepare --map reads a column as a field",
+    ]
+    assert "context as input" in said[0] and f"train: {notes[1]}" in said
+
+
 def test_pretraining_says_which_columns_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"content": "A text.", "url": "u"}) + "\n")
     notes: list[str] = []
     source = SourceSection(source=str(tmp_path / "a.jsonl"))
     assert [piece.text for piece in pieces(source, "data.train", notes)] == ["A text."]
     assert [note.partition(": ")[2] for note in notes] == ["content as text", "not used: the column url"]
+
+
+def test_rows_to_measure_on_say_what_is_read_as_what_and_what_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"query": "Q", "response": "A", "topic": "t"}) + "\n")
+    notes = read(SourceSection(source=str(tmp_path / "a.jsonl")), key="--data").notes
+    assert [note.partition(": ")[2] for note in notes] == [
+        "query as question, response as answer",
+        "not used: the column topic",
+    ]

@@ -95,22 +95,22 @@ def check_rows(
     first = list(islice(rows, 8))
     if not first:
         raise RequestError(f"{key}: {source} holds no rows")
-    try:
-        columns = list(dict.fromkeys(name for _, row in first for name in row))
-        found.layout = kind.layout(columns, [row for _, row in first], wanted)
-    except RequestError as error:
-        raise RequestError(f"{key}: {source}: {error}") from None
+    columns = list(dict.fromkeys(name for _, row in first for name in row))
+    look = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
+    found.layout = look(columns)
     encode = None if tokenizer is None else _encoder(tokenizer, found.layout)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
+            columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
             _check_batch(batch, kind, found, encode, max_length)
     except RequestError as error:  # of the file itself
         found.problem(str(error))
     found.notes += source_notes(source, key, documents)
-    if found.layout.read_as:
-        found.notes.append(f"read: {found.layout.read_as}")
-    if unused := found.layout.unused(columns):
+    layout = look(columns)  # of all rows, as training sees them
+    if layout.read_as:
+        found.notes.append(f"read: {layout.read_as}")
+    if unused := layout.unused(columns):
         found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
     if not found.wrong:
         read_rows(source, limit, key, documents)  # the values of a column are to be of one type
@@ -151,6 +151,13 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, layout: str) -> Encode:
     from trainwright.data.templates import ChatEncoder, encode_texts
 
     return functools.partial(encode_texts, tokenizer) if layout == "text" else ChatEncoder(tokenizer).encode
+
+
+def _layout(kind: Kind, first: list[Row], wanted: str, where: str, columns: list[str]) -> Layout:
+    try:
+        return kind.layout(columns, first, wanted)
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from None
 
 
 def _check_batch(

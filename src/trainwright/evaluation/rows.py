@@ -15,7 +15,7 @@ import numpy as np
 
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.formats import Example, NoTarget, to_example
-from trainwright.data.layouts import SINGLE, layout_of
+from trainwright.data.layouts import SINGLE, columns_not_used, layout_of
 from trainwright.data.sources import place_of, read_rows, source_notes
 from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.token_rows import splits_long, windows_of
@@ -139,6 +139,8 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     rows.notes.extend(source_notes(source.source, key, source.format == "documents"))
     if layout.read_as:
         rows.notes.append(f"{source.source}: {layout.read_as}")
+    if unused := layout.unused(table.column_names):
+        rows.notes.append(f"{source.source}: {columns_not_used(unused)}")
     rows.notes.extend(f"{source.source}: {they(count, 'row', what)}" for what, count in remarks.items())
     return rows
 
