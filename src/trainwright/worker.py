@@ -58,10 +58,13 @@ class _Said(logging.Handler):
         self._activity.say(self.format(record))
 
 
-def work(run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, Any] | None = None) -> int:
+def work(
+    run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, Any] | None = None, may_change: bool = False
+) -> int:
     """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED.
 
-    `fault` is why the run was launched once more, where it was.
+    `fault` is why the run was launched once more, where it was. `may_change`: whether it can be launched once more,
+    where its plan proves wrong and the recipe asks for another one.
     """
     from trainwright.launch.worker import run_worker
     from trainwright.machine.cache import cache_root
@@ -76,6 +79,7 @@ def work(run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, 
         observers=functools.partial(_observers, run),
         stop_requested=stop_requested,
         seat=seat,
+        may_change=may_change,
     )
 
 

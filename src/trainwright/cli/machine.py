@@ -76,27 +76,37 @@ def calibrate(
     """Measure this machine in under a minute, for plans to go by; kept in the cache until torch or the driver change.
 
     Matrix products, memory, attention, the optimizer and collectives, alone and in as many processes as training may
-    use. Wants a machine that does nothing else meanwhile.
+    use. What other programs spoil is left out; where that is too much, nothing is kept, and an earlier one stays.
+
+    Ends with 0: measured and kept, 3: it cannot be trusted, and was not kept.
     """
     import json
-    import sys
 
     from trainwright.doctor.calibrate import calibrate as measure
     from trainwright.doctor.calibrate_table import lines
+    from trainwright.errors import MachineError
     from trainwright.machine.calibration import as_json as values
-    from trainwright.machine.calibration import calibration_file, save_calibration
+    from trainwright.machine.calibration import calibration_file, current_calibration, save_calibration
+    from trainwright.machine.contradictions import contradictions
     from trainwright.machine.detect import detect
 
     machine = detect()
     found = measure(machine, say=lambda text: say(text, file=sys.stderr))
     file = calibration_file(machine)
-    save_calibration(found, file)
+    distrust = found.distrust or next(contradictions(found), None)
+    if distrust is None:
+        save_calibration(found, file)
     if as_json:
         say(json.dumps(values(found), indent=1), wrap=False)
+    else:
+        for line in lines(found):
+            say(line)
+    if distrust is None:
+        say(f"kept in {file}", file=sys.stderr if as_json else sys.stdout)
         return
-    for line in lines(found):
-        say(line)
-    say(f"kept in {file}")
+    before = current_calibration(machine)
+    stays = "plans go by a quick measurement" if before is None else f"the one of {before.measured} stays"
+    raise MachineError(f"what was measured is not kept, as {distrust}: {stays}; measure again without them")
 
 
 @app.command()
@@ -184,8 +194,8 @@ def _calibration(machine: Machine) -> str:
         )
     errors = summary(found.errors("product/"))
     text = f"of {found.measured}; matrix products that were held out are predicted within {errors}"
-    if found.is_disturbed:
-        text += f"; other programs used {found.disturbance:.0%} of the cores meanwhile, so measure again without them"
+    if found.distrust is not None:
+        text += f"; {found.distrust}, so plans do not go by it: measure again without them"
     return text
 
 

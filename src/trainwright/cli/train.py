@@ -247,10 +247,18 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
             say(summary(resolved.plan))
         from trainwright.launch.local import launch
         from trainwright.launch.relaunch import Relaunch
+        from trainwright.launch.replan import take
 
-        entry = functools.partial(work, run, request.run is not None)
-        relaunch = Relaunch(run, lambda fault: functools.partial(work, run, True, fault=fault))
-        code = launch(entry, processes=processes, logs=run / "logs", stopping=stopping, nodes=nodes, relaunch=relaunch)
+        again = functools.partial(work, run, True, may_change=nodes is None)
+        relaunch = Relaunch(run, lambda fault: functools.partial(again, fault=fault))
+        more: dict[str, Any] = {"logs": run / "logs", "stopping": stopping, "nodes": nodes, "relaunch": relaunch}
+        entry = functools.partial(work, run, request.run is not None, may_change=nodes is None)
+        code = launch(entry, processes=processes, **more)
+        while code == EXIT_STOPPED and not stopping.requested and (changed := take(run)) is not None:
+            recipe, threads = changed
+            say(f"going on as {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
+            _set_threads(resolved, threads)
+            code = launch(again, processes=int(recipe.parallel.num_processes), **more)
     if code == EXIT_STOPPED:
         say(f"{_left(run, stopping)}; continue with: trainwright train --resume {run}", file=sys.stderr)
     elif code == EXIT_FINISHED and not (run / "final").is_dir():
@@ -258,6 +266,14 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
     elif code == EXIT_REQUEST and node == 0 and request.run is None and not (run / "events.jsonl").exists():
         _discard(run)
     return code
+
+
+def _set_threads(resolved: Resolved, threads: int | None) -> None:
+    """Of each process of another launch, unless the user says how many."""
+    import os
+
+    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(resolved.plan.chosen.choice.threads):
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _left(run: Path, stopping: Stopping) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -21,13 +22,13 @@ from trainwright.launch.stop import Stopping
 from trainwright.machine.calibration import Calibration, Setting, versions
 from trainwright.machine.detect import Machine
 
-SECONDS = 40.0  # of measuring; starting processes comes on top, and all of it stays under a minute
+SECONDS = 52.0  # in all, imports and starting processes counted in; with what follows it stays under a minute
 
 
 def calibrate(
     machine: Machine, seconds: float = SECONDS, say: Callable[[str], None] = lambda text: None
 ) -> Calibration:
-    """Measure ``machine``, which is this one, for about ``seconds``.
+    """Measure ``machine``, which is this one, in about ``seconds``.
 
     Args:
         say: told what is being measured, a line at a time.
@@ -39,18 +40,21 @@ def calibrate(
     parts: dict[str, float] = {}
     counts = process_counts(machine)
     settings = []
-    begun, others = time.perf_counter(), _cpu_seconds_of_others()
+    spoilt: list[float] = []
+    begun = time.monotonic()
     with Stopping(_say_stopping) as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
         preload_libraries()
-        parts["imports"] = time.perf_counter() - begun
-        for count in counts:
+        parts["imports"] = time.monotonic() - begun
+        for number, count in enumerate(counts):
             threads = None if machine.gpus else _threads(machine, count)
             say(f"measuring {_described(count, threads)}")
-            started = time.perf_counter()
-            found = _in_processes(machine, count, threads, seconds / len(counts), Path(work) / str(count), stopping)
+            started = time.monotonic()
+            end = started + max(0.0, begun + seconds - started) / (len(counts) - number)
+            found = _in_processes(machine, count, threads, end, Path(work) / str(count), stopping)
+            spoilt.append(found["spoilt"])
             settings.append(_setting(machine, count, threads, found))
             measured = sum(found["parts"].values())
-            for part, taken in {**found["parts"], "starting": time.perf_counter() - started - measured}.items():
+            for part, taken in {**found["parts"], "starting": time.monotonic() - started - measured}.items():
                 parts[part] = parts.get(part, 0.0) + taken
     return Calibration(
         machine=machine.describe(),
@@ -58,7 +62,7 @@ def calibrate(
         versions=versions(machine),
         settings=tuple(settings),
         parts=parts,
-        disturbance=max(0.0, _cpu_seconds_of_others() - others) / (time.perf_counter() - begun) / machine.cpu_cores,
+        disturbance=statistics.mean(spoilt),
     )
 
 
@@ -88,7 +92,7 @@ def _threads(machine: Machine, processes: int) -> int:
 
 
 def _in_processes(
-    machine: Machine, count: int, threads: int | None, seconds: float, work: Path, stopping: Stopping
+    machine: Machine, count: int, threads: int | None, end: float, work: Path, stopping: Stopping
 ) -> dict[str, Any]:
     from trainwright.doctor.calibrate_worker import measure
     from trainwright.launch.local import launch
@@ -97,7 +101,7 @@ def _in_processes(
     work.mkdir()
     with _environment(OMP_NUM_THREADS=threads):
         code = launch(
-            functools.partial(measure, machine.device, seconds, output),
+            functools.partial(measure, machine.device, end, output),
             processes=count,
             logs=work / "logs",
             stopping=stopping,
@@ -119,15 +123,6 @@ def _setting(machine: Machine, count: int, threads: int | None, found: dict[str,
     alone = Setting(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
     steps = replace(alone, in_step={precision: in_step(alone, precision, rows) for precision, rows in passes.items()})
     return replace(steps, exchange=exchange(steps, machine, sharded)) if sharded else steps
-
-
-def _cpu_seconds_of_others() -> float:
-    """CPU time that everything but this process and its children has had since the machine started."""
-    import psutil
-
-    whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    busy = whole.user + whole.system + getattr(whole, "irq", 0.0) + getattr(whole, "softirq", 0.0)
-    return busy - own.user - own.system - own.children_user - own.children_system
 
 
 @contextmanager

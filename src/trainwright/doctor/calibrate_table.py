@@ -33,8 +33,8 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield from _in_step(setting)
     yield ""
     yield "off by: median (worst) of what the curve says for sizes that were measured and left out of it"
-    if calibration.is_disturbed:
-        yield f"other programs used {calibration.disturbance:.0%} of the cores meanwhile: measure again without them"
+    yield f"all together: {summary(calibration.errors(''))}"
+    yield f"other programs had a core that was wanted in {calibration.disturbance:.0%} of the times"
 
 
 def _products(setting: Setting) -> Iterator[str]:

@@ -14,7 +14,8 @@ import torch
 from trainwright.doctor.calibrate_cases import Case, Run, attention_cases, other_cases, product_cases, traffic_cases
 from trainwright.doctor.calibrate_collectives import collective_cases, measure_overlap
 from trainwright.doctor.calibrate_passes import pass_cases
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
+from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch.process import keep_freed_memory, stop_requested
 from trainwright.parallel.world import World, join, leave
 
@@ -25,10 +26,19 @@ _MOST_ROUNDS = 12
 _MOST_CALLS = 200
 _FEWEST_TYPICAL = 3  # calls
 _JOINT = 4  # times as long: processes that wait for each other come back in irregular times
+_OVERTIME = 5.0  # seconds that the first round may go on after the end
+_TOO_BUSY = (
+    "this machine is too busy to be measured: one round over everything takes more than its time; end what else runs "
+    "here, and measure again"
+)
 
 
-def measure(device_type: str, seconds: float, output: Path) -> int:
-    """Entry of a worker: measure for about ``seconds``; rank 0 writes samples by curve to ``output``."""
+def measure(device_type: str, end: float, output: Path) -> int:
+    """Entry of a worker: measure until about ``end`` (of time.monotonic); rank 0 writes samples by curve to ``output``.
+
+    Raises:
+        MachineError: the machine is so busy that even a first round takes far longer.
+    """
     torch.manual_seed(0)
     keep_freed_memory()
     world = join(device_type)
@@ -43,9 +53,11 @@ def measure(device_type: str, seconds: float, output: Path) -> int:
         }
         cases = [(part, case) for part, made in parts.items() for case in made]
         found: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        for case, taken in _measured(world, cases, seconds, found["parts"]):
+        measured = _measured(world, cases, end, found["parts"])
+        for case, taken in measured:
             rows = found["samples"].setdefault(case.curve, [])
-            rows.append({"sizes": case.sizes, "seconds": taken / case.amount, "held_out": case.held_out})
+            rows.append({"sizes": case.sizes, "seconds": taken.seconds / case.amount, "held_out": case.held_out})
+        found["spoilt"] = sum(taken.is_spoilt for _, taken in measured) / len(measured)
         found["overlap"] = measure_overlap(world)
         found["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
         if world.is_main:
@@ -62,60 +74,75 @@ class _Stopped(Exception):
 
 
 def _measured(
-    world: World, cases: list[tuple[str, Case]], seconds: float, parts: dict[str, float]
-) -> list[tuple[Case, float]]:
+    world: World, cases: list[tuple[str, Case]], end: float, parts: dict[str, float]
+) -> list[tuple[Case, Timed]]:
     """Each case with its seconds, the mean over the ranks.
 
     In rounds over all cases, so that what else the machine does meanwhile does not fall on a few of them; of most the
     best round counts, which is the one that was disturbed least. The first one is gone through to its end, in haste
     where the machine is slow. ``parts`` is told the time that each took.
     """
-    rounds: list[list[float]] = [[] for _ in cases]
+    rounds: list[list[Timed]] = [[] for _ in cases]
     kept: dict[int, Run] = {}
-    end = time.perf_counter() + seconds
+    clock = Stopwatch()
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
             # Rank 0's clock decides for all. This is also where they wait for each other.
-            begun = time.perf_counter()
-            late, stopped = world.sum([float(world.is_main and begun > end), float(stop_requested())])
+            begun = time.monotonic()
+            past = begun - end if world.is_main else -1.0
+            late, over, stopped = world.sum([float(past > 0), float(past > _OVERTIME), float(stop_requested())])
             if stopped:
                 raise _Stopped
             if late and number:
                 break
+            if over:
+                raise MachineError(_TOO_BUSY)
             run = kept.get(index) or case.build()
             if case.typical:  # takes longer to make than to run
                 kept[index] = run
-            rounds[index].append(_seconds(world, case, run, 0.0 if late else _SLOT_SECONDS))
-            parts[part] += time.perf_counter() - begun
-    shares = (0.25 if case.typical else 0.0 for _, case in cases)
-    own = [sorted(times)[int(share * len(times))] for share, times in zip(shares, rounds, strict=True)]
-    ranks = world.gather_floats(own)
-    means = [statistics.mean(row[i] for row in ranks) for i in range(len(cases))]
-    return [(case, mean) for (_, case), mean in zip(cases, means, strict=True)]
+            rounds[index].append(_time(world, clock, case, run, 0.0 if late or not number else _SLOT_SECONDS))
+            parts[part] += time.monotonic() - begun
+    own = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
+    ranks = world.gather_floats([value for one in own for value in one])
+    found = []
+    for index, (_, case) in enumerate(cases):
+        seconds, waited = ([row[2 * index + part] for row in ranks] for part in (0, 1))
+        found.append((case, Timed(statistics.mean(seconds), max(waited))))
+    return found
 
 
-def _seconds(world: World, case: Case, run: Run, slot: float) -> float:
-    """Seconds of one call, over ``slot`` seconds of calls after one that is not counted."""
+def _of_rounds(case: Case, times: list[Timed]) -> Timed:
+    """Of a case's rounds the best, or what it takes most of the time; among those that nothing has spoilt."""
+    clean = sorted(one for one in times if not one.is_spoilt) or sorted(times)
+    return clean[int((0.25 if case.typical else 0.0) * len(clean))]
+
+
+def _time(world: World, clock: Stopwatch, case: Case, run: Run, slot: float) -> Timed:
+    """One call, over ``slot`` seconds of calls after one that is not counted."""
     run()
     on_gpu = world.device.type == "cuda"
-    once = _on_gpu(run, 1) if on_gpu else _in_turn(run, 1)
+    clock.look()
+    first = Timed(_on_gpu(run, 1), 0.0) if on_gpu else clock.time(run)
+    once = first.seconds
     if case.joint:
         once, slot = world.broadcast(once), slot * _JOINT
     fewest = _FEWEST_TYPICAL if case.typical and slot else 1
     count = max(fewest, min(_MOST_CALLS, int(slot / max(once, 1e-7))))
     if on_gpu:
-        return _on_gpu(run, count)
-    return _in_turn(run, count, 0.5 if case.typical else _UNDISTURBED)
+        return Timed(_on_gpu(run, count), 0.0)
+    times = [first, *(clock.time(run) for _ in range(count - 1))]
+    if case.joint:
+        times = _over_ranks(world, times)
+    return undisturbed(times, 0.5 if case.typical else _UNDISTURBED)
 
 
-def _in_turn(run: Callable[[], object], count: int, share: float = _UNDISTURBED) -> float:
-    """Of ``count`` calls the one that ``share`` of them are faster than."""
-    times = []
-    for _ in range(count):
-        begun = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begun)
-    return sorted(times)[int(share * len(times))]
+def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
+    """Of calls that all ranks make together: where one waits for a core, the others wait for it."""
+    rows = world.gather_floats([value for one in times for value in one])
+    return [
+        Timed(statistics.mean(row[2 * n] for row in rows), sum(row[2 * n + 1] for row in rows))
+        for n in range(len(times))
+    ]
 
 
 def _on_gpu(run: Callable[[], object], count: int) -> float:

@@ -335,6 +335,8 @@ def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Ma
             rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})
         launch = statistics.mean(min(member["launch"][side]) for member in members)
         settings.append({"processes": side.processes, "threads": side.threads, "launch": launch, "samples": rows})
+    if not settings:
+        sys.exit("not even the first products were done in time: other programs have the cores")
     return {"settings": settings, "spoilt": sum(one.is_spoilt for one in best) / len(best)}
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _TASKS = Path("/proc/self/task")
 _SPOILT = 0.03  # of a time, in which a thread waited for a core
+_LEAST_SHARE = 0.1  # of a time, that is left of it whatever was waited
 _MOST_THREADS = 16  # that are looked at: reading takes 3 us a thread
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """Seconds of one call, and those of them in which a thread of this process waited for a core."""
 
     seconds: float
@@ -63,6 +63,19 @@ class Stopwatch:
             except (OSError, IndexError, ValueError):  # a thread that has ended
                 continue
         return total / 1e9
+
+
+def undisturbed(times: list[Timed], share: float) -> Timed:
+    """Of several calls the one that ``share`` of them are faster than, spoilt ones left out.
+
+    Where all are spoilt, as long ones are beside a program that always wants the cores, what they waited is taken off:
+    the result is marked as spoilt all the same.
+    """
+    clean = sorted(one for one in times if not one.is_spoilt)
+    if clean:
+        return clean[int(share * len(clean))]
+    mended = sorted(Timed(max(one.seconds - one.waited, _LEAST_SHARE * one.seconds), one.waited) for one in times)
+    return mended[int(share * len(mended))]
 
 
 def least(times: list[Timed]) -> Timed:

@@ -32,6 +32,10 @@ class EventLog:
             _drop_cut_line(path)
             self._file = path.open("a", encoding="utf-8")
 
+    def follow(self, observer: Observer) -> None:
+        """Show events to one more observer, which may emit some itself."""
+        self._observers.append(observer)
+
     def emit(self, event: str, **fields: Any) -> None:
         """Record one event, with the time in seconds since the epoch.
 

@@ -53,6 +53,7 @@ class Trainer:
         stop_requested: asked after every step; true on any rank ends the run after a checkpoint.
         keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
         updating: called before the weights are changed.
+        change_asked: asked on rank 0 after a checkpoint; true ends the run there, to go on in another way. None: never.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Trainer:
         stop_requested: Callable[[], bool],
         keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe),
         updating: Callable[[], None] = lambda: None,
+        change_asked: Callable[[], bool] | None = None,
     ) -> None:
         self.recipe = recipe
         self.task = task
@@ -79,6 +81,7 @@ class Trainer:
         self.max_steps = max_steps
         self.stop_requested = stop_requested
         self._updating = updating
+        self._change_asked = change_asked
         self._scaled = recipe.train.mixed_precision == "fp16"
         self.progress = Progress(loss_scale=_FIRST_LOSS_SCALE if self._scaled else 1.0)
         self._saved_step: int | None = None
@@ -122,6 +125,14 @@ class Trainer:
             improved = self._evaluate()
             if last or improved or said.save:
                 self._checkpoint(last_chance=False)
+                if not last and self._is_to_change():
+                    raise StopRequested
+
+    def _is_to_change(self) -> bool:
+        """Whether the run, which has just been saved, goes on in another way; the same on every rank."""
+        if self._change_asked is None or self._saved_step != self.progress.step:
+            return False
+        return bool(self.world.broadcast(self.world.is_main and self._change_asked()))
 
     def rehearse(self, steps: int, *, fullest: bool = False) -> bool:
         """Take the first steps of the run and keep nothing of them but their events; False when a signal ended it.

@@ -29,6 +29,7 @@ _FREE = (
     ("train", "activation_checkpointing"),
     ("train", "activation_offload"),
     ("train", "compile"),
+    ("train", "replan"),
 )
 _MAY_GROW = (("train", "max_steps"), ("train", "epochs"), ("train", "max_tokens"))
 _DIRECTORY = ("logging", "run_directory")

@@ -132,6 +132,19 @@ def predicted(directory: Path) -> dict[str, float]:
     return dict(found) if isinstance(found, dict) else {}
 
 
+def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
+    """Have the plan of a run that goes on in another way expect this from now on."""
+    plan = _plan(directory)
+    changed = {"predicted": {**plan.get("predicted", {}), **predicted}, "own_runs": {}}
+    changed["chosen"] = {**plan.get("chosen", {}), **choice}
+    _write(directory / PLAN, _plan_bytes({**plan, **changed}))
+
+
+def plan_of(directory: Path) -> dict[str, Any]:
+    """All that a run's plan says; empty where none was made."""
+    return _plan(directory)
+
+
 def change(directory: Path, recipe: str, reason: str) -> None:
     """Write the recipe that a run goes on with, and in the place of the reason for the key's value before, this one."""
     plan, key = _plan(directory), reason.partition(" ")[0]

@@ -20,7 +20,7 @@ from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch import run_directory
+from trainwright.launch import replan, run_directory
 from trainwright.launch.contract import agree, check_layout, usable_device
 from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
@@ -29,6 +29,7 @@ from trainwright.models.adapters_files import check_libraries
 from trainwright.models.compilation import compile_blocks
 from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
+from trainwright.observe.plan_watch import PlanWatch, Watched
 from trainwright.parallel import deepspeed_config
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.layout import Layout
@@ -54,6 +55,7 @@ def run_worker(
     rehearse: int | None = None,
     fullest: bool = False,
     seat: Seat | None = None,
+    may_change: bool = False,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
@@ -64,6 +66,7 @@ def run_worker(
         rehearse: take only that many steps of the run, and keep nothing but their events.
         fullest: rehearse the step with the largest micro-batch.
         seat: who this process is among all; None: as the environment says.
+        may_change: whether the launcher starts the run once more in another way, where train.replan asks for it.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
@@ -93,6 +96,11 @@ def run_worker(
             agree(recipe, task, world, run_directory.planned_device(run))
             strategy, layout = _strategy(recipe, task, world)
         events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)
+        may_change = may_change and recipe.train.replan == "auto"
+        if rehearse is None and world.is_main:
+            watched = Watched.of(run, run_directory.plan_of(run), may_change)
+            if watched is not None:
+                events.follow(PlanWatch(watched, events.emit))
         checkpoints = Checkpoints(
             run / "checkpoints",
             keep_last=recipe.checkpoint.keep_last,
@@ -111,6 +119,7 @@ def run_worker(
             stop_requested=stop_requested,
             keep_recipe=functools.partial(_keep_recipe, run, world),
             updating=lambda: set_fresh(False),
+            change_asked=functools.partial(replan.is_asked, run) if may_change else None,
         )
         task.begin(strategy, lambda message: events.emit("notice", message=message))
         checkpoint = _latest(checkpoints, world, events) if resume else None

@@ -24,8 +24,9 @@ from trainwright.machine.detect import Machine
 
 # Of the file; another number is another layout of it.
 _FORM = 2
-# What other programs may use of the cores while a machine is measured.
-_QUIET = 0.05
+# Of the times, how many other programs may spoil while a machine is measured; and the held-out errors, in the mean,
+# from which on it says too little. Beside a program that always wants a core they were seen to stay below.
+_QUIET, _FAR_OFF = 0.25, 0.20
 
 # What seconds are a sum of, each times a coefficient. "product": of [m, k] @ [k, n]; beside its operations every
 # matrix costs by its size, as it is read, written or laid out anew, and the last tiles by their depth k, as there are
@@ -155,8 +156,8 @@ class Calibration:
     """A machine as measured.
 
     ``machine``: its name. ``versions``: of the software it was measured with. ``measured``: when, in ISO 8601.
-    ``parts``: seconds that each part of the measuring took. ``disturbance``: the part of all cores that other programs
-    used meanwhile.
+    ``parts``: seconds that each part of the measuring took. ``disturbance``: the part of the times in each of which
+    a process waited for a core, as other programs had it.
     """
 
     machine: str
@@ -169,7 +170,17 @@ class Calibration:
     @property
     def is_disturbed(self) -> bool:
         """Whether other programs took so much that it does not tell what the machine can do."""
-        return self.disturbance > _QUIET
+        return self.distrust is not None
+
+    @property
+    def distrust(self) -> str | None:
+        """Why it is not to be gone by; None where it is."""
+        if self.disturbance > _QUIET:
+            return f"other programs had the cores in {self.disturbance:.0%} of the times"
+        errors = self.errors("")
+        if errors and (off := statistics.median(errors)) > _FAR_OFF:
+            return f"sizes that were measured and left out are predicted {off:.0%} wrong in the median"
+        return None
 
     def nearest(self, processes: int) -> Setting:
         """The setting whose number of processes is next to ``processes``, in proportion."""

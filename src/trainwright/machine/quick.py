@@ -38,8 +38,6 @@ _FAR = 2.0
 _MOST_WIDTH = {"cpu": 2048, "cuda": 8192}
 _MOST_WIDTHS = 3
 _LENGTHS = (16, 512)
-# Times that were spoilt by other programs, from which on a measurement is of little trust.
-_QUIET = 0.25
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
         return Measured()
     wanted, file = shapes.bounded(machine.device), measured_file(machine)
     known = load_calibration(file)
-    if known is not None and not is_of_little_trust(known) and covers(known, wanted):
+    if known is not None and not known.is_disturbed and covers(known, wanted):
         return Measured(known)
     say("measuring this machine")
     begun = time.monotonic()
@@ -99,7 +97,7 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
     kept = f"kept in {file}" if load_calibration(file) == found else f"cannot be kept in {file.parent}, so not for long"
     what = "this machine's first GPU" if machine.gpus else "this processor"
     said = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
-    if is_of_little_trust(found):
+    if found.is_disturbed:
         said += (
             f". Other programs used the cores ({found.disturbance:.0%} of the times were spoilt): the next plan "
             + ("measures again")
@@ -120,11 +118,6 @@ def measured_file(machine: Machine, root: Path | None = None) -> Path:
     return (root or cache_root()) / "measured" / f"{digest(key)}.json"
 
 
-def is_of_little_trust(found: Calibration) -> bool:
-    """Whether other programs had the cores meanwhile."""
-    return found.disturbance > _QUIET
-
-
 def covers(found: Calibration, wanted: Shapes) -> bool:
     """Whether what was measured tells of the ``wanted`` shapes."""
     known = [sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(found, f"product/{name}/forward")]
@@ -137,8 +130,8 @@ def rates_in_words(found: Calibration) -> str:
     unit, scale = ("GFLOP/s a core", 1e9) if first.threads else ("TFLOP/s", 1e12)
     rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
     shown = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
-    copied = max(s.sizes[0] / s.seconds for s in _samples(found, "traffic/fp32/copy"))
-    return f"{shown} {unit}, copies {copied / 1e9:.3g} GB/s"
+    copied = max((s.sizes[0] / s.seconds for s in _samples(found, "traffic/fp32/copy")), default=None)
+    return f"{shown} {unit}" + ("" if copied is None else f", copies {copied / 1e9:.3g} GB/s")
 
 
 def _best(setting: Setting, precision: str) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trainwright.machine.calibration import Calibration, current_calibration
 from trainwright.machine.detect import Machine
+from trainwright.machine.own_runs import OwnRuns, own_runs
 from trainwright.machine.quick import Shapes, measured
 from trainwright.planning.operations import block_kinds, block_weights
 from trainwright.planning.workload import Workload
@@ -17,12 +18,21 @@ from trainwright.planning.workload import Workload
 
 @dataclass(frozen=True)
 class Basis:
-    """``said``: that something was measured for it now. ``trouble``: why there is neither."""
+    """``said``: that something was measured for it now. ``trouble``: why there is neither. ``runs``: what runs of this
+    machine took, which predictions are corrected by."""
 
     calibration: Calibration | None = None
     measurement: Calibration | None = None
     said: str | None = None
     trouble: str | None = None
+    runs: OwnRuns = OwnRuns()  # noqa: RUF009
+
+    @property
+    def kind(self) -> str:
+        """What predictions go by before they are corrected."""
+        if self.calibration is not None:
+            return "calibration"
+        return "datasheet" if self.measurement is None else "measurement"
 
 
 def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] = lambda text: None) -> Basis:
@@ -31,13 +41,11 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
     Args:
         doing: told what takes a few seconds, before it is done.
     """
-    calibration = current_calibration(machine)
+    calibration, runs = current_calibration(machine), own_runs(machine)
     if calibration is not None and not calibration.is_disturbed:
-        return Basis(calibration)
+        return Basis(calibration, runs=runs)
     found = measured(machine, shapes_of(workload), doing)
-    if found.found is not None:
-        return Basis(None, found.found, found.said)
-    return Basis(calibration, None, found.said, found.trouble)
+    return Basis(None, found.found, found.said, found.trouble, runs)
 
 
 def shapes_of(workload: Workload) -> Shapes:

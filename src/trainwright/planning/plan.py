@@ -12,8 +12,10 @@ from typing import Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
+from trainwright.machine.own_runs import Correction
 from trainwright.planning.basis import Basis
 from trainwright.planning.candidates import Wishes, precision_of, precisions
+from trainwright.planning.corrections import corrections_of, model_of, way_of
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
 from trainwright.planning.rates import rates_of
@@ -35,7 +37,10 @@ _LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters",
 
 @dataclass(frozen=True)
 class Plan:
-    """``chosen``: what runs; with ``fits`` false the nearest to it, and then ``ways_out`` say what would fit."""
+    """``chosen``: what runs; with ``fits`` false the nearest to it, and then ``ways_out`` say what would fit.
+
+    ``rivals``: the best in every other precision that was looked at.
+    """
 
     workload: Workload
     cluster: Cluster
@@ -46,11 +51,17 @@ class Plan:
     reasons: tuple[str, ...]
     assumptions: tuple[str, ...]
     basis: Basis
+    rivals: tuple[Judged, ...] = ()
 
     @property
     def calibrated(self) -> bool:
         """Whether times are from rates measured here by ``trainwright machine calibrate``."""
         return self.basis.calibration is not None
+
+    @property
+    def correction(self) -> Correction:
+        """Of the step time, by what this machine's own runs took; it has been made."""
+        return corrections_of(self.basis.runs, self.workload, self.basis.kind).of(self.chosen.choice)
 
     @property
     def fits(self) -> bool:
@@ -78,7 +89,7 @@ class Plan:
         """What is compared with the run afterwards: bytes of a process, seconds of a step, threads of a process.
 
         ``calibrated`` and ``measured`` are 1 where the times are from rates measured on this machine, in a minute and
-        in a few seconds.
+        in a few seconds. ``correction``: what the step's time was multiplied by, for what this machine's own runs took.
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
@@ -90,6 +101,7 @@ class Plan:
             if self.chosen.time.mfu is not None:
                 predicted["mfu"] = self.chosen.time.mfu
             predicted["calibrated"] = float(self.calibrated)
+            predicted["correction"] = self.correction.seconds
             predicted["measured"] = float(self.basis.measurement is not None)
         if self.chosen.choice.threads is not None:
             predicted["threads"] = self.chosen.choice.threads
@@ -104,6 +116,12 @@ class Plan:
             "calibrated": self.calibrated,
             "measured": self.basis.measurement is not None,
             "trouble": self.basis.trouble,
+            "own_runs": {
+                "model": model_of(self.workload),
+                "way": way_of(self.chosen.choice),
+                "basis": self.basis.kind,
+                **asdict(self.correction),
+            },
             "chosen": _judged_json(self.chosen),
             "predicted": self.predicted(),
             "errors": _errors_json(self.chosen),
@@ -111,6 +129,7 @@ class Plan:
             "assumptions": list(self.assumptions),
             "workload": _workload_json(self.workload),
             "candidates": [_judged_json(one) for one in self.found.judged],
+            "rivals": [_judged_json(one) for one in self.rivals],
             "ways_out": [{"change": way.change, "chosen": _judged_json(way.judged)} for way in self.ways_out],
         }
 
@@ -137,8 +156,10 @@ def make_plan(
     Raises:
         RequestError: wishes that no number of processes agrees with.
     """
-    judge = Judge(workload, cluster, rates_of(cluster, basis.calibration, basis.measurement), available, own)
-    found, precision = _in_precision(judge, wishes)
+    corrections = corrections_of(basis.runs, workload, basis.kind)
+    rates = rates_of(cluster, basis.calibration, basis.measurement)
+    judge = Judge(workload, cluster, rates, available, own, corrections=corrections)
+    found, precision, rivals = _in_precision(judge, wishes)
     if not found.judged:
         raise RequestError(_impossible(wishes, workload))
     chosen = found.best or found.nearest
@@ -155,27 +176,33 @@ def make_plan(
         reasons=tuple(reasons_of(chosen, found, wishes, workload, cluster, precision)),
         assumptions=(*_rates(basis), *cluster.assumptions, *assumptions),
         basis=basis,
+        rivals=rivals,
     )
 
 
-def _in_precision(judge: Judge, wishes: Wishes) -> tuple[Found, tuple[str, str] | None]:
-    """The search in the precision that is the fastest here; and which that is and why, where it was left open."""
+_Chosen = tuple[Found, tuple[str, str] | None, tuple[Judged, ...]]
+
+
+def _in_precision(judge: Judge, wishes: Wishes) -> _Chosen:
+    """The search in the precision that is the fastest here; which that is and why, where it was left open; and the best
+    in others."""
     options = precisions(wishes, judge.rates)
     tried = {precision: search(judge, replace(wishes, precision=precision)) for precision in options}
     found = {precision: one for precision, one in tried.items() if one.judged}
     if len(found) < 2:
         why = None if "mixed_precision" in wishes.fixed else precision_of(judge.cluster)
-        return next(iter((found or tried).values())), why
+        return next(iter((found or tried).values())), why, ()
     runs = {precision: one for precision, one in found.items() if one.best is not None}
     if not runs:
         chosen = min(found, key=lambda precision: found[precision].nearest.shortfall)
-        return found[chosen], (chosen, f"nearer to fitting than {' or '.join(_others(found, chosen))}")
+        return found[chosen], (chosen, f"nearer to fitting than {' or '.join(_others(found, chosen))}"), ()
     if len(runs) == 1:
         (chosen, one) = next(iter(runs.items()))
-        return one, (chosen, f"with {' or '.join(_others(found, chosen))} nothing fits")
+        return one, (chosen, f"with {' or '.join(_others(found, chosen))} nothing fits"), ()
     plain, low = runs["no"].fastest, runs["bf16"].fastest
     chosen = "bf16" if low < _WORTH_ROUNDING * plain else "no"
-    return runs[chosen], (chosen, _why_precision(judge, chosen, plain, low))
+    rivals = tuple(one.best for precision, one in runs.items() if precision != chosen and one.best is not None)
+    return runs[chosen], (chosen, _why_precision(judge, chosen, plain, low)), rivals
 
 
 def _others(found: Mapping[MixedPrecision, Found], chosen: MixedPrecision) -> list[str]:
@@ -193,12 +220,9 @@ def _why_precision(judge: Judge, chosen: MixedPrecision, plain: float, low: floa
 
 def _rates(basis: Basis) -> tuple[str, ...]:
     calibration = basis.calibration
-    if calibration is None or not calibration.is_disturbed:
+    if calibration is None or calibration.distrust is None:
         return ()
-    return (
-        f"they were measured while other programs used {calibration.disturbance:.0%} of the cores: "
-        "`trainwright machine calibrate` without them tells more",
-    )
+    return (f"the calibration is not to be trusted: {calibration.distrust}; `trainwright machine calibrate` again",)
 
 
 def wishes_of(recipe: Recipe) -> Wishes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from trainwright.machine.calibration import Calibration, Curve, InStep, Sample, Setting
+from trainwright.machine.calibration import Calibration, Curve, Exchanged, InStep, Sample, Setting
 
 # Curves that are as much faster or slower than nominal as another one, where they were not measured themselves.
 _LIKE = {
@@ -37,12 +37,13 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
     own = nominal(processes, threads)
     curves = {name: _nearest_curve(name, own, by_distance, nominal) for name in own.curves}
     launch = by_distance[0].launch if by_distance[0].launch > 0 else own.launch
+    exchange = own.exchange if by_distance[0].exchange == Exchanged() else by_distance[0].exchange
     if not own.in_step:
-        return replace(own, curves=curves, launch=launch)
+        return replace(own, curves=curves, launch=launch, exchange=exchange)
     in_step = {
         precision: replace(_IN_STEP, host=found.host * launch / own.launch) for precision, found in own.in_step.items()
     }
-    return replace(own, curves=curves, launch=launch, in_step=in_step)
+    return replace(own, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
 
 def _apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:

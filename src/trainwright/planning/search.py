@@ -19,6 +19,7 @@ from trainwright.planning.candidates import (
     recomputations,
     worlds,
 )
+from trainwright.planning.corrections import Corrections
 from trainwright.planning.errors import Errors, errors_of
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import Rates
@@ -124,7 +125,8 @@ class Judge:
     """Judges choices for one workload on one machine.
 
     ``available``: asked for a strategy; gives None, or the reason why it does not run here. ``own``: errors of plans of
-    runs on this machine, which tell more than those of other machines. ``bold``: what is close fits.
+    runs on this machine, which tell more than those of other machines. ``bold``: what is close fits. ``corrections``: of the times, by what
+    this machine's own runs took.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Judge:
         available: Callable[[str], str | None] = lambda strategy: None,
         own: Errors | None = None,
         bold: bool = False,
+        corrections: Corrections | None = None,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
@@ -142,6 +145,7 @@ class Judge:
         self.available = available
         self.own = own
         self.bold = bold
+        self.corrections = corrections
         self._fitted: dict[Choice, Judged] = {}
         self._times: dict[Choice, StepTime] = {}
 
@@ -199,7 +203,9 @@ class Judge:
 
     def _time(self, choice: Choice) -> StepTime:
         if choice not in self._times:
-            self._times[choice] = step_time(self.workload, choice, self.cluster, self.rates)
+            found = step_time(self.workload, choice, self.cluster, self.rates)
+            factor = 1.0 if self.corrections is None else self.corrections.of(choice).seconds
+            self._times[choice] = found if factor == 1.0 else found.times(factor)
         return self._times[choice]
 
 

@@ -92,7 +92,7 @@ def words(plan: Plan) -> Iterator[str]:
     yield from _labelled("speed", [speed, _speed_interval(chosen.errors, time.tokens_per_second)])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
-    yield from _labelled("assumed", [_rates_line(plan), *plan.assumptions])
+    yield from _labelled("assumed", [_rates_line(plan), *_own_runs(plan), *plan.assumptions])
 
 
 def summary(plan: Plan) -> str:
@@ -203,6 +203,17 @@ def _rates_line(plan: Plan) -> str:
     # Whatever else there is may be described, and is not at hand then.
     here = plan.cluster.device == "cpu"
     return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
+
+
+def _own_runs(plan: Plan) -> Iterator[str]:
+    correction = plan.correction
+    if not correction.runs:
+        return
+    way = "" if correction.exact else ", run in other ways"
+    yield (
+        f"this machine's own runs: {correction.runs}{way}, within {correction.spread:.0%}; they took "
+        f"{correction.seconds:.2f} times what rates say, and times are corrected by it"
+    )
 
 
 def _run_line(plan: Plan) -> str:

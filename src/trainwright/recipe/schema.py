@@ -104,8 +104,8 @@ class TrainSection(Section):
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto",
-        description="Numbers to compute in. no: fp32. fp16: with loss scaling. auto: bf16 where the hardware "
-        "multiplies in it.",
+        description="Numbers to compute in. no: fp32. fp16: with loss scaling. auto: what is faster, by "
+        "what is measured of a CPU and by the hardware of a GPU.",
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] | Annotated[int, Field(ge=2)] = Field(
         "auto",
@@ -116,6 +116,11 @@ class TrainSection(Section):
         False, description="Keep activations for the backward pass in the host's memory instead of the GPU's."
     )
     compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
+    replan: Literal["offer", "auto"] = Field(
+        "offer",
+        description="Where the first steps prove the plan wrong and another strategy or number of processes is "
+        "expected to be over 20 % faster. offer: say so. auto: go on so after the next checkpoint, as the same run.",
+    )
     gradient_noise_scale: Count | None = Field(
         None,
         description="Every so many steps estimate from which batch size on larger ones pay less (arXiv 1812.06162, "

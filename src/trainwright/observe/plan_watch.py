@@ -1,0 +1,173 @@
+"""Holds a run's first steps against its plan, says where that proves wrong, and keeps what runs here took."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trainwright.machine.cache import keep
+from trainwright.machine.detect import detect
+from trainwright.machine.own_runs import remember, run_of
+from trainwright.machine.waiting import Waiting
+
+# Where a run that is to go on in another way says which.
+REPLAN = "replan.json"
+# Steps that are slower than the rest, and those that are judged.
+_WARM_UP, _JUDGED = 2, 10
+_WRONG = 1.3  # times, or one part of so many
+_WORTH = 1.2
+_WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
+_LEAST = 0.01
+_FAULTS = 200  # pages a step that were read from disk: memory is short
+_KEYS = {
+    "train": ("micro_batch_size", "activation_checkpointing"),
+    "parallel": ("strategy", "num_processes", "replicate_size", "reshard_after_forward"),
+}
+# Between these a checkpoint can be taken up as it is.
+_SAME_RUN = ("single", "ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is known of a run's plan: ``predicted``, ``own`` (what is like it), ``chosen`` and the other ``candidates``.
+
+    ``replan``: whether the run is to go on in another way by itself.
+    """
+
+    run: Path
+    predicted: Mapping[str, float]
+    own: Mapping[str, Any]
+    chosen: Mapping[str, Any]
+    candidates: Sequence[Mapping[str, Any]]
+    replan: bool
+
+    @classmethod
+    def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> Watched | None:
+        """None where there is nothing to hold a run against: a plan by datasheets of a described machine, or none."""
+        predicted = plan.get("predicted")
+        if not isinstance(predicted, dict) or not predicted.get("step_time"):
+            return None
+        measured = bool(predicted.get("measured") or predicted.get("calibrated"))
+        if not measured and not detect().is_here:
+            return None
+        candidates = [*plan.get("candidates", ()), *plan.get("rivals", ())]
+        return cls(run, predicted, plan.get("own_runs") or {}, plan.get("chosen") or {}, candidates, replan)
+
+
+class PlanWatch:
+    """An observer of rank 0's events; ``emit`` records one more."""
+
+    def __init__(self, watched: Watched, emit: Callable[..., None]) -> None:
+        self._watched = watched
+        self._emit = emit
+        self._seconds: list[float] = []
+        self._before: Waiting | None = None
+        self._faults = 0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "step":
+            self._step(event)
+        elif event["event"] == "finish":
+            self._finish(event.get("measured") or {})
+
+    def _step(self, event: Mapping[str, Any]) -> None:
+        self._seconds.append(float(event["step_time"]))
+        if len(self._seconds) == _WARM_UP:
+            self._before, self._faults = Waiting.now(), _page_faults()
+        if len(self._seconds) == _WARM_UP + _JUDGED:
+            self._judge(int(event["step"]))
+
+    def _judge(self, step: int) -> None:
+        assert self._before is not None
+        expected, found = self._watched.predicted["step_time"], median(self._seconds[_WARM_UP:])
+        if expected / _WRONG <= found <= expected * _WRONG:
+            return
+        cause, slower = _outside(Waiting.now().since(self._before), (_page_faults() - self._faults) / _JUDGED)
+        cause = cause or self._inside()
+        offer = None if found < expected else self._offer(found, min(slower, found / expected))
+        said = f"the plan expected {expected:.3g} s a step, and the first {_JUDGED} took {found:.3g} s each: {cause}"
+        if offer is not None:
+            said += f". {_in_words(offer, found)}"
+            if self._watched.replan:
+                said += "; the run goes on so after its next checkpoint (train.replan: auto)"
+                keep(self._watched.run / REPLAN, json.dumps(offer))
+        self._emit(
+            "notice", message=said, kind="plan", step=step, predicted=expected, measured=found, cause=cause, offer=offer
+        )
+
+    def _inside(self) -> str:
+        if self._watched.chosen.get("compile"):
+            return "compiled models are predicted less well; the next plan goes by what this run takes"
+        return "the prediction itself is wrong here; the next plan goes by what this run takes"
+
+    def _offer(self, found: float, slower: float) -> dict[str, Any] | None:
+        """The fastest of the other candidates, where it is much faster even if what slows this one slows it too.
+
+        What proved wrong of so many processes in one precision is as wrong for other strategies of them.
+        """
+        chosen = self._watched.chosen
+        others = [one for one in self._watched.candidates if one.get("time") and _differs(one, chosen)]
+        if self._watched.replan:
+            others = [one for one in others if _is_same_run(one, chosen)]
+        best = min(others, key=lambda one: one["time"]["seconds"], default=None)
+        if best is None or best["time"]["seconds"] * slower * _WORTH > found:
+            return None
+        names = [name for keys in _KEYS.values() for name in keys] + ["mixed_precision", "threads"]
+        return {**{name: best[name] for name in names}, "seconds": best["time"]["seconds"] * slower}
+
+    def _finish(self, measured: Mapping[str, float]) -> None:
+        """Keep it, unless something else slowed it down."""
+        machine = detect()
+        disturbed = measured.get("waited", 0.0) >= _WAITED or measured.get("throttled", 0.0) >= _THROTTLED
+        if disturbed or measured.get("steps", 0) < _JUDGED or not machine.is_here:
+            return
+        predicted = self._watched.predicted
+        plain = predicted["step_time"] / (predicted.get("correction") or 1.0)
+        memory = (
+            measured.get("memory_bytes", 0.0) / predicted["memory_bytes"] if predicted.get("memory_bytes") else None
+        )
+        if (run := run_of(self._watched.own, measured["step_time"] / plain, memory)) is not None:
+            remember(machine, run)
+
+
+def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, float]:
+    """What other than the prediction makes steps slow, as far as it is known, and how many times it makes them so."""
+    throttled, waited, stolen = (waiting.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
+    if throttled >= _THROTTLED:
+        said = f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"
+        return said, 1 / max(_LEAST, 1 - throttled)
+    if waited >= _WAITED:
+        said = f"other programs use the cores, for which the process waited {waited:.0%} of the time"
+        return said, 1 / max(_LEAST, 1 - waited)
+    if stolen >= _STOLEN:
+        said = f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"
+        return said, 1 / max(_LEAST, 1 - stolen)
+    if faults > _FAULTS:
+        return f"memory is short: {faults:.0f} pages a step were read from disk", math.inf
+    return None, 1.0
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    return any(one.get(key) != chosen.get(key) for key in ("num_processes", "mixed_precision", "threads"))
+
+
+def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    """Whether losses stay the same, and a checkpoint can be taken up."""
+    strategies = {one["strategy"], chosen.get("strategy")}
+    return one["mixed_precision"] == chosen.get("mixed_precision") and strategies <= set(_SAME_RUN)
+
+
+def _in_words(offer: Mapping[str, Any], found: float) -> str:
+    parts = [f"parallel.strategy={offer['strategy']}", f"parallel.num_processes={offer['num_processes']}"]
+    parts.append(f"train.mixed_precision={offer['mixed_precision']}")
+    return f"{' '.join(parts)} is expected to be {found / offer['seconds']:.1f} times as fast"

@@ -1,0 +1,43 @@
+"""Predictions corrected by what this machine's own runs took. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainwright.machine.own_runs import Correction, OwnRuns
+from trainwright.planning.workload import Choice, Workload
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Of one workload. ``basis``: what uncorrected predictions go by."""
+
+    runs: OwnRuns
+    model: str
+    basis: str
+
+    def of(self, choice: Choice) -> Correction:
+        return self.runs.correction(self.model, way_of(choice), self.basis)
+
+
+def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections:
+    return Corrections(runs, model_of(workload), basis)
+
+
+def model_of(workload: Workload) -> str:
+    """What the errors of a prediction have in common, however it is run: family, size, adapter, length of rows."""
+    a = workload.architecture
+    adapter = "full" if workload.adapter is None else workload.adapter.kind
+    parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantisation)
+    rows = f"2^{round(math.log2(workload.row_tokens))}", "packed" if workload.packed else "padded"
+    return " ".join((*parts, *rows, workload.optimizer))
+
+
+def way_of(choice: Choice) -> str:
+    """How it is run."""
+    compiled = "compiled" if choice.compile else "eager"
+    recompute = str(choice.activation_checkpointing)
+    threads = "" if choice.threads is None else f"x{choice.threads}"
+    processes = f"{choice.num_processes}{threads}"
+    return f"{choice.strategy} {choice.mixed_precision} {processes} {compiled} {recompute}"
