@@ -2,6 +2,7 @@
 
     python bench/plan_regret.py                     all recipes, in at most twenty minutes
     python bench/plan_regret.py --minutes 5 --only padded
+    python bench/plan_regret.py --here              {fp32, bf16} x {1, 2 processes} x threads, in some minutes
     python bench/plan_regret.py --calibration FILE  one made before, with `trainwright machine calibrate`'s measurements
 
 Every recipe leaves strategy, processes, micro-batch and recomputation to the plan. All that the plan chooses among is
@@ -22,12 +23,13 @@ from typing import Any
 
 from support.machine import describe, use_cores
 from support.peers import cache_directory
+from support.regret_here import run_here
 from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, run_steps
 
 from trainwright.launch.process import preload_libraries
-from trainwright.machine.calibration import Calibration
+from trainwright.machine.calibration import Calibration, current_calibration, load_calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine, detect
 from trainwright.planning.basis import Basis
@@ -40,6 +42,7 @@ from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
 
 RESULTS = Path(__file__).parent / "results" / "plan_regret.json"
+RESULTS_HERE = RESULTS.with_name("plan_regret_here.json")
 WARM_UP = 1
 NEAR = 1.2  # times the fastest, in the first round, of what is run again
 ROUNDS = 2  # that follow the first
@@ -83,6 +86,9 @@ class Measured:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.here:
+        here(arguments)
+        return
     machine, description = detect(), describe(use_cores(detect().cpu_cores))
     preload_libraries()
     names = [name for name in RECIPES if arguments.only in name]
@@ -100,10 +106,22 @@ def main() -> None:
     write_results(arguments.output, {"machine": description, "summary": summary, "recipes": results})
 
 
+def here(arguments: argparse.Namespace) -> None:
+    """The quickstart's recipe and another one, by what a plan measures, and by a calibration where there is one."""
+    description, machine = describe(use_cores(detect().cpu_cores)), detect()
+    preload_libraries()
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else current_calibration(machine)
+    with tempfile.TemporaryDirectory(prefix="plan-regret-") as temporary:
+        results = run_here(machine, calibration, Path(temporary), arguments.steps)
+    output = RESULTS_HERE if arguments.output == RESULTS else arguments.output
+    write_results(output, {"machine": description, "recipes": results})
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20, help="for all recipes together (20)")
     parser.add_argument("--steps", type=int, default=6, help=f"steps of a run, {WARM_UP} of them warm-up (6)")
+    parser.add_argument("--here", action="store_true", help="what a plan chooses on this machine among a dozen ways")
     parser.add_argument("--only", default="", help="recipes whose name has this")
     parser.add_argument("--calibration", type=Path, help="a file; made anew and written there if it does not exist")
     parser.add_argument("--output", type=Path, default=RESULTS, help="file of results")

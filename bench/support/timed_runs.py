@@ -41,8 +41,18 @@ class Timed:
         return sum(self.tokens) / len(self.tokens) / self.seconds
 
 
-def run_steps(recipe: Recipe, machine: Machine, steps: int, warm_up: int, directory: Path, cache: Path) -> Timed:
+def run_steps(
+    recipe: Recipe,
+    machine: Machine,
+    steps: int,
+    warm_up: int,
+    directory: Path,
+    cache: Path,
+    threads: int | None = None,
+) -> Timed:
     """Train ``steps`` of a resolved recipe and keep nothing but the times of those after ``warm_up``.
+
+    ``threads``: of each process; without it they share the cores.
 
     Raises:
         SystemExit: the run failed; says where its logs are.
@@ -51,7 +61,7 @@ def run_steps(recipe: Recipe, machine: Machine, steps: int, warm_up: int, direct
     assert isinstance(processes, int)
     directory.mkdir(parents=True)
     run_directory.record(directory, dump_recipe(recipe), directory.name, ())
-    os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cpu_cores // processes))
+    os.environ["OMP_NUM_THREADS"] = str(threads or max(1, machine.cpu_cores // processes))
     with Stopping() as stopping:
         run_in_child(functools.partial(_prepare, recipe, cache), directory / "prepare.log", stopping)
         busy, own = busy_seconds(), _children_seconds()
