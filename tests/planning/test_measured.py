@@ -9,9 +9,11 @@ from tests.support.measured import measurement
 from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
+from trainwright.machine.own_runs import OwnRun, OwnRuns
 from trainwright.machine.processor import Processor
 from trainwright.planning.basis import Basis, basis_of, shapes_of
 from trainwright.planning.candidates import Wishes
+from trainwright.planning.corrections import model_of, way_of
 from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.rates import rates_of
@@ -134,3 +136,25 @@ def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
     layouts = [(one.layout, one.choice.num_processes) for one in made.found.judged]
     assert len(layouts) == len(set(layouts)) and len(list(table(made))) > 2
     assert Judge(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
+
+
+def _with_runs(*runs: OwnRun) -> Plan:
+    return make_plan(Wishes({}), work(), of_cores(2, *AMX), basis=Basis(None, measurement(), runs=OwnRuns(runs)))
+
+
+def test_a_plan_is_corrected_by_what_runs_of_this_machine_took() -> None:
+    plain = _with_runs()
+    choice, time = plain.chosen.choice, plain.chosen.time
+    own = OwnRun(model_of(work()), way_of(choice), "measurement", 1.02, 1.0)
+    corrected = _with_runs(own)
+    assert time is not None and corrected.chosen.choice == choice and corrected.chosen.time is not None
+    assert corrected.chosen.time.seconds == pytest.approx(1.02 * time.seconds)
+    assert corrected.predicted()["correction"] == pytest.approx(1.02)
+    assert any("this machine's own runs: 1, within 0%" in line for line in words(corrected))
+    assert not any("own runs" in line for line in words(plain))
+
+
+def test_six_runs_tell_how_far_plans_are_off_here() -> None:
+    own = OwnRun(model_of(work()), way_of(_with_runs().chosen.choice), "measurement", 1.0, 1.0)
+    assert _with_runs(*[own] * 5).chosen.errors.words != "runs on this machine"
+    assert _with_runs(*[own] * 6).chosen.errors.words == "runs on this machine"

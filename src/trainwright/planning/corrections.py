@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trainwright.machine.own_runs import Correction, OwnRuns
+from trainwright.planning.errors import Errors, interval_of
 from trainwright.planning.workload import Choice, Workload
 
 
@@ -19,6 +20,14 @@ class Corrections:
 
     def of(self, choice: Choice) -> Correction:
         return self.runs.correction(self.model, way_of(choice), self.basis)
+
+    def errors(self) -> Errors | None:
+        """How far corrected plans of such runs have been off here; None where there were too few."""
+        known = [run for run in self.runs.runs if (run.model, run.basis) == (self.model, self.basis)]
+        expected = [self.runs.correction(self.model, run.way, self.basis).seconds for run in known]
+        speed = interval_of(factor / run.seconds for factor, run in zip(expected, known, strict=True))
+        memory = interval_of(run.memory for run in known if run.memory)
+        return None if speed is None or memory is None else Errors(memory, speed, ("runs on this machine",))
 
 
 def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections:

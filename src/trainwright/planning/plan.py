@@ -158,7 +158,7 @@ def make_plan(
     """
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
-    judge = Judge(workload, cluster, rates, available, own, corrections=corrections)
+    judge = Judge(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
     found, precision, rivals = _in_precision(judge, wishes)
     if not found.judged:
         raise RequestError(_impossible(wishes, workload))

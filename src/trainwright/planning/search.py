@@ -125,8 +125,8 @@ class Judge:
     """Judges choices for one workload on one machine.
 
     ``available``: asked for a strategy; gives None, or the reason why it does not run here. ``own``: errors of plans of
-    runs on this machine, which tell more than those of other machines. ``bold``: what is close fits. ``corrections``: of the times, by what
-    this machine's own runs took.
+    runs on this machine, which tell more than those of other machines. ``bold``: what is close fits. ``corrections``:
+    of the times, by what this machine's own runs took.
     """
 
     def __init__(
