@@ -32,7 +32,7 @@ HUGE = (  # for any machine that runs tests
 def shown(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
     assert result.exit_code == code, result.output
-    return result.output
+    return result.stdout  # what a slow plan says of its progress is on the other
 
 
 def test_a_model_is_planned_without_a_recipe() -> None:
@@ -92,6 +92,21 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         shown(*arguments)
+
+
+def test_a_model_that_cannot_be_packed_is_planned_on_padded_rows() -> None:
+    plan = json.loads(shown("--model", "mosaicml/mpt-7b", "--on", "8xH100", "--json"))
+    assert plan["workload"]["packed"] is False and plan["workload"]["row_tokens"] == 2048
+    assert plan["workload"]["architecture"]["alibi"] is True
+    with pytest.raises(RequestError, match=r"data\.pack_length: .* \(ALiBi\); set it to null"):
+        shown("--model", "mosaicml/mpt-7b", "--on", "8xH100", "data.pack_length=2048")
+
+
+def test_what_training_does_not_run_on_is_planned_only() -> None:
+    text = shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xMI300X")
+    assert text.splitlines()[1].strip().startswith("planned only: training runs on NVIDIA GPUs and on CPUs")
+    found = json.loads(shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xH100", "--json"))
+    assert found["planned_only"] is None
 
 
 def test_rows_are_no_longer_than_the_model_is_made_for_unless_asked() -> None:

@@ -14,6 +14,7 @@ from trainwright.data.dataset import TokenDataset
 from trainwright.data.stream import Stream
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
+from trainwright.models.packable import check_packable
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -21,6 +22,24 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WINDOW = {"head_dim": 16, "sliding_window": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_group": 2,
+    "topk_group": 1,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -46,13 +65,75 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "gpt_neox": {},
     "olmo2": {},
+    "olmo3": WINDOW,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.0},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0},
+    "qwen3_moe": EXPERTS | {"head_dim": 16},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "glm4_moe": ROUTED | {"head_dim": 16},
+    "deepseek_v2": ROUTED | LATENT | {"n_group": 1},
+    "deepseek_v3": ROUTED | LATENT,
+    # Of 40 tokens a document, 8 of which see each other, in two layers of three.
+    "llama4_text": {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 1, 0],
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+    },
+    "cohere2": WINDOW,
+    "glm4": {"head_dim": 16},
+    "ministral3": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+# Those that cannot be packed, and are trained on padded rows.
+PADDED: dict[str, dict[str, Any]] = {
+    "falcon": {"num_key_value_heads": None},
+    "falcon-40b": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-rw": {"model_type": "falcon", "alibi": True, "multi_query": False, "parallel_attn": False},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+    "bloom": {"n_layer": 2, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None},
+    "stablelm": {},
+    "nemotron": {},
+    "jamba": {
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "qwen3_next": EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "granitemoehybrid": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_state": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "shared_intermediate_size": 32,
+    },
 }
 
 
 def build(name: str) -> PreTrainedModel:
-    settings = SIZES | ARCHITECTURES.get(name, {})
+    settings = SIZES | (ARCHITECTURES.get(name) or PADDED.get(name, {}))
+    settings = {key: value for key, value in settings.items() if value is not None}
     kind = settings.pop("model_type", name)
-    if kind == "gpt2":
+    if kind in ("gpt2", "mpt"):
         settings = {
             k: v
             for k, v in settings.items()
@@ -142,6 +223,39 @@ def probe() -> Any:
     data = examples()
     micro = Stream(data, global_batch_size=3, seed=0, rows=3, pack_length=256).global_batch(0).micro_batches[0]
     return collate(data, micro, packed=True, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_what_mixes_packed_documents_is_trained_padded_and_refused_in_packs(name: str) -> None:
+    """By the model itself before it trains, and by its configuration before anything is loaded."""
+    model = build(name)
+    check_model(CausalLM(model, packed=False), probe())
+    one, three = (loss_and_gradients(model, pack=None, rows=rows)[0] for rows in (1, 3))
+    assert three == pytest.approx(one, rel=1e-5)
+    with pytest.raises(RequestError, match=r"data\.pack_length: .* does not keep packed documents apart"):
+        check_model(CausalLM(model, packed=True), probe())
+    with pytest.raises(
+        RequestError, match=r"data\.pack_length: .* does not keep packed documents apart: .*; set it to"
+    ):
+        check_packable(model.config.to_dict(), 64)
+    check_packable(model.config.to_dict(), None)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_other_architecture_is_refused_in_packs(name: str) -> None:
+    check_packable({"model_type": name, **ARCHITECTURES[name]}, 64)
+
+
+def test_llama_4_is_packed_as_long_as_places_in_a_row_do_not_matter() -> None:
+    config = {"model_type": "llama4_text", "floor_scale": 4096}
+    check_packable(config, 4095)
+    check_packable({**config, "attn_temperature_tuning": False}, 8192)
+    with pytest.raises(RequestError, match="from token 4096 of a row on"):
+        check_packable(config, 4096)
+
+
+def test_a_hybrid_of_attention_alone_is_packed() -> None:
+    check_packable({"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]}, 64)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -48,6 +48,14 @@ def test_a_fresh_model_has_the_tokenizers_vocabulary(tmp_path: Path) -> None:
     assert "examples of 80 tokens" in assumptions[0]
 
 
+def test_packs_of_a_model_that_mixes_documents_are_refused(tmp_path: Path) -> None:
+    falcon = {key: value for key, value in CONFIG.items() if key != "intermediate_size"} | {"model_type": "falcon"}
+    asked = recipe(tmp_path, model={"config": falcon})
+    assert not facts_of(asked).workload.packed
+    with pytest.raises(RequestError, match=r"data\.pack_length: a model of the architecture falcon does not keep"):
+        facts_of(recipe(tmp_path, model={"config": falcon}, data={"pack_length": 256}))
+
+
 def test_packs_hold_several_examples(tmp_path: Path) -> None:
     workload, _ = facts_of(recipe(tmp_path, data={"pack_length": 256}))
     assert (workload.row_tokens, workload.global_batch_rows) == (240, 4.0)

@@ -112,7 +112,7 @@ def _asked(
         raise RequestError("plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
     if model is None:
         return load_recipe(Path(files[0]), overrides)
-    from trainwright.planning.facts import architecture_named
+    from trainwright.planning.facts import architecture_named, packs
 
     length = sequence_length or min(_TOKENS, architecture_named(model).positions)
     asked = [
@@ -120,7 +120,7 @@ def _asked(
         f"model.name={model}",
         "data={train: pydoc, validation: null}",
         f"data.max_length={length}",
-        f"data.pack_length={length}",
+        f"data.pack_length={length if packs(model, length) else 'null'}",
         f"train.global_batch_size={global_batch_size}",
         *([f"train.max_steps={steps}"] if steps is not None else []),
     ]

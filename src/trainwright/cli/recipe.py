@@ -39,7 +39,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     loaded = load_recipe(recipe, overrides or [])
     if loaded.has_texts:
-        check_model(loaded.model)
+        check_model(loaded.model, loaded.data.pack_length)
     check_data(loaded)
     train = loaded.train
     length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"

@@ -38,10 +38,10 @@ _AUDIO = {
     *("wav2vec2-bert", "wavlm", "whisper"),
 }
 _OTHERS = {"xlnet": "a permutation language model", "dpr": "an encoder-only model"}
-# Without attention: they can be loaded and asked, and are not trained.
+# Without attention, or with little: they can be loaded and asked, and are not trained.
 _RECURRENT = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "a state-space model"),
-    **dict.fromkeys(("rwkv", "xlstm"), "a recurrent model"),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "a recurrent model"),
 }
 _HEADS = {
     "ForSequenceClassification": "a classifier",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from trainwright.data.lengths import Lengths, check_length, estimate, recall, re
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
+from trainwright.models.packable import check_packable, unpackable
 from trainwright.models.supported import check_trainable
 from trainwright.planning import unlearning
 from trainwright.planning.architecture import Architecture
@@ -62,6 +63,7 @@ def facts_of(recipe: Recipe) -> Facts:
     """
     if not recipe.has_texts:
         return histories_of(recipe)
+    check_model(recipe.model, recipe.data.pack_length)
     assumptions: list[str] = []
     lengths = _lengths(recipe, assumptions)
     data, train = recipe.data, recipe.train
@@ -115,35 +117,54 @@ def architecture_of(model: ModelSection) -> Architecture:
     if (known := _catalogued(model.name)) is not None:
         check_model(model)
         return known.architecture()
-    file = _config_here(model) or _located(model) / "config.json"
+    file = _config_here(model.name) or _located(model) / "config.json"
     return architecture_of_file(file, f"model.name: {file.parent}")
 
 
-def check_model(model: ModelSection) -> None:
-    """Refuse a model that is no decoder-only language model, by a configuration that is at hand here without network.
+def check_model(model: ModelSection, pack_length: int | None = None) -> None:
+    """Refuse a model that is no decoder-only language model, or cannot be trained on packs of ``pack_length``, by a
+    configuration that is at hand here without network.
 
     Raises:
-        RequestError: says what it is instead.
+        RequestError: says what it is instead, or why packs would mix documents.
     """
+    if (found := _at_hand(model)) is not None:
+        check_trainable(found[0], found[1], FAMILIES)
+        check_packable(found[0], pack_length)
+
+
+def packs(model: str, length: int) -> bool:
+    """Whether the model of a name, a directory or a config.json can be trained on packs of ``length`` tokens."""
+    path = Path(model).expanduser()
+    content = read_json(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
+    return not isinstance(content, dict) or unpackable(content, length) is None
+
+
+def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
+    """A model's configuration where it is here, and what messages about it begin with."""
     if model.config is not None:
-        check_trainable(model.config, "model.config", FAMILIES)
-    elif model.name is not None and (known := _catalogued(model.name)) is not None:
-        check_trainable(known.config, f"model.name: {model.name}", FAMILIES)
-    elif (file := _config_here(model)) is not None and isinstance(content := read_json(file), dict):
-        check_trainable(content, f"model.name: {file.parent}", FAMILIES)
+        return model.config, "model.config"
+    return None if model.name is None else _named(model.name)
+
+
+def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
+    if (known := _catalogued(name)) is not None:
+        return known.config, f"model.name: {name}"
+    file = _config_here(name)
+    content = read_json(file) if file is not None else None
+    return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
 
 
 def _catalogued(name: str) -> KnownModel | None:
     return None if Path(name).expanduser().exists() else known_model(name)
 
 
-def _config_here(model: ModelSection) -> Path | None:
+def _config_here(name: str) -> Path | None:
     """The configuration file in the directory that a recipe names, or in the Hugging Face cache."""
-    assert model.name is not None
-    path = Path(model.name).expanduser()
+    path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
         return path / "config.json"
-    return _cached_config(model.name)
+    return _cached_config(name)
 
 
 def architecture_named(name: str) -> Architecture:
@@ -165,6 +186,7 @@ def full_rows(recipe: Recipe) -> Facts:
     """As ``facts_of`` for a recipe whose data does not matter: every row is full, of documents as long as may be."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
+    check_model(recipe.model, data.pack_length)
     row, document = data.pack_length or data.max_length, data.max_length
     documents = "one document" if document == row else f"documents of {document} tokens"
     assumptions = [f"every row is full, {documents} each"]
