@@ -86,27 +86,21 @@ def calibrate(
     from trainwright.doctor.calibrate_table import lines
     from trainwright.errors import MachineError
     from trainwright.machine.calibration import as_json as values
-    from trainwright.machine.calibration import calibration_file, current_calibration, save_calibration
-    from trainwright.machine.contradictions import contradictions
+    from trainwright.machine.calibration import calibration_file
+    from trainwright.machine.contradictions import keep_trusted
     from trainwright.machine.detect import detect
 
     machine = detect()
     found = measure(machine, say=lambda text: say(text, file=sys.stderr))
-    file = calibration_file(machine)
-    distrust = found.distrust or next(contradictions(found), None)
-    if distrust is None:
-        save_calibration(found, file)
+    refused = keep_trusted(found, machine)
     if as_json:
         say(json.dumps(values(found), indent=1), wrap=False)
     else:
         for line in lines(found):
             say(line)
-    if distrust is None:
-        say(f"kept in {file}", file=sys.stderr if as_json else sys.stdout)
-        return
-    before = current_calibration(machine)
-    stays = "plans go by a quick measurement" if before is None else f"the one of {before.measured} stays"
-    raise MachineError(f"what was measured is not kept, as {distrust}: {stays}; measure again without them")
+    if refused is not None:
+        raise MachineError(refused)
+    say(f"kept in {calibration_file(machine)}", file=sys.stderr if as_json else sys.stdout)
 
 
 @app.command()

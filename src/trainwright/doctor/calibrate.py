@@ -22,19 +22,24 @@ from trainwright.launch.stop import Stopping
 from trainwright.machine.calibration import Calibration, Setting, versions
 from trainwright.machine.detect import Machine
 
-SECONDS = 52.0  # in all, imports and starting processes counted in; with what follows it stays under a minute
+SECONDS = 50.0  # in all, imports and starting processes counted in
+LIMIT = 57.0  # after which a machine is too busy to be measured; with what follows it stays under a minute
 
 
 def calibrate(
-    machine: Machine, seconds: float = SECONDS, say: Callable[[str], None] = lambda text: None
+    machine: Machine,
+    seconds: float = SECONDS,
+    say: Callable[[str], None] = lambda text: None,
+    limit: float = LIMIT,
 ) -> Calibration:
     """Measure ``machine``, which is this one, in about ``seconds``.
 
     Args:
+        limit: seconds after which it is given up, where not even one round over everything is done.
         say: told what is being measured, a line at a time.
 
     Raises:
-        MachineError: a process that measured failed.
+        MachineError: a process that measured failed, or the machine is too busy.
         Stopped: it was asked to stop.
     """
     parts: dict[str, float] = {}
@@ -50,7 +55,7 @@ def calibrate(
             say(f"measuring {_described(count, threads)}")
             started = time.monotonic()
             end = started + max(0.0, begun + seconds - started) / (len(counts) - number)
-            found = _in_processes(machine, count, threads, end, Path(work) / str(count), stopping)
+            found = _in_processes(machine, count, threads, (end, begun + limit), Path(work) / str(count), stopping)
             spoilt.append(found["spoilt"])
             settings.append(_setting(machine, count, threads, found))
             measured = sum(found["parts"].values())
@@ -92,7 +97,7 @@ def _threads(machine: Machine, processes: int) -> int:
 
 
 def _in_processes(
-    machine: Machine, count: int, threads: int | None, end: float, work: Path, stopping: Stopping
+    machine: Machine, count: int, threads: int | None, ends: tuple[float, float], work: Path, stopping: Stopping
 ) -> dict[str, Any]:
     from trainwright.doctor.calibrate_worker import measure
     from trainwright.launch.local import launch
@@ -101,7 +106,7 @@ def _in_processes(
     work.mkdir()
     with _environment(OMP_NUM_THREADS=threads):
         code = launch(
-            functools.partial(measure, machine.device, end, output),
+            functools.partial(measure, machine.device, ends, output),
             processes=count,
             logs=work / "logs",
             stopping=stopping,

@@ -26,18 +26,20 @@ _MOST_ROUNDS = 12
 _MOST_CALLS = 200
 _FEWEST_TYPICAL = 3  # calls
 _JOINT = 4  # times as long: processes that wait for each other come back in irregular times
-_OVERTIME = 5.0  # seconds that the first round may go on after the end
 _TOO_BUSY = (
     "this machine is too busy to be measured: one round over everything takes more than its time; end what else runs "
     "here, and measure again"
 )
 
 
-def measure(device_type: str, end: float, output: Path) -> int:
-    """Entry of a worker: measure until about ``end`` (of time.monotonic); rank 0 writes samples by curve to ``output``.
+def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
+    """Entry of a worker; rank 0 writes samples by curve to ``output``.
+
+    Args:
+        ends: until when (of time.monotonic) it is measured, and when it is given up.
 
     Raises:
-        MachineError: the machine is so busy that even a first round takes far longer.
+        MachineError: the machine is so busy that not even a first round is done by then.
     """
     torch.manual_seed(0)
     keep_freed_memory()
@@ -53,7 +55,7 @@ def measure(device_type: str, end: float, output: Path) -> int:
         }
         cases = [(part, case) for part, made in parts.items() for case in made]
         found: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        measured = _measured(world, cases, end, found["parts"])
+        measured = _measured(world, cases, ends, found["parts"])
         for case, taken in measured:
             rows = found["samples"].setdefault(case.curve, [])
             rows.append({"sizes": case.sizes, "seconds": taken.seconds / case.amount, "held_out": case.held_out})
@@ -74,7 +76,7 @@ class _Stopped(Exception):
 
 
 def _measured(
-    world: World, cases: list[tuple[str, Case]], end: float, parts: dict[str, float]
+    world: World, cases: list[tuple[str, Case]], ends: tuple[float, float], parts: dict[str, float]
 ) -> list[tuple[Case, Timed]]:
     """Each case with its seconds, the mean over the ranks.
 
@@ -89,8 +91,8 @@ def _measured(
         for index, (part, case) in enumerate(cases):
             # Rank 0's clock decides for all. This is also where they wait for each other.
             begun = time.monotonic()
-            past = begun - end if world.is_main else -1.0
-            late, over, stopped = world.sum([float(past > 0), float(past > _OVERTIME), float(stop_requested())])
+            past = [float(world.is_main and begun > end) for end in ends]
+            late, over, stopped = world.sum([*past, float(stop_requested())])
             if stopped:
                 raise _Stopped
             if late and number:

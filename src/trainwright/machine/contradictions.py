@@ -5,12 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 
-from trainwright.machine.calibration import Calibration, Setting
+from trainwright.machine.calibration import (
+    Calibration,
+    Setting,
+    calibration_file,
+    current_calibration,
+    save_calibration,
+)
+from trainwright.machine.detect import Machine
 
 # Whatever is beyond these, no processor does.
 _MOST_RATIO, _MOST_SLOWER = 64.0, 10.0  # of two precisions' rates; of more threads than one
 _MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # a second
+
+
+def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None) -> str | None:
+    """Keep a calibration of ``machine`` that can be trusted; of another one say why not, and what plans go by then."""
+    distrust = found.distrust or next(contradictions(found), None)
+    if distrust is None:
+        save_calibration(found, calibration_file(machine, root))
+        return None
+    before = current_calibration(machine, root)
+    stays = "plans go by a quick measurement" if before is None else f"the one of {before.measured} stays"
+    return f"what was measured is not kept, as {distrust}: {stays}; measure again without other programs"
 
 
 def contradictions(found: Calibration) -> Iterator[str]:
