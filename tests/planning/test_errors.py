@@ -56,7 +56,7 @@ def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
     assert (math.log(found.low, 1.05), math.log(found.high, 1.05)) == (pytest.approx(-4), pytest.approx(4))
     above = interval_of([1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
     assert above is not None and above.low == 1.0 and above.high == pytest.approx(1.55, abs=0.01)
-    assert interval_of([1.0] * 5) is None
+    assert interval_of([1.0] * 3) is None
 
 
 def test_a_run_is_of_all_kinds_that_it_is_of() -> None:

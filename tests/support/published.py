@@ -26,7 +26,7 @@ from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisat
 
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
 _ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
-# Programs on PEFT since it keeps adapters in fp32 (0.11, 2024), under autocast.
+# Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024), under autocast.
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
@@ -133,7 +133,7 @@ def _stack(figure: dict[str, Any]) -> Stack:
         kept=kept,
         state=_BYTES[figure.get("optimizer_states") or "fp32"],
         exchanged=_BYTES[exchanged],
-        loss=figure["loss"],
+        loss="widened" if figure["loss"] == "fused" and figure["stack"] in _ON_PEFT else figure["loss"],
         updates_in_backward=bool(figure.get("updates_in_backward")),
         fused=bool(figure.get("fused")),
         compiles_loss=bool(figure.get("compile")),

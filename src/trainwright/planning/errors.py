@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("class_errors.json")
 # Of the runs, this part lies in the interval, as much above it as below.
 SHARE = 0.8
 # Of fewer runs no quantile is told.
-FEWEST = 6
+FEWEST = 4
 _LONG = 16_384
 _ALL = "all"
 

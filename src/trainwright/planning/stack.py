@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Loss = Literal["chunked", "full", "freed", "fused"]
+Loss = Literal["chunked", "full", "freed", "fused", "widened"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Stack:
     where they are others. ``exchanged``: bytes of a gradient that is summed over processes. ``loss``: "chunked": a part
     of the logits at a time; "full": all of them, in fp32 too, which are held to the end of the step, as transformers'
     and torchtune's; "freed": the same, let go once the loss is there; "fused": all of them, which become their own
-    gradient.
+    gradient; "widened": the same, once they are fp32.
     ``updates_in_backward``: each weight as soon as its gradient is there. ``fused``: norms, rotary positions and
     activations are kernels of their own (Liger, Transformer Engine), as good as compiled. ``compiles_loss``: with the
     blocks. ``attention``: generation of FlashAttention. ``bucket``: elements that DeepSpeed reduces at a time.

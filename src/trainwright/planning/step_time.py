@@ -162,7 +162,7 @@ class _Step:
 
     def _work(self, part: Pass, *, backward: bool) -> Work:
         """Of a block."""
-        compiled = self.choice.compile or self.stack.fused
+        compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
         # With the part itself, so that its id is not given to another one.
         found: tuple[Pass, Work] | None = self.rates.known.get(key)

@@ -17,6 +17,8 @@ from trainwright.planning.workload import MixedPrecision
 # backwards: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of what
 # its single kernels move.
 _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
+# What programs have fused kernels for, by how the operations end.
+_FUSED_PARTS = ("norm", "rotary", "activation", "residual")
 # Bytes of a bf16 logit that other programs move, of the 44 of this one's chunks (rates_nominal.py): fused kernels read
 # it twice and write its gradient; torch's cross_entropy makes it fp32, and the logarithms, zeros, and two gradients.
 _FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
@@ -84,7 +86,7 @@ class Pricing:
 
     def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
         """All of ``kernels``, which are those of a forward or of a backward pass."""
-        products = attention = traffic = expansion = 0.0
+        products = attention = traffic = whole = 0.0
         many = few = 0
         for kernel in kernels:
             if kernel.kind == "product":
@@ -96,19 +98,23 @@ class Pricing:
             elif kernel.operation == "loss":
                 few += 1  # priced as a whole, by the number of logits
             elif kernel.kind == "expansion":
-                expansion += self.traffic(kernel.kind, kernel.read + kernel.written)
+                whole += self.traffic(kernel.kind, kernel.read + kernel.written)
+                many += 1
+            elif self.stack.fused and not compiled and not kernel.operation.endswith(_FUSED_PARTS):
+                whole += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
                 traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
                 few += 1
-        if compiled:
+        is_fused = compiled or self.stack.fused
+        if is_fused:
             traffic *= _COMPILED_TRAFFIC
-        launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
+        launches = many + few * (_COMPILED_KERNELS if is_fused else 1.0)
         more = self.in_step
         return Work(
             more.products * products,
             more.attention * attention,
-            more.traffic * (traffic + expansion),
+            more.traffic * (traffic + whole),
             0.0,
             more.host * launches,
             launches,
@@ -130,7 +136,7 @@ class Pricing:
         seconds = self.curve("loss", self.precision).seconds(count)
         if self.stack == OWN:
             return seconds
-        one_kernel = self.stack.loss == "fused" or self.stack.compiles_loss
+        one_kernel = self.stack.loss in ("fused", "widened") or self.stack.compiles_loss
         return seconds * (_FUSED_LOSS if one_kernel else 1.0 if self.stack.loss == "chunked" else _FULL_LOSS)
 
     def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
