@@ -17,17 +17,21 @@ from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.architecture import Architecture
 from trainwright.planning.errors import Interval, classes_of, errors_of
-from trainwright.planning.memory import memory_of
+from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Verdict
 from trainwright.planning.stack import Stack
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
 
+# Of what comes and goes in a step, that torch's allocator reserves beyond what is live.
+_HELD = 0.15
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
 _ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
 # Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024), under autocast.
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
+# Programs that compile more than the blocks.
+_COMPILE_ALL = {"torchtitan", "torchtune", "nanoGPT", "PyTorch", "ml-engineering", "llm.c", "fms-fsdp", "torchao"}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
     "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
@@ -74,7 +78,7 @@ def compare(figure: dict[str, Any]) -> Compared:
     time = step_time(workload, choice, cluster, rates_of(cluster), stack)
     memory = memory_of(workload, choice, cluster, stack)
     each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
-    told = memory.tensors if measured.get("memory_kind") == "allocated" else memory.total
+    told = _counted(memory, measured.get("memory_kind"))
     speed, held = measured.get("tokens_per_second_per_device"), measured.get("memory_gib")
     return Compared(
         figure,
@@ -85,6 +89,15 @@ def compare(figure: dict[str, Any]) -> Compared:
         _verdict(memory.total, cluster.usable_bytes, errors_of(workload, choice, cluster).memory),
         classes_of(workload, choice, cluster),
     )
+
+
+def _counted(memory: Memory, kind: str | None) -> float:
+    """Bytes as they were counted: those of tensors; of an allocator, which holds more of what comes and goes; or all."""
+    if kind == "allocated":
+        return memory.tensors
+    if kind == "reserved":
+        return memory.tensors + _HELD * (memory.tensors - min(memory.phases.values()))
+    return memory.total
 
 
 def _is_need(figure: dict[str, Any]) -> bool:
@@ -136,13 +149,14 @@ def _stack(figure: dict[str, Any]) -> Stack:
         loss="widened" if figure["loss"] == "fused" and figure["stack"] in _ON_PEFT else figure["loss"],
         updates_in_backward=bool(figure.get("updates_in_backward")),
         fused=bool(figure.get("fused")),
-        compiles_loss=bool(figure.get("compile")),
+        compiles_loss=bool(figure.get("compile")) and figure["stack"] in _COMPILE_ALL,
         attention=_ATTENTION.get(figure.get("attention") or "", 2),
         bucket=5 * 10**8 if figure["strategy"].startswith("zero") else 2**24,  # DeepSpeed's own default
         sorted_rows=figure.get("sorted_rows"),
         saves_inputs=bool(figure.get("saves_inputs")),
         expert_linears=bool(figure.get("expert_linears")),
         wide_adapters=figure["stack"] in _ON_PEFT,
+        foreach=figure["optimizer"] == "adamw" and figure["stack"] in _ON_PEFT,
     )
 
 

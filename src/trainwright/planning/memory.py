@@ -184,7 +184,7 @@ def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
         exchanged, passes_a_step = choice.num_processes > 1, choice.gradient_accumulation_steps
         return memory_replicated.step(held, width, exchanged, passes_a_step, setting.stack)
     if choice.strategy == "fsdp":
-        kept = max(width, setting.stack.kept)
+        kept = max(width, setting.stack.kept) * (2 if setting.stack.foreach else 1)
         return kept * sum(unit.own_trained for unit in memory_fsdp.units(held, choice.shards).values())
     return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
 

@@ -101,6 +101,8 @@ def step(inventory: Inventory, width: int, exchange: bool, micro_batches: int, s
     total, largest, kept = inventory.trained, inventory.largest_trained, max(width, stack.kept)
     if stack.updates_in_backward:
         return width * largest
+    if stack.foreach:
+        return (width + kept) * total
     if width == kept or exchange or micro_batches > 1:
         return kept * total
     part = min(total, _STEP_ELEMENTS)

@@ -29,7 +29,8 @@ class Stack:
     length before they are cut into micro-batches; None: those of a step. ``saves_inputs``: products with quantised
     matrices keep what enters them (github.com/bitsandbytes-foundation/bitsandbytes/issues/642). ``expert_linears``:
     experts are linear modules, and quantised (transformers before 5). ``wide_adapters``: what enters an adapter is made
-    fp32 before it is made narrow again (PEFT's autocast_adapter_dtype under autocast).
+    fp32 before it is made narrow again (PEFT's autocast_adapter_dtype under autocast). ``foreach``: the
+    optimizer works on all weights at once, with one temporary for each (torch.optim.AdamW's default).
     """
 
     kept: int = 4
@@ -46,6 +47,7 @@ class Stack:
     saves_inputs: bool = False
     expert_linears: bool = False
     wide_adapters: bool = False
+    foreach: bool = False
 
     @property
     def state_bytes(self) -> float:

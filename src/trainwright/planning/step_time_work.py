@@ -97,10 +97,9 @@ class Pricing:
                 many += 1
             elif kernel.operation == "loss":
                 few += 1  # priced as a whole, by the number of logits
-            elif kernel.kind == "expansion":
-                whole += self.traffic(kernel.kind, kernel.read + kernel.written)
-                many += 1
-            elif self.stack.fused and not compiled and not kernel.operation.endswith(_FUSED_PARTS):
+            elif kernel.kind == "expansion" or (
+                self.stack.fused and not compiled and not kernel.operation.endswith(_FUSED_PARTS)
+            ):
                 whole += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
