@@ -28,7 +28,8 @@ from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisat
 _HELD = 0.15
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
 _ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
-# Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024), under autocast.
+# Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024),
+# under autocast.
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
 # Programs that compile more than the blocks.
 _COMPILE_ALL = {"torchtitan", "torchtune", "nanoGPT", "PyTorch", "ml-engineering", "llm.c", "fms-fsdp", "torchao"}
@@ -92,7 +93,7 @@ def compare(figure: dict[str, Any]) -> Compared:
 
 
 def _counted(memory: Memory, kind: str | None) -> float:
-    """Bytes as they were counted: those of tensors; of an allocator, which holds more of what comes and goes; or all."""
+    """Bytes as they were counted: of tensors; of an allocator, which holds more of what comes and goes; or all."""
     if kind == "allocated":
         return memory.tensors
     if kind == "reserved":

@@ -63,8 +63,8 @@ _RATE_BY_POWER = 0.6
 _MOST_SUSTAINED = 0.92
 # Of what the best shapes reach, by the shapes of models: on an A100 235 to 255 TFLOP/s for 271.
 _USUAL_SHAPES = 0.92
-# Where power does not limit the clock it goes above the one that datasheets count with, by about as much as usual shapes
-# lose (torch's products on an RTX 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
+# Where power does not limit the clock it goes above the one that datasheets count with, by about as much as usual
+# shapes lose (torch's products on an RTX 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
 _MORE_THAN_ENOUGH = 1.3
 _LENGTH_OF_HALF_RATE = 400  # tokens of a document at which attention runs at half its rate (ramps of the same figures)
 _STREAMED = 0.85  # of a card's memory bandwidth, by kernels that read and write once

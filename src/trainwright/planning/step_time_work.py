@@ -65,6 +65,11 @@ class Work:
         return Work(*(part * times for part in parts))
 
 
+def _is_fused(kernel: Kernel) -> bool:
+    """Whether programs with kernels of their own have one for it."""
+    return kernel.operation.endswith(_FUSED_PARTS)
+
+
 class Pricing:
     """What kernels of one micro-batch take on one device.
 
@@ -97,9 +102,7 @@ class Pricing:
                 many += 1
             elif kernel.operation == "loss":
                 few += 1  # priced as a whole, by the number of logits
-            elif kernel.kind == "expansion" or (
-                self.stack.fused and not compiled and not kernel.operation.endswith(_FUSED_PARTS)
-            ):
+            elif kernel.kind == "expansion" or not (compiled or _is_fused(kernel) or not self.stack.fused):
                 whole += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
