@@ -133,6 +133,7 @@ def test_where_nothing_fits_it_ends_with_3_and_the_ways_out() -> None:
     assert "model.adapter=qlora" in text
 
 
+@pytest.mark.usefixtures("two_cores")
 def test_train_refuses_what_cannot_fit_before_anything_is_launched(tmp_path: Path) -> None:
     def train(*more: str) -> Any:
         arguments = ["train", str(TINY), *HUGE, f"logging.run_directory={tmp_path / 'run'}", *more]

@@ -47,6 +47,8 @@ def setup(
     from trainwright.launch.accelerate.reading import default_path
 
     path = config_file or default_path()
+    if config_file is None and path.parts[0] == "~":
+        raise RequestError("this user has no home directory; say where the file is with --config-file")
     if show and yes:
         raise RequestError("--yes answers the questions of a new file, and --show asks none; give one of the two")
     if show:

@@ -7,10 +7,18 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from trainwright.errors import MachineError
+
 
 def cache_root() -> Path:
-    """``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``."""
-    return Path(os.environ.get("TRAINWRIGHT_CACHE") or Path.home() / ".cache" / "trainwright").expanduser()
+    """``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
+
+    Raises MachineError for a user who has no home directory.
+    """
+    try:
+        return Path(os.environ.get("TRAINWRIGHT_CACHE") or "~/.cache/trainwright").expanduser()
+    except RuntimeError:  # as in a container that runs as a number
+        raise MachineError("this user has no home directory to keep a cache in; set TRAINWRIGHT_CACHE to one") from None
 
 
 def keep(file: Path, text: str) -> None:

@@ -54,10 +54,13 @@ class Source:
 
 
 def default_path() -> Path:
-    """Where `accelerate config` writes and `accelerate launch` looks: below HF_HOME or the user's cache."""
+    """Where `accelerate config` writes and `accelerate launch` looks: below HF_HOME or the user's cache.
+
+    It begins with ``~`` for a user who has no home directory.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+    return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 
 def read(path: Path) -> Source:
