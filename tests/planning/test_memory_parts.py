@@ -3,6 +3,7 @@ code says of them (ZeRO: arXiv 1910.02054, section 3; with fp32 gradients, as De
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.model_catalogue import find_model
-from trainwright.planning.workload import Choice, Workload
+from trainwright.planning.workload import Choice, Recompute, Workload
 
 ARCHITECTURE = find_model("HuggingFaceTB/SmolLM2-135M").architecture()
 PARAMETERS = ARCHITECTURE.parameters().total
@@ -78,3 +79,21 @@ def test_a_backward_pass_ends_with_its_gradients(strategy: str, precision: str) 
     whole = strategy in ("single", "ddp", "zero1")
     least = PARAMETERS * ((2 if precision == "bf16" else 4) if whole else 4 * SHARD)
     assert memory.phases["backward"] >= weights + least
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_in_the_hosts_memory_are_not_on_the_device(recompute: Recompute) -> None:
+    choice = Choice("single", 1, 8, 1, "bf16", activation_checkpointing=recompute)
+    workload = Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=8)
+    plain, moved = (
+        memory_of(workload, replace(choice, activation_offload=offload), parse_machine("1xA100-80GB"))
+        for offload in (False, True)
+    )
+    inputs = ARCHITECTURE.layers * 8 * 1024 * ARCHITECTURE.hidden * 2
+    assert "activations" not in plain.host
+    if recompute == "none":
+        assert moved.host["activations"] > 10 * inputs
+    else:  # what comes into each block; selective recomputation's results stay
+        assert moved.host["activations"] == pytest.approx(inputs, rel=0.05)
+    saved = plain.phases["forward"] - moved.phases["forward"]
+    assert saved == pytest.approx(moved.host["activations"], rel=0.1)

@@ -14,7 +14,7 @@ from trainwright.planning import memory_fsdp, memory_replicated, memory_zero
 from trainwright.planning.memory_inventory import Inventory, first_blocks, inventory, partly_trained
 from trainwright.planning.memory_overhead import divided, loading, overhead
 from trainwright.planning.memory_partly import PartlyTrained
-from trainwright.planning.memory_walk import Flow, Held, Peak, Walk
+from trainwright.planning.memory_walk import Flow, Held, Moved, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, OptimizerName, Workload
@@ -101,7 +101,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     if choice.gradient_accumulation_steps > 1:
         batch = micro_batch(workload, choice, later=True)
         after = passes(replace(setting, batch=batch), recompute)
-    walk = Walk(parts, after, workload.architecture.tied, setting.width)
+    moved = _moved(choice, cluster)
+    walk = Walk(parts, after, workload.architecture.tied, setting.width, moved)
     flow = _flow(held, setting, choice)
     if workload.trained is not None:
         flow = PartlyTrained(flow, workload.trained, held)
@@ -123,12 +124,20 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         "evaluation": between + walk.evaluation.total,
         "checkpoint": between,
     }
+    if moved != "nothing":
+        host["activations"] = sum(block.kept if moved == "everything" else block.output for block in parts.blocks)
     optimizer = Peak()
     optimizer.note(Held(gradients=step), 0, 0)
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
     moment = fullest.parts()
     held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
     return Memory(held_then, phases, overhead(choice, cluster, between, max(phases.values())), host)
+
+
+def _moved(choice: Choice, cluster: Cluster) -> Moved:
+    if not choice.activation_offload or cluster.device == "cpu":
+        return "nothing"
+    return "inputs" if choice.activation_checkpointing == "selective" else "everything"
 
 
 def _recomputed(choice: Choice, cluster: Cluster, stack: Stack) -> str | int:

@@ -7,11 +7,12 @@ gradients meanwhile (``Flow``). The walk is over blocks, not over operations: th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trainwright.planning.operations import Pass, Passes
 
 _ENDS = 5
+Moved = Literal["nothing", "everything", "inputs"]
 
 
 class Held(NamedTuple):
@@ -94,12 +95,14 @@ class Peak:
 @dataclass
 class Walk:
     """Goes over the passes of a step. ``parts``: those of its first micro-batch, ``later``: of all after it. ``width``:
-    bytes of a number of the gradients that autograd makes."""
+    bytes of a number of the gradients that autograd makes. ``moved``: what blocks keep is in the host's memory, but for
+    the results that selective recomputation keeps (models/recompute.py)."""
 
     parts: Passes
     later: Passes
     tied: bool
     width: int
+    moved: Moved = "nothing"
     forward: Peak = field(default_factory=Peak)
     backward: Peak = field(default_factory=Peak)
     evaluation: Peak = field(default_factory=Peak)
@@ -137,6 +140,12 @@ class Walk:
             return range(count)
         return [*range(_ENDS), *range(count - _ENDS, count)]
 
+    def _stays(self, block: Pass) -> int:
+        """Bytes of what ``block`` keeps that are on the device while others run."""
+        if self.moved == "nothing":
+            return block.kept
+        return 0 if self.moved == "everything" else max(0, block.kept - block.output)
+
     def _forwards(self, flow: Flow, parts: Passes) -> None:
         peak = self.forward
         embedding = parts.embedding
@@ -154,19 +163,19 @@ class Walk:
                 work = held - embedding.output if unit == 0 and held >= embedding.output else held
                 peak.note(most, kept, held + block.output)
                 peak.note(flow.held, kept, work + block.forward_peak)
-            kept += block.kept
+            kept += self._stays(block)
         peak.note(flow.head(), kept, parts.head.forward_peak, loss=True)
         flow.forward_ended()
 
     def _backwards(self, flow: Flow, parts: Passes) -> None:
         peak = self.backward
-        kept = parts.embedding.kept + sum(block.kept for block in parts.blocks)
+        kept = parts.embedding.kept + sum(self._stays(block) for block in parts.blocks)
         peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
         waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)
         looked_at = set(self._looked_at())
         for unit in range(len(parts.blocks) - 1, -1, -1):
             block = parts.blocks[unit]
-            kept -= block.kept
+            kept -= self._stays(block)
             if unit not in looked_at:
                 flow.backward(unit)
                 flow.arrive(unit, "", block.gradients)
