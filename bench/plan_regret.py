@@ -112,7 +112,7 @@ def here(arguments: argparse.Namespace) -> None:
     preload_libraries()
     calibration = load_calibration(arguments.calibration) if arguments.calibration else current_calibration(machine)
     with tempfile.TemporaryDirectory(prefix="plan-regret-") as temporary:
-        results = run_here(machine, calibration, Path(temporary), arguments.steps)
+        results = run_here(machine, calibration, Path(temporary), arguments.steps, arguments.only)
     output = RESULTS_HERE if arguments.output == RESULTS else arguments.output
     write_results(output, {"machine": description, "recipes": results})
 

@@ -60,10 +60,14 @@ def recipes(work: Path) -> dict[str, Recipe]:
     }
 
 
-def run_here(machine: Machine, calibration: Calibration | None, work: Path, steps: int) -> list[dict[str, Any]]:
-    """Measure every recipe; prints each as it is done."""
+def run_here(
+    machine: Machine, calibration: Calibration | None, work: Path, steps: int, only: str = ""
+) -> list[dict[str, Any]]:
+    """Measure every recipe whose name has ``only``; prints each as it is done."""
     found = []
     for name, recipe in recipes(work).items():
+        if only not in name:
+            continue
         found.append({"recipe": name, **_result(recipe, machine, calibration, work / name, steps)})
         _print(found[-1])
     return found

@@ -186,7 +186,7 @@ def test_times_in_which_a_thread_waited_for_a_core_are_left_out() -> None:
     assert not clean.is_spoilt and spoilt.is_spoilt
     assert undisturbed([spoilt, clean, Timed(1.3, 0.0)], 0.0) == clean
     assert least([spoilt, clean]) == clean
-    mended = undisturbed([spoilt, Timed(2.0, 1.2)], 0.0)
+    mended = undisturbed([spoilt, Timed(0.5, 0.2), Timed(2.0, 1.5)], 0.0)
     assert mended.seconds == pytest.approx(0.7) and mended.is_spoilt
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.commands import MACHINE, trainwright
 from tests.support.measured import measurement
+from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.calibration import Calibration, Curve, Sample, as_json
 from trainwright.machine.contradictions import contradictions
@@ -121,6 +122,15 @@ def test_a_described_machine_brings_what_was_measured_of_it(tmp_path: Path, monk
     assert measured(detect(), SHAPES).found == measurement()
     shown = trainwright("machine", "--json", cwd=tmp_path)
     assert json.loads(shown.stdout)["measurement"] == as_json(measurement())
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text(shown.stdout)
+    monkeypatch.delenv("TRAINWRIGHT_MACHINE")
+    planned = trainwright(
+        "plan", str(TINY), "train.mixed_precision=auto", "--on", str(elsewhere), "--json", cwd=tmp_path
+    )
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert plan["measured"] and any("bf16 2.00 times fp32 here (measured)" in reason for reason in plan["reasons"])
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
     """Of calls that all ranks make together: where one waits for a core, the others wait for it."""
     rows = world.gather_floats([value for one in times for value in one])
     return [
-        Timed(statistics.mean(row[2 * n] for row in rows), sum(row[2 * n + 1] for row in rows))
+        Timed(statistics.mean(row[2 * n] for row in rows), max(row[2 * n + 1] for row in rows))
         for n in range(len(times))
     ]
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 _TASKS = Path("/proc/self/task")
 _SPOILT = 0.03  # of a time, in which a thread waited for a core
-_LEAST_SHARE = 0.1  # of a time, that is left of it whatever was waited
+_LEAST_SHARE = 0.5  # of a time, that is left of it whatever was waited
 _MOST_THREADS = 16  # that are looked at: reading takes 3 us a thread
 
 
 class Timed(NamedTuple):
-    """Seconds of one call, and those of them in which a thread of this process waited for a core."""
+    """Seconds of one call, and those of them in which the thread of this process that waited most waited for a core."""
 
     seconds: float
     waited: float
@@ -48,34 +48,35 @@ class Stopwatch:
 
     def time(self, run: Callable[[], object]) -> Timed:
         """Of one call."""
-        before = self.waited()
+        before = self._waits()
         begun = time.perf_counter()
         run()
         seconds = time.perf_counter() - begun
-        return Timed(seconds, self.waited() - before)
+        waits = [after - early for early, after in zip(before, self._waits(), strict=True)]
+        return Timed(seconds, min(seconds, max(waits, default=0.0)))
 
-    def waited(self) -> float:
-        """Seconds that any thread has waited for a core so far, all threads added up."""
-        total = 0
+    def _waits(self) -> list[float]:
+        """Seconds that each thread has waited for a core so far."""
+        found = []
         for file in self._files:
             try:
-                total += int(os.pread(file, 100, 0).split()[1])
+                found.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
             except (OSError, IndexError, ValueError):  # a thread that has ended
-                continue
-        return total / 1e9
+                found.append(0.0)
+        return found
 
 
 def undisturbed(times: list[Timed], share: float) -> Timed:
     """Of several calls the one that ``share`` of them are faster than, spoilt ones left out.
 
-    Where all are spoilt, as long ones are beside a program that always wants the cores, what they waited is taken off:
-    the result is marked as spoilt all the same.
+    Where all are spoilt, as long ones are beside a program that always wants the cores, what they waited is taken off
+    and the middle one counts; it is marked as spoilt all the same.
     """
     clean = sorted(one for one in times if not one.is_spoilt)
     if clean:
         return clean[int(share * len(clean))]
     mended = sorted(Timed(max(one.seconds - one.waited, _LEAST_SHARE * one.seconds), one.waited) for one in times)
-    return mended[int(share * len(mended))]
+    return mended[len(mended) // 2]
 
 
 def least(times: list[Timed]) -> Timed:

@@ -22,7 +22,7 @@ _LIKE = {
 }
 # How the kernels of a step compare with the same ones alone, over and over: usual factors of calibrations
 # (doctor/calibrate_passes.py).
-_IN_STEP = InStep(products=1.1, attention=1.05, traffic=2.0)
+_IN_STEP = InStep(products=1.3, attention=1.1, traffic=2.5)
 
 Nominal = Callable[[int, int | None], Setting]
 
