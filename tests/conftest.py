@@ -54,7 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
         for name in [name for name in os.environ if name.startswith(_NOT_INHERITED)]:
             del os.environ[name]
         directory = Path(tempfile.mkdtemp(prefix="trainwright-tests-"))
-        caches = {"TRAINWRIGHT_CACHE": str(directory / "cache"), "HF_HOME": str(directory / "huggingface")}
+        caches = {
+            "TRAINWRIGHT_CACHE": str(directory / "cache"),
+            "HF_HOME": str(directory / "huggingface"),
+            "NLTK_DATA": str(directory),
+        }
         machine = {"TRAINWRIGHT_MACHINE": str(Path(config.getoption("machine")).absolute())}
         os.environ.update({**_SET, **caches, **machine})
     config.stash[_janitor] = Janitor(directory)

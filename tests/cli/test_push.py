@@ -65,6 +65,12 @@ def test_no_path_of_the_machine_is_in_the_card(run: Path) -> None:
     assert 'from_pretrained("base")' in shown
 
 
+def test_a_text_that_begins_like_a_home_directory_is_no_path(run: Path) -> None:
+    prompt = "~nobody-of-that-name answers"
+    (run / "recipe.yaml").write_text(RECIPE + f'evaluate: {{prompts: ["{prompt}"]}}\n')
+    assert prompt in invoke(str(run), "me/model", "--dry-run")
+
+
 def test_an_adapter_is_said_to_be_one(run: Path) -> None:
     (run / "final" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     (run / "recipe.yaml").write_text(RECIPE.replace("{name: some/base}", "{name: some/base, adapter: dora}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _front_matter(recipe: Recipe, start: Event, is_adapter: bool) -> Iterator[st
     name = recipe.model.name
     # What a package carries under a name of the Hub is a file of its own, and not the weights published there.
     other = recipe.model.gguf_file is None and "dequantised" in start.get("weights", "")
-    if name is not None and not (Path(name).expanduser().is_absolute() or Path(name).exists() or other):
+    if name is not None and not (_is_absolute(name) or Path(name).exists() or other):
         yield f"base_model: {name}"
         yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
     yield "tags:"
@@ -136,9 +137,14 @@ def published_settings(weights: Path) -> dict[str, bytes]:
     return published
 
 
+def _is_absolute(text: str) -> bool:
+    """Whether it is a path from the root or from a user's home directory, who need not be one here."""
+    return Path(text).is_absolute() or re.match(r"~[\w.-]*/", text) is not None
+
+
 def _paths(value: Any) -> set[str]:
     """All absolute paths in a recipe's values."""
     if isinstance(value, str):
-        return {value} if Path(value).expanduser().is_absolute() and Path(value).name else set()
+        return {value} if _is_absolute(value) and Path(value).name else set()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return set().union(*map(_paths, values))

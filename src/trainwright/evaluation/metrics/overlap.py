@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import string
+import tempfile
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -47,6 +49,8 @@ def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:
 @functools.cache
 def _rouge_scorer(stem: bool) -> Any:
     require("rouge_score", "rouge_l")
+    if os.path.expanduser("~") == "~":  # nltk, of which it uses the stemmer, asks for a place to download to
+        os.environ.setdefault("NLTK_DATA", tempfile.gettempdir())
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rougeL"], use_stemmer=stem)
