@@ -69,6 +69,7 @@ lint: $(STAMP)  ## check style, types and the layers of imports
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python bench/mutations.py --list > /dev/null # every planted bug has its place in the sources
 
 format: $(STAMP)  ## put the code into shape
 	$(BIN)/ruff format .
