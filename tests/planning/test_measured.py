@@ -14,6 +14,7 @@ from trainwright.machine.processor import Processor
 from trainwright.planning.basis import Basis, basis_of, shapes_of
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.corrections import model_of, way_of
+from trainwright.planning.errors import FEWEST
 from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.rates import rates_of
@@ -154,7 +155,7 @@ def test_a_plan_is_corrected_by_what_runs_of_this_machine_took() -> None:
     assert not any("own runs" in line for line in words(plain))
 
 
-def test_six_runs_tell_how_far_plans_are_off_here() -> None:
+def test_a_few_runs_tell_how_far_plans_are_off_here() -> None:
     own = OwnRun(model_of(work()), way_of(_with_runs().chosen.choice), "measurement", 1.0, 1.0)
-    assert _with_runs(*[own] * 5).chosen.errors.words != "runs on this machine"
-    assert _with_runs(*[own] * 6).chosen.errors.words == "runs on this machine"
+    assert _with_runs(*[own] * (FEWEST - 1)).chosen.errors.words != "runs on this machine"
+    assert _with_runs(*[own] * FEWEST).chosen.errors.words == "runs on this machine"

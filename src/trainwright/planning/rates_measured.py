@@ -20,6 +20,8 @@ _LIKE = {
     "loss/fp16": "loss/fp32",
     "collective": "collective/all_reduce",
 }
+# Seconds of a small kernel's start where the nominal host's time beside a kernel was seen.
+_LAUNCH = 2e-6
 # How the kernels of a step compare with the same ones alone, over and over: usual factors of calibrations
 # (doctor/calibrate_passes.py).
 _IN_STEP = InStep(products=1.3, attention=1.1, traffic=2.5)
@@ -41,7 +43,7 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
     if not own.in_step:
         return replace(own, curves=curves, launch=launch, exchange=exchange)
     in_step = {
-        precision: replace(_IN_STEP, host=found.host * launch / own.launch) for precision, found in own.in_step.items()
+        precision: replace(_IN_STEP, host=found.host * launch / _LAUNCH) for precision, found in own.in_step.items()
     }
     return replace(own, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
