@@ -23,8 +23,10 @@ _LIKE = {
 # Seconds of a small kernel's start where the nominal host's time beside a kernel was seen.
 _LAUNCH = 2e-6
 # How the kernels of a step compare with the same ones alone, over and over: usual factors of calibrations
-# (doctor/calibrate_passes.py).
-_IN_STEP = InStep(products=1.3, attention=1.1, traffic=2.5)
+# (doctor/calibrate_passes.py). Products several times as fast as those of fp32 wait for memory all the more, which they
+# do not find in the caches then: 1.1 as fast, 1.4 to 1.9 at 6.5 times the rate (AMX).
+_IN_STEP = InStep(products=1.1, attention=1.1, traffic=2.5)
+_FAST, _FAST_PRODUCTS = 6.5, 1.5
 
 Nominal = Callable[[int, int | None], Setting]
 
@@ -43,9 +45,19 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
     if not own.in_step:
         return replace(own, curves=curves, launch=launch, exchange=exchange)
     in_step = {
-        precision: replace(_IN_STEP, host=found.host * launch / _LAUNCH) for precision, found in own.in_step.items()
+        precision: replace(_IN_STEP, products=_products(measured, precision), host=found.host * launch / _LAUNCH)
+        for precision, found in own.in_step.items()
     }
     return replace(own, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
+
+
+def _products(measured: Calibration, precision: str) -> float:
+    """How many times as long products take in a step."""
+    own, plain = peak(measured, precision), peak(measured, "fp32")
+    if own is None or plain is None:
+        return _IN_STEP.products
+    share = min(1.0, max(0.0, math.log(own / plain) / math.log(_FAST)))
+    return _IN_STEP.products + share * (_FAST_PRODUCTS - _IN_STEP.products)
 
 
 def _apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:
