@@ -97,3 +97,11 @@ def test_activations_in_the_hosts_memory_are_not_on_the_device(recompute: Recomp
         assert moved.host["activations"] == pytest.approx(inputs, rel=0.05)
     saved = plain.phases["forward"] - moved.phases["forward"]
     assert saved == pytest.approx(moved.host["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize("on", ["1xA100-80GB", "1xRTX4090"])
+def test_an_optimizer_step_of_a_gpu_has_the_gradients(on: str) -> None:
+    choice = Choice("single", 1, 1, 2, "bf16", activation_checkpointing="full")
+    memory = memory_of(Workload(ARCHITECTURE, row_tokens=64, global_batch_rows=2), choice, parse_machine(on))
+    between = memory.phases["checkpoint"]
+    assert memory.phases["optimizer"] == pytest.approx(between + 4 * PARAMETERS, rel=0.01)

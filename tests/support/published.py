@@ -155,7 +155,7 @@ def _stack(figure: dict[str, Any]) -> Stack:
         bucket=5 * 10**8 if figure["strategy"].startswith("zero") else 2**24,  # DeepSpeed's own default
         sorted_rows=figure.get("sorted_rows"),
         saves_inputs=bool(figure.get("saves_inputs")),
-        expert_linears=bool(figure.get("expert_linears")),
+        expert_linears=bool(figure.get("expert_linears")) or figure["stack"] in _ON_PEFT,
         wide_adapters=figure["stack"] in _ON_PEFT,
         foreach=figure["optimizer"] == "adamw" and figure["stack"] in _ON_PEFT,
     )

@@ -95,7 +95,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         ),
         workload.trained,
     )
-    recompute = _recomputed(choice, cluster, stack)
+    recompute = _recomputed(choice, cluster)
     parts = passes(setting, recompute)
     after = parts
     if choice.gradient_accumulation_steps > 1:
@@ -110,7 +110,8 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     if workload.evaluates:
         walk.evaluate(flow)
     base, host = divided(choice, cluster, _lasting(held, setting, workload, choice))
-    if host and choice.strategy == "fsdp":
+    updates_on_host = bool(host)  # before what is there of other things is added
+    if updates_on_host and choice.strategy == "fsdp":
         host["gradients"] = _step(held, setting, choice)
     between = sum(base.values())
     norm = min(_NORM_BYTES, 4 * held.largest_trained) if cluster.device == "cpu" else 0
@@ -120,7 +121,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         "load": _load(held, workload, choice, cluster, base, host),
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
-        "optimizer": between + (beside if host else step),
+        "optimizer": between + (beside if updates_on_host else step),
         "evaluation": between + walk.evaluation.total,
         "checkpoint": between,
     }
@@ -140,8 +141,8 @@ def _moved(choice: Choice, cluster: Cluster) -> Moved:
     return "inputs" if choice.activation_checkpointing == "selective" else "everything"
 
 
-def _recomputed(choice: Choice, cluster: Cluster, stack: Stack) -> str | int:
-    compiled = cluster.device == "cuda" and (choice.compile or stack.fused)
+def _recomputed(choice: Choice, cluster: Cluster) -> str | int:
+    compiled = cluster.device == "cuda" and choice.compile
     return "compiled" if compiled and choice.activation_checkpointing == "none" else choice.activation_checkpointing
 
 

@@ -21,9 +21,9 @@ class Stack:
     where they are others. ``exchanged``: bytes of a gradient that is summed over processes. ``loss``: "chunked": a part
     of the logits at a time; "full": all of them, in fp32 too, which are held to the end of the step, as transformers'
     and torchtune's; "freed": the same, let go once the loss is there; "fused": all of them, which become their own
-    gradient; "widened": the same, once they are fp32.
+    gradient; "widened": the same with a copy of them in fp32.
     ``updates_in_backward``: each weight as soon as its gradient is there. ``fused``: norms, rotary positions and
-    activations are kernels of their own (Liger, Transformer Engine), as good as compiled. ``compiles_loss``: with the
+    activations are kernels of their own (Liger, Transformer Engine). ``compiles_loss``: with the
     blocks. ``attention``: generation of FlashAttention. ``bucket``: elements that DeepSpeed reduces at a time.
     ``launch``: factor on the time that Python takes to start a kernel. ``sorted_rows``: how many rows are sorted by
     length before they are cut into micro-batches; None: those of a step. ``saves_inputs``: products with quantised

@@ -17,8 +17,6 @@ from trainwright.planning.workload import MixedPrecision
 # backwards: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of what
 # its single kernels move.
 _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
-# What programs have fused kernels for, by how the operations end.
-_FUSED_PARTS = ("norm", "rotary", "activation", "residual")
 # Bytes of a bf16 logit that other programs move, of the 44 of this one's chunks (rates_nominal.py): fused kernels read
 # it twice and write its gradient; torch's cross_entropy makes it fp32, and the logarithms, zeros, and two gradients.
 _FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
@@ -65,11 +63,6 @@ class Work:
         return Work(*(part * times for part in parts))
 
 
-def _is_fused(kernel: Kernel) -> bool:
-    """Whether programs with kernels of their own have one for it."""
-    return kernel.operation.endswith(_FUSED_PARTS)
-
-
 class Pricing:
     """What kernels of one micro-batch take on one device.
 
@@ -102,16 +95,15 @@ class Pricing:
                 many += 1
             elif kernel.operation == "loss":
                 few += 1  # priced as a whole, by the number of logits
-            elif kernel.kind == "expansion" or not (compiled or _is_fused(kernel) or not self.stack.fused):
+            elif kernel.kind == "expansion":
                 whole += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
                 traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
                 few += 1
-        is_fused = compiled or self.stack.fused
-        if is_fused:
+        if compiled:
             traffic *= _COMPILED_TRAFFIC
-        launches = many + few * (_COMPILED_KERNELS if is_fused else 1.0)
+        launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
         more = self.in_step
         return Work(
             more.products * products,

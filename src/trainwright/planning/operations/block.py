@@ -27,6 +27,7 @@ from trainwright.planning.operations.elementary import (
     view,
 )
 from trainwright.planning.operations.experts import sparse_mlp
+from trainwright.planning.operations.fused import turned
 from trainwright.planning.operations.latent import latent_projections
 from trainwright.planning.operations.layers import mlp, norm, project, rotate, rotate_pairs
 from trainwright.planning.operations.scores import alibi_attention, eager_attention, repeat
@@ -204,6 +205,8 @@ class Block:
     def _rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         tape, a = self.tape, self.architecture
         width = q.width
+        if self.weights.stack.fused:
+            return turned(tape, q), turned(tape, k)
         if a.family == "cohere":
             q, k = to(tape, q, _FP32), to(tape, k, _FP32)
         if a.family == "llama4_text":

@@ -145,8 +145,10 @@ def _whole_loss(
     tape.operation = "head"
     logits = linear(tape, hidden, weight, bias)
     tape.operation = "loss"
-    if stack.loss in ("fused", "widened"):
-        return _in_place(tape, logits if stack.loss == "fused" else to(tape, logits, _FP32))
+    if stack.loss == "fused":
+        return _in_place(tape, logits)
+    if stack.loss == "widened":
+        return _in_place(tape, scale(tape, to(tape, logits, _FP32)))
     if a.logit_softcap is not None:
         logits = scale(tape, from_result(tape, scale(tape, logits)))
     if stack.loss == "freed" and stack.compiles_loss:

@@ -23,6 +23,7 @@ from trainwright.planning.operations.elementary import (
     to,
     view,
 )
+from trainwright.planning.operations.fused import gated
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
 
@@ -232,6 +233,8 @@ def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None,
 def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
     """The norm of ``a``'s family, of ``rows`` rows."""
     weight = weights[name]
+    if weights.stack.fused:
+        return layer_norm(tape, x, weight, weights.bias(name), rows)
     if a.family == "cohere":
         return layer_norm_of_cohere(tape, x, weight, rows)
     if a.norm == "layer":
@@ -250,12 +253,22 @@ def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = 
 
     def act(x: Tensor) -> Tensor:
         tape.operation = f"{prefix}activation"
-        return activation(tape, x, a.activation)
+        return from_input(tape, x) if weights.stack.fused else activation(tape, x, a.activation)
 
     def times(x: Tensor, y: Tensor) -> Tensor:
         tape.operation = f"{prefix}activation"
         return mul(tape, x, y)
 
+    if a.gated and weights.stack.fused:
+        if a.fused_gate_up:
+            up = through(x, "gate_up")
+            gate, up = split(tape, up, [up.numel // 2] * 2)
+        else:
+            gate, up = through(x, "gate"), through(x, "up")
+        tape.operation = f"{prefix}activation"
+        x = gated(tape, gate, up)
+        del gate, up
+        return through(x, "down")
     if a.fused_gate_up:
         up = through(x, "gate_up")
         gate, up = split(tape, up, [up.numel // 2] * 2)

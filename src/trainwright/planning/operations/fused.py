@@ -1,0 +1,40 @@
+"""What programs with kernels of their own run in place of single operations (github.com/linkedin/Liger-Kernel, ops)."""
+
+from __future__ import annotations
+
+from trainwright.planning.operations.tape import Tape, Tensor
+
+
+def turned(tape: Tape, x: Tensor) -> Tensor:
+    """Rotary positions, in the memory of ``x``; backwards in that of the gradient."""
+    tape.launch("elementwise", x.bytes, x.bytes)
+    out = x.alias()
+    out.base = x
+    if tape.wants(x):
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            tape.launch("elementwise", grad.bytes, grad.bytes)
+            return [grad.alias()]
+
+        tape.record([out], [x], apply)
+    return out
+
+
+def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
+    """An activation times ``up``; the gradients take the places of both."""
+    kept = [tape.save(x) for x in (gate, up)] if tape.wants(gate, up) else []
+    out = tape.new(up.numel, up.width)
+    tape.launch("elementwise", gate.bytes + up.bytes, out.bytes)
+    if kept:
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            found = [one.get().alias() for one in kept]
+            tape.launch("elementwise", 3 * grad.bytes, 2 * grad.bytes)
+            return [*found]
+
+        tape.record([out], [gate, up], apply)
+    return out
