@@ -48,8 +48,8 @@ class Judged:
     """A choice with what it needs. ``available_bytes``: what a device has for it; on a CPU without ``LEFT_ALONE``.
 
     ``needed_bytes``: on one device; on a CPU of all processes together, which share its memory. ``errors``: that plans
-    of its kind have had. ``bold``: what could be too large by these is taken to fit. ``time``: None where it does not
-    fit, or where it does not run here (``missing`` says why).
+    of its kind have had. ``bold``: what could be too large by these is taken to fit where it is not expected to be.
+    ``time``: None where it does not fit, or where it does not run here (``missing`` says why).
     """
 
     choice: Choice
@@ -88,7 +88,7 @@ class Judged:
 
     @property
     def fits(self) -> bool:
-        return self.verdict == "fits" or (self.bold and self.is_close)
+        return self.verdict == "fits" or (self.bold and self.is_close and self.needed_bytes <= self.available_bytes)
 
     @property
     def runs(self) -> bool:
@@ -98,7 +98,8 @@ class Judged:
     def shortfall(self) -> float:
         """What it may need over what there is, of whichever is scarcer."""
         host = self.host_needed_bytes / self.host_available_bytes if self.host_available_bytes else 0.0
-        return max(self.needed_interval[0 if self.bold else 1] / max(1, self.available_bytes), host)
+        needed = self.needed_bytes if self.bold else self.needed_interval[1]
+        return max(needed / max(1, self.available_bytes), host)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Judge:
 
     def bolder(self) -> Judge:
         """One that takes what is close for what fits, and knows all that is known here."""
-        other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, bold=True)
+        other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, True, self.corrections)
         other._fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
         other._times = self._times
         return other
