@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from trainwright.engine.progress import EVALUATION, GENERATION, Progress
 from trainwright.engine.read_back import check_checkpoint
 from trainwright.engine.saving import Saving
 from trainwright.engine.schedule import Schedule
+from trainwright.engine.seeding import seed_dropout
 from trainwright.engine.task import Task
 from trainwright.errors import RequestError, TrainingError
 from trainwright.parallel.strategy import Strategy
@@ -273,7 +273,7 @@ class Trainer:
         totals, statistics = [], []
         for position, micro in enumerate(share, 1):
             # By the micro-batch and not by the rank: dropout is the same on any number of processes.
-            torch.manual_seed(_dropout_seed(self.recipe.train.seed, step, micro.index))
+            seed_dropout(self.world.device, self.recipe.train.seed, step, micro.index)
             part = self.task.loss(self.strategy.module, micro, self.world.device)
             assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
             # A pass that only keeps other ranks company has weight 0 and adds nothing.
@@ -411,8 +411,3 @@ class Trainer:
         seconds = time.monotonic() - begun
         found = self._measured.summary()
         self.events.emit("finish", status=status, step=self.progress.step, seconds=seconds, path=path, measured=found)
-
-
-def _dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -19,6 +19,7 @@ from trainwright.data.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import DOCUMENTS, UnpackableError, register
 from trainwright.models.linear_cross_entropy import linear_cross_entropy, standardised_log_likelihood, token_statistics
+from trainwright.models.tied_embedding import shared_gradient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,12 +88,13 @@ class CausalLM(nn.Module):
 
     def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
-        hidden = self._hidden(batch)
         head = self.model.get_output_embeddings()
+        with shared_gradient(self.model.get_input_embeddings(), head) as head_weight:
+            hidden = self._hidden(batch)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # else all of them are, in order
             hidden = hidden.index_select(0, batch.target_index)
-        return hidden, head.weight, getattr(head, "bias", None), batch.targets
+        return hidden, head_weight(), getattr(head, "bias", None), batch.targets
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """Last hidden states [B, L, H], the final norm applied."""

@@ -61,9 +61,10 @@ def token_statistics(
     for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)
         for rows in row_blocks(chunk):
-            logits, wanted = finished(chunk[rows], softcap, logit_scale), targets[part][rows]
-            losses.append(logits.logsumexp(1) - logits.gather(1, wanted[:, None])[:, 0])
+            logits, wanted = _finished_in_place(chunk[rows], softcap, logit_scale), targets[part][rows]
+            chosen = logits.gather(1, wanted[:, None])[:, 0]
             correct.append(logits.argmax(1) == wanted)
+            losses.append(_to_probabilities(logits)[:, 0] - chosen)
     if not losses:
         return hidden.new_zeros(0, dtype=at_least_fp32(hidden)), targets.new_zeros(0, dtype=torch.bool)
     return torch.cat(losses), torch.cat(correct)
@@ -172,13 +173,12 @@ def _loss_to_gradient(
 ) -> torch.Tensor:
     """Summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
     columns = targets[:, None]
-    work = finished(logits, softcap, logit_scale)
+    work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
-    # In place from here: log-probabilities, probabilities, gradient.
-    scale = work.logsumexp(1, keepdim=True)
-    work -= scale
-    losses = -work.gather(1, columns)[:, 0]
-    work.exp_()
+    wanted = work.gather(1, columns)[:, 0]
+    # In place from here: probabilities, gradient.
+    scale = _to_probabilities(work)
+    losses = scale[:, 0] - wanted
     if z_loss:
         losses += z_loss * scale[:, 0].square()
         work *= 1 + 2 * z_loss * scale
@@ -190,8 +190,28 @@ def _loss_to_gradient(
     if weights is not None:
         work *= weights[:, None]
         losses *= weights
-    logits.copy_(work)
+    if work is not logits:
+        logits.copy_(work)
     return losses.sum()
+
+
+def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Make ``logits`` [n, V], fp32 or more, the softmax of each row; the rows' log-sum-exp [n, 1]."""
+    # With one exponential, and no copy: on a CPU an eighth of the time of logsumexp and what comes after it. The
+    # kernel of softmax is as fast, and adds up a row's numbers one after the other: off by 1e-5 at 49,152 of them.
+    largest = logits.amax(1, keepdim=True)
+    total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    logits.mul_(total.reciprocal())
+    return largest + total.log()
+
+
+def _finished_in_place(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+    """As ``finished``, but in the memory of ``logits`` itself where its precision is enough."""
+    if logits.dtype != at_least_fp32(logits):
+        return finished(logits, softcap, logit_scale)
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     if flat.is_cuda:
         return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-    parts = [part.to(torch.float32, copy=True).square_().sum() for part in flat.split(_CACHE_ELEMENTS)]
+    parts = [part.to(torch.float32).square().sum() for part in flat.split(_CACHE_ELEMENTS)]
     return torch.stack(parts).double().sum()
 
 

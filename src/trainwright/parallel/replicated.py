@@ -54,6 +54,7 @@ class Replicated:
         self._working = dict(trainable)
         self._gradients = Gradients(self._working.values(), exchange=world.size > 1)
         self._optimizer = make_optimizer(self._masters.items())
+        self._scales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self._gradients.backward(loss, last=last)
@@ -65,6 +66,9 @@ class Replicated:
     def step(self, learning_rate: float, scale: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        if self._scales_itself:
+            # What GradScaler hands to a fused optimizer: one pass over the gradients less.
+            self._optimizer.grad_scale = torch.tensor(1.0 / scale, device=self.world.device)  # type: ignore[attr-defined]
         for names in self._parts():
             masters, working = [self._masters[name] for name in names], [self._working[name] for name in names]
             apart = [(m, w) for m, w in zip(masters, working, strict=True) if m is not w]
@@ -75,7 +79,7 @@ class Replicated:
                 master.grad = torch.zeros_like(master) if grad is None else grad.float()
                 if master is not parameter:
                     self._gradients.drop(parameter)
-            if scale != 1.0:
+            if scale != 1.0 and not self._scales_itself:
                 torch._foreach_mul_([master.grad for master in masters if master.grad is not None], scale)
             self._optimizer.step()
             for master in masters:

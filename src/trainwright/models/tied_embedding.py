@@ -1,0 +1,69 @@
+"""One gradient of an embedding that is the head's weight as well.
+
+Autograd makes a gradient of each use, both as large as the vocabulary, and adds them up: for SmolLM2 113 MB of zeros
+but for the rows of the tokens that there are. Here those rows are added to the gradient of the head, where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
+    """While a model runs its ``embedding``; gives what to call after it for the weight of its head.
+
+    Only on a CPU, where what is added to a row is added in the order of the tokens, and in fp32 or more, where it is no
+    less exact than a sum of its own; and only where nothing else (a quantiser, a sharder) has its hands on the modules.
+    """
+    weight: torch.Tensor = head.weight  # type: ignore[assignment]
+    if not (
+        type(embedding) is nn.Embedding
+        and embedding.weight is weight
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.float64)
+        and "forward" not in vars(embedding)
+        and not (embedding._forward_pre_hooks or embedding._forward_hooks)
+        and not (embedding.max_norm or embedding.scale_grad_by_freq or embedding.sparse)
+    ):
+        yield lambda: weight
+        return
+    of_head = [weight]
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        hidden, of_head[0] = _Lookup.apply(embedding.weight, tokens, embedding.padding_idx)
+        return hidden
+
+    embedding.forward = forward  # type: ignore[method-assign]
+    try:
+        yield lambda: of_head[0]
+    finally:
+        del embedding.forward
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a weight [V, H] for tokens [...], and the weight itself for a use after this one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, tokens: torch.Tensor, padding: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(tokens)
+        ctx.padding = padding
+        return nn.functional.embedding(tokens, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: torch.Tensor, of_weight: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        tokens, of_rows = tokens.reshape(-1), of_rows.reshape(-1, of_rows.shape[-1])
+        if ctx.padding is not None:  # has no gradient from here, as nn.Embedding has it
+            kept = tokens != ctx.padding
+            tokens, of_rows = tokens[kept], of_rows[kept]
+        return of_weight.index_add_(0, tokens, of_rows), None, None
