@@ -1,14 +1,16 @@
 """SFT of SmolLM2-135M-Instruct on the same 600 `pydoc` rows: Trainwright and TRL 1.16 in turn.
 
-    python bench/sft_vs_trl.py                      five rounds of Trainwright, TRL's best and TRL's defaults
+    python bench/sft_vs_trl.py                five rounds of Trainwright, TRL's best in bf16 and fp32, its defaults
+    python bench/sft_vs_trl.py --precisions   Trainwright in bf16 and in fp32 as well as in what it chooses
     python bench/sft_vs_trl.py --pairs 1 --steps 8  a trial
     python bench/sft_vs_trl.py --only trl           one side only
 
-Every run is a whole process with two threads on the same two cores, the same weights and the same
-environment. Tokens are counted without padding, and the first steps of every run are left out as warm-up. A
-step is about 1,024 tokens: one pack of 1,024 for TRL's best, and ten rows of some 105 tokens for Trainwright,
-which counts its batches in examples; TRL's default batch is eight rows. The order within a round
-is reversed every time.
+Every run is a whole process with two threads on the same two cores, the same weights and the same environment.
+Trainwright trains in the precision that its plan chooses, and is held against the faster of TRL's two: which one that
+is depends on the processor. Tokens are counted without padding, and the first steps of every run are left out as
+warm-up. A step is about 1,024 tokens: one pack of 1,024 for TRL's best, and ten rows of some 105 tokens for
+Trainwright, which counts its batches in examples; TRL's default batch is eight rows. The order within a round is
+reversed every time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.comparison import report, summarise
+from support.comparison import OURS, fastest_best, report, summarise
 from support.inputs import example_lengths, find_model, write_rows
 from support.machine import describe, matrix_peak, use_cores
 from support.peers import peer_python
@@ -55,9 +57,12 @@ def main() -> None:
         "machine": machine,
         "steps": arguments.steps,
         "warm_up_steps": arguments.warm_up,
+        "set": arguments.set,
+        "compile": arguments.compile,
         "rows": {"count": len(lengths), "tokens": sum(lengths), "longest": max(lengths)},
         "environment": environment(arguments),
         "summary": summary,
+        "trl_best": fastest_best(summary),
         "runs": [run.as_json(arguments.warm_up) for run in runs],
     }
     write_results(arguments.output, results)
@@ -69,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=14, help="optimizer steps a run (14)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps at the beginning that are not counted (2)")
     parser.add_argument("--only", choices=["trl", "trainwright"], help="run one side only")
+    parser.add_argument("--precisions", action="store_true", help="run Trainwright in bf16 and in fp32 as well")
     parser.add_argument("--skip-defaults", action="store_true", help="leave out TRL with its defaults")
     parser.add_argument("--compile", choices=["auto", "true", "false"], default="auto", help="Trainwright's (auto)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe")
@@ -110,29 +116,19 @@ def make_contenders(
     common["env"] = environment(arguments)
     best = BEST | {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in arguments.trl_set)}
 
-    def trainwright(name: str, pair: int) -> Run:
-        return run_trainwright(
-            name,
-            pair,
-            examples=EXAMPLES_PER_STEP,
-            compile=arguments.compile,
-            overrides=arguments.set,
-            **common,
-        )
+    def trainwright(precision: str) -> Callable[[str, int], Run]:
+        given = {"examples": EXAMPLES_PER_STEP, "compile": arguments.compile, "overrides": arguments.set, **common}
+        return lambda name, pair: run_trainwright(name, pair, precision=precision, **given)
 
-    def trl_best(name: str, pair: int) -> Run:
-        return run_trl(name, pair, best, **common)
+    def trl(settings: dict[str, Any]) -> Callable[[str, int], Run]:
+        return lambda name, pair: run_trl(name, pair, settings, **common)
 
-    def trl_defaults(name: str, pair: int) -> Run:
-        return run_trl(name, pair, DEFAULTS, **common)
-
-    contenders: dict[str, Callable[[str, int], Run]] = {
-        "trainwright": trainwright,
-        "trl-best": trl_best,
-        "trl-defaults": trl_defaults,
-    }
-    if arguments.skip_defaults:
-        del contenders["trl-defaults"]
+    contenders = {OURS: trainwright("auto")}
+    if arguments.precisions:
+        contenders |= {f"{OURS}-bf16": trainwright("bf16"), f"{OURS}-fp32": trainwright("no")}
+    contenders |= {"trl-best-bf16": trl({**best, "bf16": True}), "trl-best-fp32": trl({**best, "bf16": False})}
+    if not arguments.skip_defaults:
+        contenders["trl-defaults"] = trl(DEFAULTS)
     if arguments.only:
         contenders = {name: run for name, run in contenders.items() if name.startswith(arguments.only)}
     return contenders

@@ -58,7 +58,7 @@ def first_step(work: Path, model: str, rows: Path) -> float:
     """Seconds from the command to the beginning of the first step, by the events of the run."""
     work.mkdir()
     recipe = work / "recipe.yaml"
-    settings = {"model": model, "rows": rows, "steps": 1, "examples": 1, "compile": "false"}
+    settings = {"model": model, "rows": rows, "steps": 1, "examples": 1, "compile": "false", "precision": "auto"}
     recipe.write_text(RECIPE.format(**settings, run_directory=work / "run"))
     begun = time.time()
     subprocess.run([*COMMAND, "train", str(recipe)], check=True, capture_output=True)

@@ -1,7 +1,8 @@
 """A GPT and its training loop as a newcomer writes them in plain torch, after nanoGPT's (karpathy/nanoGPT, MIT).
 
 The same model, initialisation, optimizer groups, schedule and way of drawing batches as its train.py with
-``--device=cpu --compile=False``: fp32, random windows, AdamW without fusion, one loss read a step.
+``--device=cpu --compile=False``: fp32 (or, as it does on a GPU, bf16 by autocast), random windows, AdamW without
+fusion, one loss read a step.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class PlainGPT(nn.Module):
 class PlainLoop:
     """Steps of 2,000 by default over a text of tokens ``train``; ``validation`` is measured whole at the end."""
 
-    def __init__(self, train: np.ndarray, validation: np.ndarray, vocabulary: int, steps: int) -> None:
-        self.train, self.validation = train, validation
+    def __init__(
+        self, train: np.ndarray, validation: np.ndarray, vocabulary: int, steps: int, *, bf16: bool = False
+    ) -> None:
+        self.train, self.validation, self.bf16 = train, validation, bf16
         self.context, self.rows, self.steps = 64, 12, steps
         torch.manual_seed(1337)
         self.model = PlainGPT(vocabulary, self.context, layers=4, heads=4, width=128)
@@ -73,7 +76,8 @@ class PlainLoop:
         """Step ``number``, counted from 1; its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(number - 1)
-        loss = self.model(*self._batch())
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            loss = self.model(*self._batch())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -32,11 +32,17 @@ class Run:
     def steady_targets_per_token(self, warm_up: int) -> float:
         return sum(self.targets[warm_up:]) / sum(self.tokens[warm_up:])
 
+    @property
+    def precision(self) -> str:
+        """That of the matrix products: bf16 or fp32."""
+        return "bf16" if self.settings.get("bf16") or self.settings.get("mixed_precision") == "bf16" else "fp32"
+
     def in_words(self, warm_up: int) -> str:
         """The run in a line."""
         usage = self.usage
         return (
-            f"{self.steady_tokens_per_second(warm_up):.1f} tokens/s, {usage.peak_memory / 1e9:.2f} GB, "
+            f"{self.steady_tokens_per_second(warm_up):.1f} tokens/s in {self.precision}, "
+            f"{usage.peak_memory / 1e9:.2f} GB, "
             f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}, {usage.wall_seconds:.0f} s "
             f"({usage.user_seconds:.0f} user, {usage.system_seconds:.0f} system; "
             f"others on the machine {usage.others_seconds:.0f})"

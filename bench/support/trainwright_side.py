@@ -19,7 +19,7 @@ task: sft
 model: {{name: "{model}"}}
 data: {{train: "{rows}", validation: null, format: question_answer, max_length: 1024, pack_length: 1024}}
 optimizer: {{name: adamw, learning_rate: 2.0e-5, weight_decay: 0.0, schedule: linear, max_grad_norm: 1.0}}
-train: {{max_steps: {steps}, global_batch_size: {examples}, mixed_precision: bf16, compile: {compile}}}
+train: {{max_steps: {steps}, global_batch_size: {examples}, mixed_precision: {precision}, compile: {compile}}}
 parallel: {{strategy: single, num_processes: 1}}
 logging: {{run_directory: "{run_directory}", tensorboard: false}}
 """
@@ -34,6 +34,7 @@ def run_trainwright(
     steps: int,
     examples: int,
     compile: str,
+    precision: str,
     overrides: Sequence[str],
     env: Mapping[str, str],
     work: Path,
@@ -53,6 +54,7 @@ def run_trainwright(
             steps=steps,
             examples=examples,
             compile=compile,
+            precision=precision,
             run_directory=run_directory,
         )
     )
