@@ -21,23 +21,15 @@ def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[
     Only on a CPU, where what is added to a row is added in the order of the tokens, and in fp32 or more, where it is no
     less exact than a sum of its own; and only where nothing else (a quantiser, a sharder) has its hands on the modules.
     """
-    weight: torch.Tensor = head.weight  # type: ignore[assignment]
-    if not (
-        type(embedding) is nn.Embedding
-        and embedding.weight is weight
-        and weight.requires_grad
-        and torch.is_grad_enabled()
-        and weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.float64)
-        and "forward" not in vars(embedding)
-        and not (embedding._forward_pre_hooks or embedding._forward_hooks)
-        and not (embedding.max_norm or embedding.scale_grad_by_freq or embedding.sparse)
-    ):
-        yield lambda: weight
+    if not _applies(embedding, head):
+        # Asked for no sooner than it is used: a sharder may gather it then.
+        yield lambda: head.weight  # type: ignore[arg-type, return-value]
         return
-    of_head = [weight]
+    assert isinstance(embedding, nn.Embedding)
+    of_head: list[torch.Tensor] = [embedding.weight]
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor
         hidden, of_head[0] = _Lookup.apply(embedding.weight, tokens, embedding.padding_idx)
         return hidden
 
@@ -46,6 +38,18 @@ def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[
         yield lambda: of_head[0]
     finally:
         del embedding.forward
+
+
+def _applies(embedding: nn.Module, head: nn.Module) -> bool:
+    if type(embedding) is not nn.Embedding or "forward" in vars(embedding) or not torch.is_grad_enabled():
+        return False
+    if embedding._forward_pre_hooks or embedding._forward_hooks:
+        return False
+    if embedding.max_norm or embedding.scale_grad_by_freq or embedding.sparse:
+        return False
+    weight = embedding.weight
+    exact = weight.dtype in (torch.float32, torch.float64)
+    return head.weight is weight and weight.requires_grad and weight.device.type == "cpu" and exact
 
 
 class _Lookup(torch.autograd.Function):
