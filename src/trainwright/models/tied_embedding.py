@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[
     """
     if not _applies(embedding, head):
         # Asked for no sooner than it is used: a sharder may gather it then.
-        yield lambda: head.weight  # type: ignore[arg-type, return-value]
+        yield lambda: cast(torch.Tensor, head.weight)
         return
     assert isinstance(embedding, nn.Embedding)
     of_head: list[torch.Tensor] = [embedding.weight]
@@ -33,7 +33,7 @@ def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[
         hidden, of_head[0] = _Lookup.apply(embedding.weight, tokens, embedding.padding_idx)
         return hidden
 
-    embedding.forward = forward  # type: ignore[method-assign]
+    embedding.forward = forward  # type: ignore[assignment, method-assign]
     try:
         yield lambda: of_head[0]
     finally:
