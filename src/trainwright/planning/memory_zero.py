@@ -98,11 +98,12 @@ class Stage12Flow(Flow):
         if self._stage == 1:
             if not self._last:
                 return most
-            left = self._trained
-            while left:
-                part = min(left, self._bucket)
+            # What is held falls from bucket to bucket, so those in the middle of many are not looked at.
+            full, rest = divmod(self._trained, self._bucket)
+            passed_over = max(0, full - 2)
+            for part in (*([self._bucket] * (full - passed_over)), *([rest] if rest else [])):
                 most = max(most, self._into_bucket(part), key=_total)
-                left -= part
+            self._gradients -= self._width * passed_over * self._bucket
         most = max(most, self._reduce(), key=_total)
         self._buffer = 0
         if self._width == self._sums and not self._first:  # added to those of the micro-batches before

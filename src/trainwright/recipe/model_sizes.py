@@ -14,6 +14,7 @@ _COUNTS = (
     (re.compile(r"layers?$|^n_layers?$|blocks?$|^depth$"), 10_000, "layers"),
     (re.compile(r"experts?$"), 100_000, "experts"),
     (re.compile(r"heads?$"), 1_000_000, "heads"),
+    (re.compile(r"^vocab_size$"), 100_000_000, "tokens"),
 )
 _POSITIVE = re.compile(r"^(vocab|hidden|intermediate)_size$|^head_dim$|^num_.*(layers|heads)$")
 _LARGEST = 2**40  # of any number: parameters of today's largest models together
