@@ -42,10 +42,12 @@ def _absurd(key: str, value: int) -> str | None:
     name = key.rpartition(".")[2]
     if value < 0 and _POSITIVE.search(name):
         return f"{_shown(value)} is negative"
+    if abs(value) > _LARGEST:
+        return f"{_shown(value)} is too large for a model's configuration"
     for pattern, most, noun in _COUNTS:
         if pattern.search(name) and value > most:
             return f"{_shown(value)} {noun} are more than any model has (at most {most:,} are taken)"
-    return f"{_shown(value)} is too large for a model's configuration" if abs(value) > _LARGEST else None
+    return None
 
 
 def _shown(value: int) -> str:
