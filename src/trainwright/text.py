@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them on a console. Imports nothing of the house."""
+"""Numbers and texts as a person reads them on a console. Imports no other module of the package."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def with_device(machine: Machine, asked: str) -> Machine:
         return replace(machine, gpus=(), unusable=())
     if machine.unusable:
         reasons = "; ".join(machine.unusable)
-        raise MachineError(f"parallel.device: {asked}, but {reasons}. Mend that, or {ON_PURPOSE}")
+        raise MachineError(f"parallel.device: {asked}, but {reasons}. Fix that, or {ON_PURPOSE}")
     if asked == "cuda" and not machine.gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them"
@@ -71,7 +71,7 @@ def with_device(machine: Machine, asked: str) -> Machine:
 def refuse_unusable(machine: Machine) -> None:
     """For commands without a recipe. Raises MachineError where an accelerator is there that cannot be used."""
     if machine.unusable:
-        raise MachineError(f"{'; '.join(machine.unusable)}. Mend that, or {HIDE}")
+        raise MachineError(f"{'; '.join(machine.unusable)}. Fix that, or {HIDE}")
 
 
 def unusable(
