@@ -126,8 +126,8 @@ class Judge:
     """Judges choices for one workload on one machine.
 
     ``available``: asked for a strategy; gives None, or the reason why it does not run here. ``own``: errors of plans of
-    runs on this machine, which tell more than those of other machines. ``bold``: what is close fits. ``corrections``:
-    of the times, by what this machine's own runs took.
+    runs on this machine, which tell more than those of other machines. ``bold``: as in ``Judged``.
+    ``corrections``: of the times, by what this machine's own runs took.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Judge:
         self._times: dict[Choice, StepTime] = {}
 
     def bolder(self) -> Judge:
-        """One that takes what is close for what fits, and knows all that is known here."""
+        """One that also takes what is close where it is expected to fit, and knows all that is known here."""
         other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, True, self.corrections)
         other._fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
         other._times = self._times
