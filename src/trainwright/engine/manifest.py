@@ -96,7 +96,7 @@ def read_inside(directory: Path, name: str, limit: int) -> str:
     with open_inside(directory, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, more than any that is written")
-        return file.read(limit).decode()
+        return file.read(size).decode()  # not read(limit), which takes that memory before it reads
 
 
 def open_inside(directory: Path, name: str) -> BufferedReader:
