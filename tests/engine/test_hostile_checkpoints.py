@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,13 @@ def test_a_text_that_is_too_long_to_be_one_of_ours_is_not_read(checkpoint: Path)
         file.truncate(2**40)  # sparse
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: it has"):
         Checkpoint.open(checkpoint)
+
+
+def test_a_manifest_takes_the_memory_of_its_file_and_not_of_the_largest_allowed(checkpoint: Path) -> None:
+    tracemalloc.start()
+    try:
+        Checkpoint.open(checkpoint)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**24
