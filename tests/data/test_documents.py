@@ -45,6 +45,17 @@ def test_a_directory_without_rows_is_its_documents_each_whole(tree: Path) -> Non
     assert read_rows(str(tree / "inner" / "b.py")).to_list() == expected[1:]
 
 
+def test_a_directory_of_texts_is_its_documents_unless_their_names_tell_splits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One\n\nTwo\n")
+    (tmp_path / "b.md").write_text("Three\n\nFour\n")
+    assert read_rows(str(tmp_path)).to_list() == [{"text": "One\n\nTwo\n"}, {"text": "Three\n\nFour\n"}]
+    (tmp_path / "a.txt").rename(tmp_path / "train.txt")
+    assert read_rows(str(tmp_path)).to_list() == [{"text": "One"}, {"text": "Two"}]
+    assert source_notes(str(tmp_path)) == [
+        f"{tmp_path}: only the .txt files are read, not b.md; name a file to read it"
+    ]
+
+
 def test_a_text_is_paragraphs_or_where_that_is_asked_a_document(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("One\n\nTwo\n")

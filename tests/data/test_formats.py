@@ -140,6 +140,7 @@ def test_rows_that_are_wrong(layout: str, row: dict[str, Any], message: str) -> 
 
 
 EMPTY, UNASKED = "the answer is empty", "no assistant turn answers a user"
+MARKED = "every assistant turn is marked as not trained on"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,8 @@ EMPTY, UNASKED = "the answer is empty", "no assistant turn answers a user"
         ("messages", {"messages": [BOT, USER]}, UNASKED),
         ("messages", {"messages": [{"role": "system", "content": "S"}]}, UNASKED),
         ("prompt_completion", {"prompt": [USER, BOT], "completion": [USER]}, UNASKED),
+        ("messages", {"messages": [USER, {**BOT, "weight": 0}]}, MARKED),
+        ("messages", {"messages": [USER, {**BOT, "target": False}, USER, {**BOT, "train": False}]}, MARKED),
     ],
 )
 def test_rows_with_nothing_to_train_on(layout: str, row: dict[str, Any], why: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.runs import TINY
+from trainwright.cli import main
 from trainwright.cli.recipe import app
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
@@ -22,6 +24,16 @@ Write = Callable[..., Path]
 
 def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def check_recipe(*arguments: str) -> str:
+    return run("check", *arguments)
+
+
+def plan_recipe(*arguments: str) -> str:
+    result = CliRunner().invoke(main.app, ["plan", "--on", "2xA100-80GB", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -54,6 +66,18 @@ def test_check_refuses_what_is_wrong(write: Write) -> None:
     path = write(SMALLEST)
     with pytest.raises(RequestError, match="did you mean max_steps"):
         run("check", str(path), "train.max_stepps=3")
+
+
+def test_check_and_plan_refuse_a_deepspeed_file_that_training_refuses(write: Write) -> None:
+    path, file = write(TINY.read_text()), write('{"flops_profiler": {"enabled": true}}', "ds.json")
+    zero = ("parallel.strategy=zero2", "parallel.num_processes=2", "parallel.deepspeed_config=ds.json")
+    for command in (check_recipe, plan_recipe):
+        with pytest.raises(RequestError, match=r"^ds\.json: flops_profiler: is not supported here; remove it$"):
+            command(str(path), *zero)
+    file.write_text('{"gradient_clipping": 3.5}')  # which agrees with some recipe
+    assert "ok" in check_recipe(str(path), *zero)
+    with pytest.raises(RequestError, match=r"^ds\.json: gradient_clipping: 3\.5 contradicts optimizer\.max_grad_norm"):
+        plan_recipe(str(path), *zero)
 
 
 def test_check_looks_at_the_first_rows(write: Write) -> None:

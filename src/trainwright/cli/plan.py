@@ -141,7 +141,7 @@ def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
     from trainwright.machine.written import machine_of
     from trainwright.planning.basis import Basis, basis_of
     from trainwright.planning.plan import installed, make_plan, wishes_of
-    from trainwright.planning.resolve import possible
+    from trainwright.planning.resolve import filled, possible
 
     here: dict[str, Any] = {}
     if on is not None:
@@ -159,6 +159,7 @@ def _made(recipe: Recipe, facts: Facts, on: str | None) -> Plan:
         here = {"basis": basis, "available": installed}
     recipe, remarks = possible(recipe, cluster)
     made = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    filled(recipe, made)  # refuses what a run would be refused for
     return replace(made, reasons=(*made.reasons, *remarks))
 
 

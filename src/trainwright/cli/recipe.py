@@ -34,10 +34,12 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     Ends with 2 and the reasons where something is wrong.
     """
     from trainwright.data.preflight import check_data
+    from trainwright.parallel import deepspeed_config
     from trainwright.planning.facts import check_model
     from trainwright.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    deepspeed_config.check_keys(loaded)
     if loaded.has_texts:
         check_model(loaded.model, loaded.data.pack_length)
     check_data(loaded)

@@ -24,6 +24,7 @@ Example: TypeAlias = list[Message] | str
 
 _EMPTY = "the answer is empty"
 _UNASKED = "no assistant turn answers a user"
+_MARKED = "every assistant turn is marked as not trained on"
 
 
 class NoTarget(RequestError):
@@ -38,7 +39,7 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
         remarks: counts the rows that are not taken as they are, by what they do, in words.
 
     Raises:
-        NoTarget: the answer is empty, or no assistant turn answers a user.
+        NoTarget: the answer is empty, no assistant turn answers a user, or none of them is trained on.
         RequestError: a field is missing or of the wrong type, a user's turn is empty, or the roles are out of
         order.
     """
@@ -109,7 +110,7 @@ def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
     answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
     empty = [message for message in answers if not message["content"].strip() and "tool_calls" not in message]
     if len(empty) == len(answers):
-        raise NoTarget(_EMPTY if answers else _UNASKED)
+        raise NoTarget(_EMPTY if answers else _MARKED if messages[-1]["role"] == "assistant" else _UNASKED)
     for message in empty:
         message["target"] = False
         remarks.add("have an empty assistant turn among others; it is not trained on")

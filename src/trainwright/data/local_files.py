@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +149,28 @@ def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
         return _of_configs(path, configs, wanted, key)
     _refuse_model(path, key)
     files = row_files(path) or [file for inside in _inside(path) for file in row_files(inside)]
-    if not files:
+    if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts, and no split of rows
         if wanted:
             raise RequestError(f"{key}: {path} holds no files of rows, and so no split {wanted[-1]}")
         return Found(_documents(path, key), True)
     kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
         raise RequestError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one file")
-    return _of_splits(path, files, wanted, key)
+    found = _of_splits(path, files, wanted, key)
+    return replace(found, notes=[*found.notes, *_beside(path, files)])
+
+
+def _beside(path: Path, rows: list[Path]) -> list[str]:
+    """Documents in a directory of rows, which are not read."""
+    others = sorted(
+        file.name
+        for file in path.iterdir()
+        if file.suffix.lower() in whole_files.SUFFIXES and file not in rows and file.is_file() and not _is_about(file)
+    )
+    if not others:
+        return []
+    names = f"{', '.join(others[:_NAMED])}{f' and {len(others) - _NAMED:,} more' if len(others) > _NAMED else ''}"
+    return [f"{path}: only the {suffix_of(rows[0])} files are read, not {names}; name a file to read it"]
 
 
 def row_files(path: Path) -> list[Path]:

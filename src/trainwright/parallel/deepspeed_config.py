@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,41 +133,60 @@ def check(recipe: Recipe) -> None:
     """
     if recipe.parallel.strategy in ("zero1", "zero2", "zero3"):
         check_installed()
+    check_file(recipe)
+
+
+def check_file(recipe: Recipe) -> None:
+    """That the recipe's file for DeepSpeed, if it has one, agrees with the resolved ``recipe``.
+
+    Raises RequestError: everything that contradicts the recipe or has no effect here, by key.
+    """
+    _refuse(recipe, lambda content: [*_unsupported(content), *_contradictions(content, recipe)])
+
+
+def check_keys(recipe: Recipe) -> None:
+    """That the recipe's file for DeepSpeed has no key that no recipe could have there. Raises RequestError."""
+    _refuse(recipe, _unsupported)
+
+
+def _refuse(recipe: Recipe, problems_of: Callable[[dict[str, Any]], Iterable[str]]) -> None:
     file = recipe.parallel.deepspeed_config
-    if file is None:
-        return
-    problems = list(_problems(read_file(file), recipe))
-    if problems:
+    if file is not None and (problems := list(problems_of(read_file(file)))):
         raise RequestError("\n".join(f"{file}: {problem}" for problem in problems))
 
 
-def _problems(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
-    checks: dict[str, Callable[[Any, Recipe], Iterator[str]]] = {
-        "optimizer": _optimizer,
-        "scheduler": _scheduler,
-        "bf16": _precision("bf16"),
-        "bfloat16": _precision("bf16"),
-        "fp16": _precision("fp16"),
-        "zero_optimization": _zero,
-        "data_types": _data_types,
-    }
+def _unsupported(content: dict[str, Any]) -> Iterator[str]:
     for key, value in content.items():
         if is_harmless(key, value):
             continue
-        if key in checks:
-            if isinstance(value, dict):
-                yield from checks[key](value, recipe)
-            elif value != AUTO:
-                yield f"{key}: must be an object"
-        elif key in _ELSEWHERE:
+        if key in _ELSEWHERE:
             yield f"{key}: has no effect here; {_ELSEWHERE[key]}"
         elif key in _FIXED:
             if value not in (AUTO, _FIXED[key]):
                 yield f"{key}: {value} is not supported; gradients are summed in fp32. Remove it"
+        elif key in _SECTIONS:
+            if not isinstance(value, dict) and value != AUTO:
+                yield f"{key}: must be an object"
+        elif key not in {*_BATCH, "gradient_clipping"} | _PASSED | _GRANTED:
+            yield f"{key}: is not supported here; remove it"
+    section = content.get("zero_optimization")
+    for key, value in section.items() if isinstance(section, dict) else ():
+        if is_harmless(f"zero_optimization.{key}", value):
+            continue
+        if key in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+            yield f"zero_optimization.{key}: is DeepSpeed's old name; use {' or '.join(_OFFLOAD.values())}"
+        elif key not in {"stage", *_OFFLOAD} | _PASSED_ZERO | _GRANTED_ZERO:
+            yield f"zero_optimization.{key}: is not supported here; remove it"
+
+
+def _contradictions(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    for key, value in content.items():
+        if is_harmless(key, value):
+            continue
+        if key in _SECTIONS and isinstance(value, dict):
+            yield from _SECTIONS[key](value, recipe)
         elif key in _BATCH or key == "gradient_clipping":
             yield from _agrees(key, value, *_scalar(key, recipe))
-        elif key not in _PASSED | _GRANTED:
-            yield f"{key}: is not supported here; remove it"
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -308,14 +327,8 @@ def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     if stage != AUTO and f"zero{stage}" != strategy:
         yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
     for key, value in section.items():
-        if is_harmless(f"zero_optimization.{key}", value):
-            continue
-        if key in _OFFLOAD:
+        if key in _OFFLOAD and not is_harmless(f"zero_optimization.{key}", value):
             yield from _offload(key, value, recipe)
-        elif key in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
-            yield f"zero_optimization.{key}: is DeepSpeed's old name; use {' or '.join(_OFFLOAD.values())}"
-        elif key not in {"stage"} | _PASSED_ZERO | _GRANTED_ZERO:
-            yield f"zero_optimization.{key}: is not supported here; remove it"
 
 
 def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
@@ -331,6 +344,17 @@ def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
     elif device != AUTO and asked != (device == "cpu"):
         yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(asked).lower()}"
     yield from _section(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
+
+
+_SECTIONS: dict[str, Callable[[dict[str, Any], Recipe], Iterator[str]]] = {
+    "optimizer": _optimizer,
+    "scheduler": _scheduler,
+    "bf16": _precision("bf16"),
+    "bfloat16": _precision("bf16"),
+    "fp16": _precision("fp16"),
+    "zero_optimization": _zero,
+    "data_types": _data_types,
+}
 
 
 def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -> dict[str, Any]:

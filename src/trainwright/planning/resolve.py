@@ -15,6 +15,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
+from trainwright.parallel import deepspeed_config
 from trainwright.planning.basis import basis_of
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, installed, make_plan, wishes_of
@@ -58,18 +59,28 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if basis.said is not None:
         say(basis.said, file=sys.stderr)
     plan = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
+    if recipe.checkpoint.every == "auto":
+        remarks.append(auto_reason())
+    resolved = filled(recipe, plan)
+    return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)))
+
+
+def filled(recipe: Recipe, plan: Plan) -> Recipe:
+    """The recipe with what ``plan`` chose in the place of every `auto`.
+
+    Raises RequestError: what was chosen contradicts what was written, in the recipe or in its file for DeepSpeed.
+    """
     values = recipe.model_dump()
     for section, chosen in plan.values().items():
         values[section].update(chosen)
-    values["parallel"]["device"] = cluster.device
+    values["parallel"]["device"] = plan.cluster.device
     if recipe.checkpoint.keep_best == "auto":
         # The loss of unlearning is lowest where everything is forgotten; that of predicted actions does not say which
         # agent learns best in its context.
         values["checkpoint"]["keep_best"] = recipe.has_texts and recipe.validates and recipe.unlearn is None
-    if recipe.checkpoint.every == "auto":
-        remarks.append(auto_reason())
     resolved = _checked(recipe, values)
-    return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)))
+    deepspeed_config.check_file(resolved)
+    return resolved
 
 
 def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
