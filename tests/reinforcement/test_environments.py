@@ -14,7 +14,7 @@ import torch
 from tests.reinforcement.plain_environments import ROOMS
 from trainwright.errors import RequestError
 from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
-from trainwright.reinforcement.environments import NAMES, Environment, make
+from trainwright.reinforcement.environments import ENVIRONMENTS, Environment, make
 from trainwright.reinforcement.random_numbers import uniform
 
 LAKE = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
@@ -173,7 +173,7 @@ def test_a_users_environment_of_early_ends_and_horizon() -> None:
     ("name", "options", "said"),
     [
         ("darkrom", {}, "did you mean darkroom"),
-        ("chess", {}, "there are darkroom, "),
+        ("chess", {}, "unknown environment 'chess'; choose from darkroom, "),
         ("darkroom", {"sise": 3}, "has no option sise; it has size, horizon"),
         ("darkroom", {"size": "nine"}, "size is a whole number of at least 1, not nine"),
         ("key-to-door", {"horizon": 0}, "horizon is a whole number of at least 1, not 0"),
@@ -183,7 +183,7 @@ def test_a_users_environment_of_early_ends_and_horizon() -> None:
         ("gymnasium", {"entry_point": LAKE}, "needs the option tasks"),
         ("gymnasium", LAKES | {"entry_point": "no_such_module:Lake"}, "cannot be imported: No module named"),
         ("gymnasium", LAKES | {"entry_point": LAKE + "x"}, "cannot be imported: module"),
-        ("gymnasium", LAKES | {"entry_point": "FrozenLake"}, "should be package.module:Class"),
+        ("gymnasium", LAKES | {"entry_point": "FrozenLake"}, "should be package.module:Name"),
         ("gymnasium", LAKES | {"tasks": [{"depth": 3}]}, "cannot be made with"),
         ("bandit", {"seed": "first"}, "seed is a whole number from 0 to below 2**31, not first"),
         ("bandit", {"seed": 2**31}, "seed is a whole number from 0"),
@@ -253,8 +253,8 @@ def test_every_environment_is_registered_with_gymnasium() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     from trainwright.reinforcement.registered import IDS
 
-    assert set(IDS.values()) == set(NAMES) - {"gymnasium"}
-    assert get_args(AlgorithmDistillationSection.model_fields["environment"].annotation) == NAMES
+    assert set(IDS.values()) == set(ENVIRONMENTS.names()) - {"gymnasium"}
+    assert get_args(AlgorithmDistillationSection.model_fields["environment"].annotation) == ENVIRONMENTS.names()
     for name, environment in IDS.items():
         family = make(environment)
         copies = gymnasium.make_vec(f"trainwright.reinforcement.registered:{name}", num_envs=5)

@@ -144,14 +144,14 @@ def of(name: str, **options: int) -> Any:
             r"below \[3, 3\] are expected in darkroom: these are histories of another environment",
         ),
         (of("bandit"), r"where \[45, 3, 1\] is expected"),
-        (of("darkrom"), "environment darkrom: is not known; did you mean darkroom"),
+        (of("darkrom"), "unknown environment 'darkrom'; did you mean darkroom"),
         (lambda opened: [opened.pop(goal) for goal in list(opened)], "has no histories: groups named 0, 1"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(file: Path, change: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said) as refused:
         Histories(changed(file, change))
-    assert str(file) in str(refused.value) or "darkrom:" in str(refused.value)
+    assert str(file) in str(refused.value) or "'darkrom'" in str(refused.value)
 
 
 def test_a_goal_that_does_not_fit_is_refused_as_it_is_read(file: Path) -> None:

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from difflib import get_close_matches
-from importlib import import_module
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.extensions import Registry
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
 
-__all__ = ["NAMES", "Environment", "VectorEnvironment", "make"]
+__all__ = ["ENVIRONMENTS", "Environment", "VectorEnvironment", "make"]
 
-_PLACES = {
-    "darkroom": ("grid", "Darkroom"),
-    "darkroom-hard": ("grid", "DarkroomHard"),
-    "darkroom-permuted": ("grid", "DarkroomPermuted"),
-    "key-to-door": ("key_to_door", "KeyToDoor"),
-    "bandit": ("bandit", "Bandit"),
-    "gymnasium": ("user", "UserEnvironment"),
-}
-NAMES = tuple(_PLACES)
+ENVIRONMENTS: Registry[type[Environment]] = Registry(
+    "trainwright.environments",
+    {
+        "darkroom": f"{__name__}.grid:Darkroom",
+        "darkroom-hard": f"{__name__}.grid:DarkroomHard",
+        "darkroom-permuted": f"{__name__}.grid:DarkroomPermuted",
+        "key-to-door": f"{__name__}.key_to_door:KeyToDoor",
+        "bandit": f"{__name__}.bandit:Bandit",
+        "gymnasium": f"{__name__}.user:UserEnvironment",
+    },
+    kind="environment",
+    required=("tasks", "describe", "optimal_return", "vector"),
+)
 
 
 def make(name: str, **options: Any) -> Environment:
-    """The environment of that name.
+    """The environment of that name, or at that place ``module:Class``.
 
     Args:
         options: its own, such as ``size`` and ``horizon``; each has a default.
     Raises:
         RequestError: there is no such environment, or it has no such option, or not with such a value.
     """
-    if name not in _PLACES:
-        near = get_close_matches(name, NAMES, 1)
-        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
-        raise RequestError(f"environment {name}: is not known; {meant}")
-    module, attribute = _PLACES[name]
-    kind = getattr(import_module(f"{__name__}.{module}"), attribute)
+    kind = ENVIRONMENTS.get(name)
     parameters = inspect.signature(kind).parameters
     for option in options:
         if option not in parameters:
@@ -44,5 +42,6 @@ def make(name: str, **options: Any) -> Environment:
     missing = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty and key not in options]
     if missing:
         raise RequestError(f"environment {name}: needs the option {missing[0]}")
-    made: Environment = kind(**options)
+    made = kind(**options)
+    made.name = name
     return made

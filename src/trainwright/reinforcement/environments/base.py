@@ -26,7 +26,7 @@ class Environment(ABC):
         state_count: number of states, for algorithms that keep a table of them.
     """
 
-    name: ClassVar[str]
+    name: str
     observation_kind: ClassVar[Literal["coordinates", "category"]]
     options: dict[str, Any]
     horizon: int

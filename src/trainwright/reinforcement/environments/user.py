@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.extensions import load
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
 
 _KEY = "environment gymnasium"
@@ -176,14 +174,5 @@ def _imported(entry_point: str) -> Callable[..., Any]:
         import gymnasium  # noqa: F401
     except ImportError:
         raise MachineError(f"{_KEY}: needs Gymnasium: pip install 'trainwright[reinforcement]'") from None
-    # What lies where the command runs is found as `python -m` would find it; a console script does not look there.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(1, os.getcwd())
-    module, colon, attribute = str(entry_point).partition(":")
-    if not (module and colon and attribute):
-        raise RequestError(f"{_KEY}: entry_point {entry_point} should be package.module:Class")
-    try:
-        found: Callable[..., Any] = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module does when it is imported
-        raise RequestError(f"{_KEY}: entry_point {entry_point} cannot be imported: {error}") from error
+    found: Callable[..., Any] = load(str(entry_point), f"{_KEY}: entry_point {entry_point}")
     return found
