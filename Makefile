@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Everything installs into .venv; nothing else on the machine is touched.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-conditions lint format clean setup-accelerate check gpu-info memory-check \
+.PHONY: help install quickstart test test-slow test-conditions lint format clean benchmarks setup-accelerate check gpu-info memory-check \
 	process style render train train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
 	eval eval-quick eval-full infer infer-batch infer-interactive merge merge-test tensorboard
 
@@ -74,6 +74,9 @@ lint: $(STAMP)  ## check style, types and the layers of imports
 format: $(STAMP)  ## put the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+benchmarks: $(STAMP)  ## write docs/benchmarks.md from the results in bench/results
+	$(BIN)/python bench/report.py
 
 setup-accelerate: $(STAMP)  ## write an Accelerate file for this machine
 	$(TRAINWRIGHT) setup --yes $(ARGS)

@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import report  # noqa: E402
 from support.runs import print_table, write_results  # noqa: E402
 
 from tests.support.class_errors import class_errors  # noqa: E402
@@ -50,6 +51,7 @@ def main() -> None:
         print_table(HEADER, [summary.row(name) for name, summary in classes.items()])
         results[half] = {name: summary.as_json() for name, summary in classes.items()}
     write_results(RESULTS, results)
+    report.PAGE.write_text(report.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
