@@ -13,7 +13,7 @@ from trainwright.data.dataset import TokenDataset
 from trainwright.data.stream import MicroBatch, Stream
 from trainwright.engine.look import look_at
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.parallel.replicated import Replicated
+from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.recipe.schema import OptimizerSection
 
 DROPOUT = ("model.dropout=0.4", "train.max_steps=4", "data.limit=40", "data.validation=4", "parallel.strategy=single")

@@ -16,9 +16,9 @@ from torch import nn
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
-from trainwright.parallel import deepspeed_config
-from trainwright.parallel.deepspeed_config import check, check_installed, read_file, settings
-from trainwright.parallel.deepspeed_defaults import DEFAULTS
+from trainwright.parallel.zero import deepspeed_config
+from trainwright.parallel.zero.deepspeed_config import check, check_installed, read_file, settings
+from trainwright.parallel.zero.deepspeed_defaults import DEFAULTS
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 

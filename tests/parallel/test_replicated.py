@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.runs import Runs
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.parallel.replicated import Replicated
+from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import OptimizerSection
 

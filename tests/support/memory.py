@@ -70,7 +70,7 @@ class _Fails(torch.autograd.Function):
 
 def abandon(where: str) -> None:
     """Rank 1 fails in a step of two micro-batches and abandons it; the next step must be right on both ranks."""
-    from trainwright.parallel.replicated import Replicated
+    from trainwright.parallel.replicated.replicated import Replicated
     from trainwright.parallel.world import join, leave
 
     torch.manual_seed(0)

@@ -147,7 +147,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def _strategy(text: str) -> str:
-    from trainwright.parallel.deepspeed_config import check_installed
+    from trainwright.parallel.zero.deepspeed_config import check_installed
 
     name = _one_of(tuple(_STRATEGIES))(text)
     if name.startswith("zero"):

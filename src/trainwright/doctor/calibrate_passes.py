@@ -226,7 +226,7 @@ def _sharded_pass(model: Small, precision: str, world: World) -> Run:
 
     from trainwright.doctor.calibrate_cases import DTYPES
     from trainwright.engine.optimizer import optimizer_factory
-    from trainwright.parallel.fsdp import FullySharded
+    from trainwright.parallel.fsdp.fully_sharded import FullySharded
     from trainwright.recipe.schema import OptimizerSection, ParallelSection
 
     module, batch = _made(model, torch.float32)

@@ -143,7 +143,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
 
     from trainwright.data.preflight import check_data
     from trainwright.models.adapters_files import check_libraries
-    from trainwright.parallel import deepspeed_config
+    from trainwright.parallel.zero import deepspeed_config
 
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")

@@ -30,11 +30,11 @@ from trainwright.models.compilation import compile_blocks
 from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched
-from trainwright.parallel import deepspeed_config
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.layout import Layout
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import Seat, World, join, leave
+from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.registry import build_task

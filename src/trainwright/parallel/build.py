@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.parallel.replicated import Replicated
+from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import OptimizerFactory, Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
@@ -46,11 +46,11 @@ def build_strategy(
     if name in ("single", "ddp"):
         return Replicated(name, world, module, make_optimizer, dtype)
     if name == "fsdp":
-        from trainwright.parallel.fsdp import FullySharded
+        from trainwright.parallel.fsdp.fully_sharded import FullySharded
 
         return FullySharded(name, world, module, make_optimizer, dtype, parallel, blocks, weights)
     if name in ("zero1", "zero2", "zero3"):
-        from trainwright.parallel.zero import Zero
+        from trainwright.parallel.zero.zero import Zero
 
         return Zero(name, world, module, make_optimizer, dtype, parallel, weights)
     raise ValueError(f"parallel.strategy: {name} is not a strategy")

@@ -1,4 +1,5 @@
-"""What `fsdp` holds (parallel/fsdp.py; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py).
+"""What `fsdp` holds (parallel/fsdp/fully_sharded.py; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
+_fsdp_collectives.py).
 
 A block is gathered into one buffer and copied out of it into its parameters. Forwards the buffer stays until the next
 block is copied out; backwards the next block's buffer is filled while a block runs, and the buffer that a block's

@@ -1,4 +1,4 @@
-"""What `single` and `ddp` hold (parallel/replicated.py, parallel/gradients.py)."""
+"""What `single` and `ddp` hold (parallel/replicated/replicated.py, parallel/replicated/gradients.py)."""
 
 from __future__ import annotations
 

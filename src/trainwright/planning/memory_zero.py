@@ -1,4 +1,4 @@
-"""What `zero1`, `zero2` and `zero3` hold (parallel/zero.py, parallel/deepspeed_config.py; DeepSpeed 0.19's
+"""What `zero1`, `zero2` and `zero3` hold (parallel/zero/zero.py, parallel/zero/deepspeed_config.py; DeepSpeed 0.19's
 runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py and runtime/bf16_optimizer.py).
 """
 

@@ -15,7 +15,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
-from trainwright.parallel import deepspeed_config
+from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.basis import basis_of
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, installed, make_plan, wishes_of

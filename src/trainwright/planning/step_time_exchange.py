@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trainwright.planning.rates import CollectiveKind, Group, Rates
 from trainwright.planning.workload import Choice
 
-_BUCKET = 25 * 2**20  # parallel/gradients.py
+_BUCKET = 25 * 2**20  # parallel/replicated/gradients.py
 _SMALL = 64  # bytes that the processes tell each other after every step
 # DeepSpeed gathers each matrix by itself, and its hooks around every module take Python's time.
 _MATRICES_OF_A_BLOCK = 7

@@ -13,7 +13,9 @@ from trainwright.planning.step_time_work import Pricing
 from trainwright.planning.workload import Choice
 
 _FP32 = 4
-_PART = 16 * 2**20  # parallel/replicated.py: elements that are updated at a time beside low-precision weights
+_PART = (
+    16 * 2**20
+)  # parallel/replicated/replicated.py: elements that are updated at a time beside low-precision weights
 _ITERATIONS = 5  # engine/muon.py: of three products each
 _CHUNK = 2**18  # parallel/norms.py: elements that a CPU squares at a time
 

@@ -35,8 +35,8 @@ from trainwright.models.resolve import resolve
 from trainwright.models.save import save_model
 from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.build import takes_parts
+from trainwright.parallel.fsdp.units import find_units
 from trainwright.parallel.strategy import Strategy
-from trainwright.parallel.units import find_units
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.steps import planned_examples, stream_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainwright.errors import MachineError
 from trainwright.launch.accelerate.meaning import Meaning
 from trainwright.machine.detect import Machine
-from trainwright.parallel.deepspeed_config import check_installed
+from trainwright.parallel.zero.deepspeed_config import check_installed
 
 SHARDING = ("FSDP", "DEEPSPEED")
 

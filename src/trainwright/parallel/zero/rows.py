@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.zero_partitions import Piece
+from trainwright.parallel.zero.partitions import Piece
 
 
 def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:

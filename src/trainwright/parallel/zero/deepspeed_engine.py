@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.errors import RequestError
-from trainwright.parallel.deepspeed_config import check_installed
 from trainwright.parallel.world import World
+from trainwright.parallel.zero.deepspeed_config import check_installed
 
 # Submodules' hooks, by the names under which torch keeps them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

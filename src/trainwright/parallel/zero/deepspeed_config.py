@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.parallel.deepspeed_defaults import is_harmless
+from trainwright.parallel.zero.deepspeed_defaults import is_harmless
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import ParallelSection, Recipe
 

@@ -29,13 +29,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
+from trainwright.parallel.fsdp.units import find_units
 from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory, WantsWholes
-from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
 

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.deepspeed_config import settings
-from trainwright.parallel.deepspeed_engine import forget_order, hooks, import_deepspeed, set_hooks, start_engine
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World
-from trainwright.parallel.zero_partitions import Piece, chunks, partitions
-from trainwright.parallel.zero_rows import covering_rows, row_blocks
+from trainwright.parallel.zero.deepspeed_config import settings
+from trainwright.parallel.zero.deepspeed_engine import forget_order, hooks, import_deepspeed, set_hooks, start_engine
+from trainwright.parallel.zero.partitions import Piece, chunks, partitions
+from trainwright.parallel.zero.rows import covering_rows, row_blocks
 from trainwright.recipe.schema import ParallelSection
 
 if TYPE_CHECKING:

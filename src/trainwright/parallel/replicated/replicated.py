@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainwright.parallel.gradients import Gradients
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm_of_all
 from trainwright.parallel.optimizer_state import create_optimizer_state
+from trainwright.parallel.replicated.gradients import Gradients
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.strategy import OptimizerFactory
 from trainwright.parallel.world import World

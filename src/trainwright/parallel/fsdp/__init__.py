@@ -1,0 +1,1 @@
+"""`fsdp`: everything sharded by torch's FSDP2."""

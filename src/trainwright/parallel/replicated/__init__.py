@@ -1,0 +1,1 @@
+"""`single` and `ddp`: every rank holds the whole model."""

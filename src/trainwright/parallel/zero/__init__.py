@@ -1,0 +1,1 @@
+"""`zero1`, `zero2` and `zero3` on DeepSpeed."""
