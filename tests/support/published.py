@@ -33,6 +33,8 @@ _ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
 # Programs that compile more than the blocks.
 _COMPILE_ALL = {"torchtitan", "torchtune", "nanoGPT", "PyTorch", "ml-engineering", "llm.c", "fms-fsdp", "torchao"}
+# Programs that switch FSDP's sums off for all micro-batches of a step but the last (kempnerforge/training/grad.py).
+_SUM_WHOLE = {"KempnerForge"}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
     "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
@@ -150,7 +152,7 @@ def _stack(figure: dict[str, Any]) -> Stack:
         loss="widened" if figure["loss"] == "fused" and figure["stack"] in _ON_PEFT else figure["loss"],
         updates_in_backward=bool(figure.get("updates_in_backward")),
         fused=bool(figure.get("fused")),
-        compiles_loss=bool(figure.get("compile")) and figure["stack"] in _COMPILE_ALL,
+        compiles_loss=bool(figure.get("compile")) and figure.get("compiles_loss", figure["stack"] in _COMPILE_ALL),
         attention=_ATTENTION.get(figure.get("attention") or "", 2),
         bucket=5 * 10**8 if figure["strategy"].startswith("zero") else 2**24,  # DeepSpeed's own default
         sorted_rows=figure.get("sorted_rows"),
@@ -158,6 +160,9 @@ def _stack(figure: dict[str, Any]) -> Stack:
         expert_linears=bool(figure.get("expert_linears")) or figure["stack"] in _ON_PEFT,
         wide_adapters=figure["stack"] in _ON_PEFT,
         foreach=figure["optimizer"] == "adamw" and figure["stack"] in _ON_PEFT,
+        alternates=figure["stack"] == "torchtitan",
+        sums_whole=figure["stack"] in _SUM_WHOLE,
+        cuts_scales=figure["stack"] == "torchtune",
     )
 
 

@@ -150,7 +150,8 @@ def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choi
     """What stays from step to step, by what it is."""
     base = dict(_base(held, setting, choice, workload.optimizer))
     if held.buffers:
-        base["quantised base's scales"] = held.buffers
+        cut = choice.shards if setting.stack.cuts_scales else 1
+        base["quantised base's scales"] = -(-held.buffers // cut)
     if workload.beside is not None and workload.beside.copied:
         copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.beside.blocks)
         shards = choice.shards if choice.strategy in ("fsdp", "zero3") else 1
@@ -162,7 +163,8 @@ def _setting(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack)
     device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
     width = _WIDTHS[choice.mixed_precision]
     batch, adapter = micro_batch(workload, choice), workload.adapter
-    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, workload.quantisation, stack)
+    quantisation, hooked = workload.quantisation, choice.strategy == "zero3"
+    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, quantisation, stack, hooked)
 
 
 def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:

@@ -63,6 +63,7 @@ class FsdpFlow(Flow):
         self._width = width
         self._shards = shards
         self._reshard = reshard
+        self._sums_whole = stack.sums_whole
         self._offload = offload
         self._whole = 0  # bytes of gathered parameters
         self._buffer = 0  # what a gathering has left, or has filled for the next unit
@@ -111,8 +112,10 @@ class FsdpFlow(Flow):
         return self.held
 
     def unit_ended(self, unit: int) -> Held:
-        if self._reshard or self._last:
+        if self._last or (self._reshard and not self._sums_whole):
             return self._reduce(unit)
+        if self._reshard:
+            self._whole -= self._bytes(unit)
         return self._keep(unit)
 
     def end(self) -> Held:
@@ -152,22 +155,29 @@ class FsdpFlow(Flow):
         self._whole -= self._bytes(unit)
         self._reducing = self._exchanged * sizes.trained
         most = self.held
-        kept = 0 if self._reshard or self._first else self._kept  # what the micro-batches before have left
+        sharded = self._reshard and not self._sums_whole  # what the micro-batches before have left
+        kept = 0 if sharded or self._first else self._summed_in
         own = self._width if self._reshard or self._first or self._width < self._kept else 0
         self._gradients -= (own + kept) * sizes.trained
         mine = self._kept * sizes.own_trained
         clone = self._reducing if self._on_cpu and self._shards > 1 else 0
         reduced = Held(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
-        if (self._first or not self._reshard) and not self._offload:
+        if (self._first or not sharded) and not self._offload:
             self._summed += mine
         return max(most, reduced, key=lambda held: held.total)
 
+    @property
+    def _summed_in(self) -> int:
+        """Bytes of a number of gradients that are summed where they are."""
+        return self._exchanged if self._sums_whole else self._kept
+
     def _keep(self, unit: int) -> Held:
         """Have a unit's gradients in fp32 until those of later micro-batches are added."""
-        if self._width == self._kept:
+        arrived = self._reshard or self._first or self._width < self._kept
+        if self._width == self._summed_in and (self._first or not arrived):
             return self.held
         trained = self._units[unit].trained
-        self._gradients += (self._kept if self._first else 0) * trained
+        self._gradients += (self._summed_in if self._first else 0) * trained
         most = self.held
         self._gradients -= self._width * trained
         return most

@@ -17,13 +17,15 @@ _FIRST = ("embedding", "positions")
 
 
 class Weight(NamedTuple):
-    """A parameter [rows, columns] of a unit: a block by its number, or OUTSIDE."""
+    """A parameter [rows, columns] of a unit: a block by its number, or OUTSIDE. ``packed``: a quantised matrix, as a
+    row of numbers that its bits take the place of."""
 
     unit: int
     name: str
     rows: int
     columns: int
     trainable: bool
+    packed: bool = False
 
     @property
     def numel(self) -> int:
@@ -92,7 +94,7 @@ def inventory(
                 blocks.append(Weight(unit, name, p.n, p.k, p.trainable))
                 continue
             bits = p.numel if p.quantised == "int8" else p.numel // 2
-            blocks.append(Weight(unit, name, -(-bits // width), 1, False))
+            blocks.append(Weight(unit, name, -(-bits // width), 1, False, packed=True))
             buffers += _scales(p)
     return Inventory((*first, *blocks, *last), buffers)
 

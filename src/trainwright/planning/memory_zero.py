@@ -251,7 +251,7 @@ def persists(weight: Weight, inventory: Inventory) -> bool:
 
 @lru_cache(maxsize=64)
 def _largest_vector(inventory: Inventory) -> int:
-    return max((w.numel for w in inventory.weights if w.columns == 1), default=0)
+    return max((w.numel for w in inventory.weights if w.columns == 1 and not w.packed), default=0)
 
 
 @lru_cache(maxsize=64)

@@ -135,8 +135,9 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
         curves[f"traffic/{precision}/expansion"] = _line(_KERNEL, 1 / (unpacked * streamed))
         for kind in ("copy", "elementwise", "reduction"):
             curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
-        # Made fp32; their largest, exponentials, sum; difference and exponentials in place; the gradient written back.
-        curves[f"loss/{precision}"] = _line(_KERNEL, (2 * (size + 4) + 4 * 4 + 4 * 4) / streamed)
+        # Made fp32 where they are not; largest, differences, exponentials, sum, shares; the gradient written back.
+        copied = 2 * (size + 4) if size < 4 else 0
+        curves[f"loss/{precision}"] = _line(_KERNEL, (copied + 4 + 8 + 8 + 4 + 8) / streamed)
     curves["optimizer"] = _line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
     curves["host_optimizer"] = _line(_CORE_KERNEL, 28 * processes / _HOST_BYTES)
     for direction in ("to", "from"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Loss = Literal["chunked", "full", "freed", "fused", "widened"]
+Loss = Literal["chunked", "full", "narrow", "freed", "fused", "widened"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Stack:
     fp32 masters beside what computes, 2 are weights that are trained as they compute. ``state``: of the optimizer's,
     where they are others. ``exchanged``: bytes of a gradient that is summed over processes. ``loss``: "chunked": a part
     of the logits at a time; "full": all of them, in fp32 too, which are held to the end of the step, as transformers'
-    and torchtune's; "freed": the same, let go once the loss is there; "fused": all of them, which become their own
-    gradient; "widened": the same with a copy of them in fp32.
+    and torchtune's; "narrow": the same in the precision of the model alone; "freed": as full, but let go once the loss
+    is there; "fused": all of them, which become their own gradient; "widened": the same with a copy of them in fp32.
     ``updates_in_backward``: each weight as soon as its gradient is there. ``fused``: norms, rotary positions and
     activations are kernels of their own (Liger, Transformer Engine). ``compiles_loss``: with the
     blocks. ``attention``: generation of FlashAttention. ``bucket``: elements that DeepSpeed reduces at a time.
@@ -31,6 +31,10 @@ class Stack:
     experts are linear modules, and quantised (transformers before 5). ``wide_adapters``: what enters an adapter is made
     fp32 before it is made narrow again (PEFT's autocast_adapter_dtype under autocast). ``foreach``: the
     optimizer works on all weights at once, with one temporary for each (torch.optim.AdamW's default).
+    ``alternates``: selective recomputation keeps every second of a block's matrix products alone, and of experts none
+    (torchtitan, distributed/activation_checkpoint.py). ``sums_whole``: micro-batches but the last of a step leave
+    their gradients where they are, whole on every rank and as wide as they are exchanged (FSDP's
+    set_requires_gradient_sync). ``cuts_scales``: those of a quantised base are sharded with it (torchao's NF4Tensor).
     """
 
     kept: int = 4
@@ -48,6 +52,9 @@ class Stack:
     expert_linears: bool = False
     wide_adapters: bool = False
     foreach: bool = False
+    alternates: bool = False
+    sums_whole: bool = False
+    cuts_scales: bool = False
 
     @property
     def state_bytes(self) -> float:

@@ -108,9 +108,8 @@ class _Step:
         self.width = _WIDTH[choice.mixed_precision]
         device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
         own, adapter = workload.architecture, workload.adapter
-        self.shapes = Shapes(
-            own, self.batch, device, self.width, adapter is None, adapter, workload.quantisation, stack
-        )
+        quantisation, hooked = workload.quantisation, choice.strategy == "zero3"
+        self.shapes = Shapes(own, self.batch, device, self.width, adapter is None, adapter, quantisation, stack, hooked)
         self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
 
     def time(self) -> StepTime:
@@ -126,7 +125,9 @@ class _Step:
         passed = sum((*forward, *once), Work())
         update = self._update()
         computed = (passed + again + ends + reference) * passes_a_step
-        exchange = Exchange(choice, self.rates, self.width, self.per_node, self.speeds.overlap, self.stack.exchanged)
+        stack = self.stack
+        hidden = self.speeds.overlap
+        exchange = Exchange(choice, self.rates, self.width, self.per_node, hidden, stack.exchanged, stack.sums_whole)
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
         parts = {

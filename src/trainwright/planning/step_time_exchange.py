@@ -33,7 +33,7 @@ class Unit:
 @dataclass(frozen=True)
 class Exchange:
     """Prices collectives of a choice. ``hidden``: the part of one that computing beside it can hide. ``exchanged``:
-    bytes of a gradient that is summed."""
+    bytes of a gradient that is summed. ``sums_whole``: by FSDP in the last micro-batch of a step alone."""
 
     choice: Choice
     rates: Rates
@@ -41,6 +41,7 @@ class Exchange:
     devices_per_node: int
     hidden: float
     exchanged: int = 4
+    sums_whole: bool = False
 
     def exposed(self, units: Sequence[Unit]) -> float:
         """Seconds of a step in which a device waits for others. ``units``: the one outside the blocks first."""
@@ -94,7 +95,11 @@ class Exchange:
             return forward + self._backward(units, [0.0] * len(units), scatters)
         # What is outside the blocks stays gathered until the backward pass is over.
         backward = self._backward(units, [0.0, *gathers[1:]], scatters)
-        return choice.gradient_accumulation_steps * (forward + backward)
+        passes = choice.gradient_accumulation_steps
+        if self.sums_whole and choice.strategy == "fsdp":
+            before = self._backward(units, [0.0, *gathers[1:]], [0.0] * len(units))
+            return passes * forward + (passes - 1) * before + backward
+        return passes * (forward + backward)
 
     def _forward(self, units: Sequence[Unit], gathers: Sequence[float]) -> float:
         """Each unit is gathered while the one before it computes."""

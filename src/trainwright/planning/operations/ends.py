@@ -16,8 +16,6 @@ _FP32 = 4
 # models/linear_cross_entropy.py: bytes of the logits of one chunk, and of the fp32 logits a CPU works on at a time.
 _CHUNK_BYTES = 128 * 2**20
 _BLOCK_BYTES = 2 * 2**20
-# Passes over fp32 logits: largest, difference, exponential, sum; difference, exponential, and one that is cut.
-_SOFTMAX_PASSES = 6
 
 
 @dataclass
@@ -30,11 +28,14 @@ class Beginning:
     held: list[Tensor]
 
 
-def begin(tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, device: Device) -> Beginning:
-    """Embeddings of the tokens, and the tables and masks that all blocks share."""
+def begin(
+    tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, device: Device, of_head: bool = False
+) -> Beginning:
+    """Embeddings of the tokens, and the tables and masks that all blocks share. ``of_head``: their gradient is added to
+    that of the head (models/tied_embedding.py)."""
     tape.operation = "embedding"
     tokens = batch.tokens
-    hidden = embedding(tape, weights["embedding"], tokens)
+    hidden = embedding(tape, weights["embedding"], tokens, of_head)
     held = []
     if a.scaled_embedding or a.family == "granite":
         hidden = scale(tape, hidden)
@@ -149,6 +150,9 @@ def _whole_loss(
         return _in_place(tape, logits)
     if stack.loss == "widened":
         return _in_place(tape, scale(tape, to(tape, logits, _FP32)))
+    if stack.loss == "narrow":
+        tape.held.append(logits.alias())
+        return _picked(tape, from_result(tape, logits))
     if a.logit_softcap is not None:
         logits = scale(tape, from_result(tape, scale(tape, logits)))
     if stack.loss == "freed" and stack.compiles_loss:
@@ -196,13 +200,22 @@ def _work_on(tape: Tape, a: Architecture, columns: int, rows: int, width: int) -
     if not tape.device.is_gpu and rows:
         pieces = -(-rows // max(1, _BLOCK_BYTES // (_FP32 * columns)))
         at_once = -(-rows // pieces)
-    copies = 2 if a.logit_softcap is None else 3
-    tape.new(copies * at_once * columns, _FP32)
+    copied, capped = width < _FP32, a.logit_softcap is not None
+    # A copy where the logits are not wide enough; of a bound its slope, made of a square.
+    tape.new((copied + 2 * capped) * at_once * columns, _FP32)
     numbers = rows * columns
-    tape.launch("elementwise", numbers * width, numbers * _FP32)
-    for _ in range(_SOFTMAX_PASSES + (6 if a.logit_softcap is not None else 0) + a.scaled_logits):
-        tape.launch("elementwise", numbers * _FP32, numbers * _FP32)
-    tape.launch("elementwise", numbers * _FP32, numbers * width)
+    wide = numbers * _FP32
+    if copied:
+        tape.launch("elementwise", numbers * width, wide)
+    # Scaled; bounded (divided, tanh, multiplied), the slope (divided, squared, subtracted) and times it.
+    for _ in range(2 * a.scaled_logits + 7 * capped):
+        tape.launch("elementwise", wide, wide)
+    for _ in range(2):  # their largest, and their sum
+        tape.launch("reduction", wide, 0)
+    for _ in range(3):  # difference, exponential, share
+        tape.launch("elementwise", wide, wide)
+    if copied:
+        tape.launch("copy", wide, numbers * width)
 
 
 def _added(tape: Tape, before: Tensor | None, weight: Parameter, rows: int, width: int) -> Tensor:

@@ -24,7 +24,7 @@ from trainwright.planning.operations.elementary import (
     view,
 )
 from trainwright.planning.operations.fused import gated
-from trainwright.planning.operations.tape import Parameter, Tape, Tensor
+from trainwright.planning.operations.tape import Parameter, Storage, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
 
 _FP32 = 4
@@ -315,8 +315,9 @@ def rotate_pairs(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return cat(tape, [left, right], heads_first=True)
 
 
-def embedding(tape: Tape, weight: Parameter, tokens: int) -> Tensor:
-    """Rows of ``weight`` [V, H]; the gradient is as large as all of it."""
+def embedding(tape: Tape, weight: Parameter, tokens: int, of_head: bool = False) -> Tensor:
+    """Rows of ``weight`` [V, H]; the gradient is as large as all of it. ``of_head``: it is that of the head, to whose
+    rows these are added."""
     out = tape.new(tokens * weight.k, weight.width)
     tape.launch("copy", out.bytes, out.bytes)
     if tape.grad and weight.trainable:
@@ -324,8 +325,11 @@ def embedding(tape: Tape, weight: Parameter, tokens: int) -> Tensor:
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
             grad = grads[0]
             assert grad is not None
-            whole = tape.new(weight.numel, weight.width)
-            tape.launch("copy", 0, whole.bytes)
+            if of_head:
+                whole = Tensor(tape, Storage(0), weight.numel, weight.width)
+            else:
+                whole = tape.new(weight.numel, weight.width)
+                tape.launch("copy", 0, whole.bytes)
             tape.launch("copy", 2 * grad.bytes, grad.bytes)
             return [whole]
 

@@ -12,7 +12,7 @@ from trainwright.planning.operations import traced
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.ends import begin, finish
 from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
-from trainwright.planning.operations.tape import Kernel, Parameter, Tape, Tensor
+from trainwright.planning.operations.tape import ALTERNATE, Kernel, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, Quantisation
@@ -27,6 +27,7 @@ _KEPT: dict[Recompute, frozenset[str]] = {
     "selective": _RESULTS,
     "compiled": _RESULTS | {"factor"},
 }
+_EVERY_SECOND = frozenset({ALTERNATE, "product", "attention"})
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Pass:
 class Setting:
     """What passes are run with. ``width``: bytes of a number of activations and weights that compute. ``trainable``:
     whether the model's own weights are trained; with an ``adapter`` they are not. ``quantisation``: of its base.
-    ``stack``: the program that runs them."""
+    ``stack``: the program that runs them. ``hooked``: a sharder has its hands on every module."""
 
     architecture: Architecture
     batch: MicroBatch
@@ -84,6 +85,13 @@ class Setting:
     adapter: Adapter | None = None
     quantisation: Quantisation = "none"
     stack: Stack = OWN
+    hooked: bool = False
+
+    @property
+    def joins_gradients(self) -> bool:
+        """Whether a tied embedding's gradient is added to the head's where that is (models/tied_embedding.py)."""
+        exact = self.width == 4 and not self.device.is_gpu and not self.hooked
+        return self.architecture.tied and self.trainable and exact and self.stack == OWN
 
 
 @lru_cache(maxsize=512)
@@ -117,7 +125,10 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
         block = Block(tape, a, kind, batch, setting.device, weights, *tables)
         if recompute == "none" or not tape.grad:
             return block
-        return lambda hidden: tape.checkpoint(partial(block, hidden), _KEPT[recompute])
+        keep = _KEPT[recompute]
+        if setting.stack.alternates and recompute == "selective":
+            keep = _EVERY_SECOND
+        return lambda hidden: tape.checkpoint(partial(block, hidden), keep)
 
     return _run(setting, prepare, input_wants)
 
@@ -139,7 +150,7 @@ def embedding_pass(setting: Setting) -> Pass:
     a, batch = setting.architecture, setting.batch
     tape = Tape(setting.device)
     weights = end_weights(a, setting.width, setting.trainable)
-    beginning = begin(tape, a, weights, batch, setting.device)
+    beginning = begin(tape, a, weights, batch, setting.device, setting.joins_gradients)
     forward, peak = tuple(tape.kernels), tape.peak
     hidden, whole = beginning.hidden, tape.live
     holds_output = any(one.storage is hidden.storage for one in beginning.held)
@@ -213,7 +224,7 @@ def _backward(tape: Tape, output: list[Tensor]) -> tuple[Moment, ...]:
     moments: list[Moment] = []
 
     def receive(parameter: Parameter, grad: Tensor) -> None:
-        live = tape.live - grad.bytes
+        live = tape.live - min(grad.bytes, grad.storage.bytes)
         moments.append(Moment(parameter.name, parameter.numel, tape.peak, live))
         tape.peak = live
 

@@ -42,6 +42,9 @@ class Kernel(NamedTuple):
     times: int = 0
 
 
+ALTERNATE = "every second product"
+
+
 class Storage:
     """Memory that handles share."""
 
@@ -147,7 +150,8 @@ class _Stop(Exception):
 class Frame:
     """A call whose saved tensors are computed again when the first of them is wanted (torch.utils.checkpoint).
 
-    ``keep``: kinds of kernels whose results are kept all the same, in ``kept``.
+    ``keep``: kinds of kernels whose results are kept all the same, in ``kept``; with ``ALTERNATE`` of products the
+    first, the third and so on.
     """
 
     def __init__(self, tape: Tape, call: Callable[[], object], keep: frozenset[str]) -> None:
@@ -155,6 +159,7 @@ class Frame:
         self.keep = keep
         self.kept: deque[list[Tensor]] = deque()
         self.filling = False
+        self._products = 0
         self._call = call
         self._promises: list[weakref.ref[Saved]] = []
         self._position = 0
@@ -172,8 +177,15 @@ class Frame:
             raise _Stop
         return Saved(tensor)
 
+    def keeps(self, kind: str) -> bool:
+        """Whether the result of a kernel, the next one of its kind, is kept."""
+        if kind == "product" and ALTERNATE in self.keep:
+            self._products += 1
+            return self._products % 2 == 1
+        return kind in self.keep
+
     def fill(self) -> None:
-        self.filling, self._position = True, 0
+        self.filling, self._position, self._products = True, 0, 0
         outer, self.tape.frame = self.tape.frame, self
         try:
             self._call()
@@ -223,7 +235,7 @@ class Tape:
     def result(self, kind: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """What ``make`` computes; taken from what was kept where selective recomputation has it."""
         frame = self.frame
-        if frame is None or kind not in frame.keep:
+        if frame is None or not frame.keeps(kind):
             return make()
         if frame.filling:
             return [kept.alias() for kept in frame.kept.popleft()]

@@ -1,0 +1,103 @@
+"""Habits of other programs: what each changes of a plan's memory, and what it leaves as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainwright.machine.describe import parse_machine
+from trainwright.planning.memory import Memory, memory_of
+from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.operations import Device, MicroBatch, Setting, block_kinds, block_pass, embedding_pass
+from trainwright.planning.rates import rates_of
+from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.step_time import step_time
+from trainwright.planning.workload import Adapter, Choice, Workload
+
+ARCHITECTURE = find_model("meta-llama/Llama-3.2-1B").architecture()
+PARAMETERS = ARCHITECTURE.parameters().total
+WORKLOAD = Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=64, evaluates=False)
+H100 = parse_machine("8xH100")
+SHARDED = Choice("fsdp", 8, 2, 4, "bf16", "full")
+QLORA = replace(WORKLOAD, adapter=Adapter("lora", 8), quantisation="nf4")
+
+
+def held(stack: Stack, choice: Choice = SHARDED, workload: Workload = WORKLOAD) -> Memory:
+    return memory_of(workload, choice, H100, stack)
+
+
+def test_gradients_that_are_summed_whole_are_whole_on_every_rank_and_sent_once() -> None:
+    whole, plain = Stack(kept=2, state=2, sums_whole=True), Stack(kept=2, state=2)
+    assert held(whole).parts["gradients"] == pytest.approx(4 * PARAMETERS, rel=0.1)
+    assert held(plain).parts["gradients"] < PARAMETERS
+    # With one micro-batch a step there is nothing to sum.
+    once = replace(SHARDED, gradient_accumulation_steps=1)
+    less = replace(WORKLOAD, global_batch_rows=16)
+    assert held(whole, once, less) == held(plain, once, less)
+    waited = [
+        step_time(WORKLOAD, SHARDED, H100, rates_of(H100), stack).parts["communication"] for stack in (whole, plain)
+    ]
+    assert waited[0] < waited[1]
+
+
+def test_every_second_product_is_kept_and_the_other_ones_are_computed_again() -> None:
+    def block(stack: Stack, recompute: Any) -> Any:
+        batch = MicroBatch(1, 2048, ((2048, 1),), 2048, True, False)
+        setting = Setting(ARCHITECTURE, batch, Device("cuda"), 2, stack=stack)
+        return block_pass(setting, block_kinds(ARCHITECTURE)[0], recompute)
+
+    every, second, none = block(OWN, "selective"), block(Stack(alternates=True), "selective"), block(OWN, "full")
+    a, tokens = ARCHITECTURE, 2048
+    # Of query, key, value, output, gate, up and down the second, fourth and sixth are not kept, nor is the last.
+    gone = 2 * tokens * (a.key_value_width + a.hidden + a.intermediate)
+    assert every.kept - second.kept == gone
+    again = {name: sum(k.flops for k in one.backward if k.kind == "product") for name, one in
+             (("every", every), ("second", second), ("none", none))}  # fmt: skip
+    assert again["second"] - again["every"] == gone * a.hidden
+    assert again["every"] < again["second"] < again["none"]
+    assert block(Stack(alternates=True), "full").kept == none.kept
+
+
+def test_scales_of_a_quantised_base_are_cut_where_a_program_cuts_them() -> None:
+    name = "quantised base's scales"
+    whole, cut = held(OWN, workload=QLORA).parts[name], held(Stack(cuts_scales=True), workload=QLORA).parts[name]
+    assert cut == pytest.approx(whole / 8, abs=8)
+
+
+def test_zero3_cuts_a_quantised_base_as_it_cuts_any_matrix() -> None:
+    choice = replace(SHARDED, strategy="zero3")
+    parts = held(OWN, choice, QLORA).parts
+    embedding = ARCHITECTURE.vocabulary * ARCHITECTURE.hidden
+    stored = 2 * embedding + (PARAMETERS - embedding) / 2
+    assert parts["parameters"] == pytest.approx(stored / 8, rel=0.1)
+
+
+def test_a_loss_in_the_models_precision_takes_half_of_one_in_fp32() -> None:
+    choice = replace(SHARDED, micro_batch_size=16, gradient_accumulation_steps=1)
+    wide, narrow = (held(Stack(loss=loss), choice).parts["loss working set"] for loss in ("full", "narrow"))
+    assert narrow == pytest.approx(wide / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("setting", "joined"),
+    [
+        ({}, True),
+        ({"width": 2}, False),
+        ({"device": Device("cuda")}, False),
+        ({"hooked": True}, False),
+        ({"trainable": False}, False),
+        ({"architecture": replace(ARCHITECTURE, tied=False)}, False),
+    ],
+)
+def test_a_tied_embedding_makes_a_gradient_of_its_own_only_where_it_cannot_be_joined(
+    setting: dict[str, Any], joined: bool
+) -> None:
+    batch = MicroBatch(1, 64, ((64, 1),), 64, True, False)
+    made = replace(Setting(ARCHITECTURE, batch, Device("cpu"), 4), **setting)
+    assert made.joins_gradients is joined
+    whole = ARCHITECTURE.vocabulary * ARCHITECTURE.hidden * made.width
+    peaks = [moment.peak for moment in embedding_pass(made).moments]
+    assert len(peaks) == (made.trainable is True)
+    assert all((peak < whole) is joined for peak in peaks)
