@@ -26,13 +26,13 @@ from support.runs import write_results
 
 from trainwright.models.history_context import Context
 from trainwright.models.history_model import HistoryModel, Steps
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.recipe.loading import load_recipe
 from trainwright.reinforcement.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, find_agent, load_agent
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import hop, play
-from trainwright.tasks.algorithm_distillation.task import environment_of, section_of, shape_of
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation"
 RESULTS = Path(__file__).parent / "results"
@@ -81,7 +81,7 @@ def _model(run: str | None, recipe: str) -> tuple[HistoryModel, AlgorithmDistill
     if run is not None:
         found, section = find_agent(AgentAsked(run))
         return load_agent(found, section).model, section
-    section = section_of(load_recipe(RECIPES / f"{recipe}.yaml"))
+    section = load_recipe(RECIPES / f"{recipe}.yaml").own(AlgorithmDistillationSection)
     return HistoryModel(shape_of(section, environment_of(section)), seed=0).eval(), section
 
 

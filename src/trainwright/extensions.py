@@ -65,6 +65,11 @@ class Registry(Generic[T]):
             self._found[name] = found
         return self._found[name]
 
+    def check(self, name: str) -> None:
+        """Import ``name`` unless it is built in. Raises RequestError as ``get``."""
+        if name not in self._builtin:
+            self.get(name)
+
     def package(self, name: str) -> str | None:
         """The name of the installed package that registered ``name``; None where none did."""
         return self._entry(name).package

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.planning.facts import architecture_named, facts_of, full_rows
-from trainwright.planning.facts_histories import Facts
+from trainwright.planning.facts import Facts, architecture_named, facts_of, full_rows
 from trainwright.planning.workload import ALL_LINEAR, Adapter
 from trainwright.recipe.schema import Recipe
 

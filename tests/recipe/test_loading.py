@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from trainwright.errors import RequestError
+from trainwright.evaluation.unlearning.study.file import load_study
 from trainwright.recipe.loading import dump_recipe, load_recipe, load_with_origins
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.study import load_study
 
 STUDY = Path(__file__).parents[2] / "recipes" / "unlearn" / "tofu-tiny.yaml"
 READY = sorted({*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")} - {STUDY})

@@ -13,9 +13,9 @@ import torch
 
 from tests.reinforcement.plain_environments import ROOMS
 from trainwright.errors import RequestError
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import ENVIRONMENTS, Environment, make
 from trainwright.reinforcement.random_numbers import uniform
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
 LAKE = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
 LAKES: dict[str, Any] = {

@@ -13,11 +13,11 @@ import torch
 from tests.support.learners import write_histories
 from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.history_objective import HistoryObjective, Weights
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, play, try_out
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
 SHAPE = HistoryShape((4, 4), 5, 16, 1, 2, "transition", "rotary", steps=16)

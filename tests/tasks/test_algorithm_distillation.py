@@ -17,12 +17,12 @@ from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.history_objective import HistoryObjective, Weights
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
-from trainwright.recipe.source_schema import SourceSection
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories, History, write
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 

@@ -15,11 +15,11 @@ from trainwright.data.batch import Batch, collate
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream import MicroBatch
-from trainwright.recipe.unlearn_schema import UnlearnSection
 from trainwright.tasks.unlearn.losses import Counts, Found, Losses
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.objectives.activations import direction
 from trainwright.tasks.unlearn.objectives.dual import ascended
+from trainwright.tasks.unlearn.section import UnlearnSection
 
 # Of two examples: a forget row, its refusal and a retain row, as (tokens, how many at the end are targets, role).
 DOCUMENTS = [

@@ -15,8 +15,8 @@ from trainwright.errors import EXIT_STOPPED, RequestError
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
-    from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
     from trainwright.reinforcement.collection import Collection, Progress
+    from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
 
 def collect(
@@ -36,8 +36,9 @@ def collect(
     from trainwright.machine.detect import detect
     from trainwright.recipe.loading import load_recipe
     from trainwright.reinforcement.collection import collect as collect_histories
+    from trainwright.tasks.algorithm_distillation.spec import section_of
 
-    section = load_recipe(recipe, overrides or []).algorithm_distillation
+    section = section_of(load_recipe(recipe, overrides or []))
     if section is None:
         raise RequestError(f"{recipe}: collects no histories; that is for recipes with task: algorithm_distillation")
     collection = _collection(section)

@@ -271,7 +271,7 @@ def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]
     sources = list(zip(data.source_keys, data.sources, strict=True))
     if data.validation_source is not None:
         sources.append(("data.validation", data.validation_source))
-    if recipe.pretrain is not None:
+    if recipe.spec.corpus:
         return [check_corpus(one, tokenizer, key=key) for key, one in sources]
     asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
     return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]

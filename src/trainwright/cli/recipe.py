@@ -49,10 +49,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
         length = plural(train.max_steps, "step")
     if train.max_tokens is not None:
         length = f"{plural(train.max_tokens, 'token')} in batches"
-    if loaded.algorithm_distillation is not None:
-        model, data = "a fresh transformer", loaded.algorithm_distillation.histories
-    else:
-        model, data = loaded.model.name or f"a fresh {(loaded.model.config or {})['model_type']}", loaded.data.name
+    model, data = loaded.spec.inputs(loaded)
     run = f"{loaded.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
     say(f"{recipe}: ok: {run}")
 
@@ -70,7 +67,7 @@ def schema() -> None:
 @app.command()
 def objectives() -> None:
     """List the objectives of unlearning: what each does, the paper it is from, and what it takes."""
-    from trainwright.recipe.unlearn_schema import OBJECTIVES, UnlearnSection
+    from trainwright.tasks.unlearn.section import OBJECTIVES, UnlearnSection
 
     for name, facts in OBJECTIVES.items():
         section = UnlearnSection(objective=name)

@@ -15,9 +15,9 @@ from trainwright.launch.program import run_program
 from trainwright.text import printable, say
 
 if TYPE_CHECKING:
+    from trainwright.evaluation.unlearning.study.file import StudyFile
     from trainwright.evaluation.unlearning.study.results import Results
     from trainwright.recipe.benchmarks import Benchmark
-    from trainwright.recipe.study import StudyFile
 
 _RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
 # What compares with the retain-only model, and what is measured of that model instead.
@@ -40,8 +40,8 @@ def unlearn_study(
     with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
     from trainwright.evaluation.libraries import require
+    from trainwright.evaluation.unlearning.study.file import load_study
     from trainwright.launch.environment import refuse_worker
-    from trainwright.recipe.study import load_study
 
     refuse_worker("unlearn-study")
     files = [argument for argument in arguments if "=" not in argument]
@@ -66,8 +66,8 @@ class _Road:
     def walk(self) -> Results:
         """Do what is not done yet, and give what all parts have found."""
         from trainwright.evaluation.unlearning.study.chart import draw
+        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.evaluation.unlearning.study.results import Results
-        from trainwright.recipe.study import FULL, RETAIN
 
         names = list(self._study.study.objectives)
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
@@ -115,8 +115,8 @@ class _Road:
     def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
         """The recipes of all runs, each checked before the first is begun, and the rows that are to be forgotten."""
         from trainwright.data.unlearning import refuse_overlap
+        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.recipe.loading import load_recipe
-        from trainwright.recipe.study import FULL, RETAIN
 
         study, training = self._study, benchmark.training
         found = {name: study.finetuning(training[name], training["full"]) for name in (FULL, RETAIN)}
@@ -143,7 +143,7 @@ class _Road:
         self._do(f"{'goes on with' if resume else 'trains'} {name}", ["train", *what])
 
     def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
-        from trainwright.recipe.study import RETAIN
+        from trainwright.evaluation.unlearning.study.file import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
         words = [str(self._directory / _RUNS / name), "--benchmark", benchmark.name, "--out", str(out)]

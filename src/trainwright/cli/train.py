@@ -223,7 +223,9 @@ def _train(request: Request, resolved: Resolved, processes: int, stopping: Stopp
                 preload_libraries()
                 # Imported here, to be forked: each worker would import them again otherwise.
                 import_module("trainwright.launch.worker")
-                import_module(f"trainwright.tasks.{resolved.recipe.task}.task")
+                from trainwright.tasks.registry import task_module
+
+                task_module(resolved.recipe)
             log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
             run_in_child(functools.partial(prepare, run), log, stopping)
             if stopping.requested:

@@ -54,8 +54,14 @@ ANSWERS = Kind("answers", ("preference", "labelled"))
 ANY = Kind("any", ("preference", "labelled", *SINGLE))  # of rows that are not for a task yet
 
 
-def kind_of_rows(recipe: Recipe) -> Kind:
-    """What the rows of a recipe's task are."""
-    if recipe.dpo is None:
-        return EXAMPLES
-    return ANSWERS if recipe.dpo.loss == "kto" else PAIRS
+_KINDS = {kind.name: kind for kind in (EXAMPLES, PAIRS, ANSWERS)}
+
+
+def kind_of_rows(recipe: Recipe, key: str = "data.train") -> Kind:
+    """What the rows at ``key`` are to the recipe's task. Raises RequestError where data.idk cannot be read."""
+    name = recipe.spec.rows(recipe, key)
+    if name == "refused":
+        from trainwright.data.refusals import refused
+
+        return refused(recipe)
+    return _KINDS[name]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from trainwright.data.corpora import STDLIB
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
-from trainwright.data.refusals import kind_of_forget_rows
 from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, files_of, place_of
 from trainwright.errors import RequestError
 
@@ -34,17 +33,14 @@ def check_data(recipe: Recipe) -> None:
     """
     if not recipe.has_texts:
         return
-    if recipe.pretrain is not None:
+    if recipe.spec.corpus:
         _check_corpus(recipe)
         return
     data = recipe.data
-    kind = kind_of_rows(recipe)
-    kinds = {} if recipe.unlearn is None else {"data.forget": kind_of_forget_rows(recipe)}
-    layouts = [
-        _layout(source, key, kinds.get(key, kind)) for source, key in zip(data.sources, data.source_keys, strict=True)
-    ]
+    named = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
-        layouts.append(_layout(data.validation_source, "data.validation", kind))
+        named.append((data.validation_source, "data.validation"))
+    layouts = [_layout(source, key, kind_of_rows(recipe, key)) for source, key in named]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 

@@ -26,17 +26,18 @@ if TYPE_CHECKING:
 
 
 def prepare_windows(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, *, contiguous: bool
 ) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
     """What to train and to validate on, and lines on it for people.
+
+    Args:
+        contiguous: windows are of all documents one after another; else of one document each.
 
     Raises:
         RequestError: a source is wrong, shards are of another tokenizer, or nothing is left on one side.
         MachineError: the cache cannot be written.
     """
-    data, section = recipe.data, recipe.pretrain
-    assert section is not None
-    contiguous = section.windows == "contiguous"
+    data = recipe.data
     named = zip(data.sources, data.source_keys, strict=True)
     corpora = [_shards(source, key, tokenizer, cache) for source, key in named]
     held: list[Spans] = []

@@ -45,11 +45,8 @@ class Refused(Kind):
         return [(FORGET, example), (REFUSAL, [*example[:-1], {"role": "assistant", "content": refusal}])]
 
 
-def kind_of_forget_rows(recipe: Recipe) -> Kind:
-    """What the rows of data.forget are. Raises RequestError where data.idk cannot be read."""
-    assert recipe.unlearn is not None
-    if not recipe.unlearn.facts.idk:
-        return EXAMPLES
+def refused(recipe: Recipe) -> Kind:
+    """Conversations with the refusals of data.idk. Raises RequestError where that cannot be read."""
     assert recipe.data.idk is not None
     refusals, seed = read_refusals(recipe.data.idk), recipe.train.seed
     digest = hashlib.sha256(json.dumps([seed, *refusals]).encode()).hexdigest()[:16]

@@ -75,7 +75,9 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
                 preload_libraries()
                 # Imported here, to be forked: each worker would import them again otherwise.
                 import_module("trainwright.launch.worker")
-                import_module(f"trainwright.tasks.{recipe.task}.task")
+                from trainwright.tasks.registry import task_module
+
+                task_module(recipe)
             model = _prepared_model(recipe, machine, directory, prepare, stopping, out)
             sides = [
                 Side(_name(each), each.model_copy(update={"model": model}), directory / place)

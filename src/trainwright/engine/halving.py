@@ -172,7 +172,6 @@ def remedy(recipe: Recipe, rows: int) -> str:
         keys.append("a strategy that shards (parallel.strategy=fsdp on several processes)")
     else:
         keys.append("more processes to shard over (parallel.num_processes)")
-    lengths = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
-    if not recipe.has_texts:
-        lengths = "algorithm_distillation.context_length"
+    of_data = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
+    lengths = recipe.spec.length_keys or of_data
     return f"try {' or '.join(keys)}, which a resumed run can take, or a smaller {lengths} in a new run"

@@ -163,9 +163,7 @@ class Trainer:
             RequestError: the examples are not those the run was trained on.
         """
         if checkpoint.state.get("data") != self.task.stream.dataset.fingerprint:
-            key, parts = "data.train", "the data, the tokenizer or its chat template"
-            if not self.recipe.has_texts:
-                key, parts = "algorithm_distillation.histories", "the file, or what windows are cut from it,"
+            key, parts = self.recipe.spec.examples
             raise RequestError(
                 f"{key}: the examples are not those of {checkpoint.path}: {parts} has changed; put back what the run "
                 "began with, or start a new run"

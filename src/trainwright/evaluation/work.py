@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from trainwright.data.kinds import EXAMPLES, kind_of_rows
 from trainwright.data.prepare import prepare as prepare_data
 from trainwright.errors import RequestError
 from trainwright.evaluation.asked import QUICK_ROWS, USUAL_ANSWERS, Asked
@@ -201,17 +200,8 @@ def _rows_of_run(found: Found) -> Rows:
     if recipe is None:
         raise RequestError(f"--data: {found.origin} is not of a run, which would have validation rows; name the rows")
     data = recipe.data
-    if recipe.pretrain is not None:
-        raise RequestError(
-            f"--data: {found.origin} is of a pretraining, whose validation loss is in its events; name other rows"
-        )
-    if recipe.task == "unlearn":
-        raise RequestError(
-            f"--data: {found.origin} is of a run that unlearns; name rows to measure on, or --metrics of a benchmark, "
-            "such as extraction_strength, which are then of what it was to forget"
-        )
-    if kind_of_rows(recipe) != EXAMPLES:
-        raise RequestError(f"--data: {found.origin} is of a run on answers to compare; name rows with one answer each")
+    if recipe.spec.no_validation_rows is not None:
+        raise RequestError(f"--data: {found.origin} is of {recipe.spec.no_validation_rows}")
     if not data.validation:
         raise RequestError(f"--data: {found.origin} is of a run without validation rows; name the rows")
     prepared = prepare_data(data, load_tokenizer(found.section), seed=recipe.train.seed, cache=cache_root())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.data.lengths import Lengths, check_length, estimate, recall, repeated
 from trainwright.errors import RequestError
@@ -13,13 +13,12 @@ from trainwright.machine.cache import cache_root
 from trainwright.models.gpt_variants import MODEL_TYPE
 from trainwright.models.packable import check_packable, unpackable
 from trainwright.models.supported import check_trainable
-from trainwright.planning import unlearning
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architecture import Architecture, from_config
 from trainwright.planning.configured import architecture_of_config
-from trainwright.planning.facts_histories import Facts, histories_of
 from trainwright.planning.families import FAMILIES
 from trainwright.planning.model_catalogue import KnownModel, find_model, known_model, nearest_models
 from trainwright.planning.operations import MicroBatch, traced
+from trainwright.planning.task_needs import beside, trained
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Quantisation, Target, Workload
 from trainwright.recipe.files import read_json
 from trainwright.recipe.model_sizes import check_sizes
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from trainwright.data.row_files import Row
     from trainwright.recipe.model_schema import ModelSection
     from trainwright.recipe.schema import DataSection, Recipe
+    from trainwright.recipe.task_spec import Needs, OwnModel
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
@@ -55,23 +55,31 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 }
 
 
+class Facts(NamedTuple):
+    """``assumptions``: what is not known yet and was taken for granted, in words."""
+
+    workload: Workload
+    assumptions: tuple[str, ...]
+
+
 def facts_of(recipe: Recipe) -> Facts:
     """What ``recipe`` asks for, as plans see it.
 
     Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known, and for examples
     longer than the model's positions.
     """
-    if not recipe.has_texts:
-        return histories_of(recipe)
+    needs = recipe.spec.needs(recipe)
+    if needs.own_model is not None:
+        return _of_own_model(recipe, needs.own_model)
     check_model(recipe.model, recipe.data.pack_length)
     assumptions: list[str] = []
-    lengths = _lengths(recipe, assumptions)
+    lengths = _lengths(recipe, needs, assumptions)
     data, train = recipe.data, recipe.train
     if lengths.examples is not None and (remark := repeated(train.global_batch_size, lengths.examples)) is not None:
         assumptions.append(remark)
     rows, fullest = lengths.rows(train.global_batch_size, data.pack_length)
     architecture = _as_planned(architecture_of(recipe.model), data, assumptions)
-    last = None if recipe.unlearn is None else recipe.unlearn.last_block
+    adapter = adapter_of(recipe.model)
     return Facts(
         Workload(
             architecture=architecture,
@@ -81,8 +89,8 @@ def facts_of(recipe: Recipe) -> Facts:
             document_tokens=lengths.mean,
             longest_document=lengths.longest,
             target_fraction=lengths.target_fraction,
-            windows=recipe.pretrain is not None,
-            adapter=adapter_of(recipe.model),
+            windows=recipe.spec.corpus,
+            adapter=adapter,
             quantisation=_quantisation(recipe.model),
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
@@ -92,16 +100,36 @@ def facts_of(recipe: Recipe) -> Facts:
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
             optimizer=recipe.optimizer.name,
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
-            beside=unlearning.beside(recipe, architecture),
-            trained=unlearning.trained(recipe, architecture, assumptions),
-            first_blocks=None if last is None else last + 1,
+            beside=beside(needs, architecture, adapted=adapter is not None),
+            trained=trained(needs, architecture, assumptions) if adapter is None else None,
+            first_blocks=None if needs.last_block is None else needs.last_block + 1,
             max_length=data.max_length,
             # What is drawn at random has nothing yet that an adapter could stand on.
             takes_adapters=recipe.model.config is None
             and architecture.family != MODEL_TYPE
-            and (recipe.unlearn is None or recipe.unlearn.trainable is None),
+            and needs.trainable is None,
         ),
         tuple(assumptions),
+    )
+
+
+def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
+    train, architecture = recipe.train, from_config(model.config)
+    assert architecture is not None, "the configuration is of a known family"
+    return Facts(
+        Workload(
+            architecture=architecture,
+            row_tokens=model.tokens,
+            global_batch_rows=train.global_batch_size,
+            packed=False,
+            target_fraction=model.target_fraction,
+            steps=train.max_steps,
+            optimizer=recipe.optimizer.name,
+            batch_tokens=train.global_batch_size * model.tokens,
+            texts=False,
+            takes_adapters=False,
+        ),
+        (model.assumption,),
     )
 
 
@@ -281,15 +309,15 @@ def _located(model: ModelSection) -> Path:
         raise RequestError(f"{error}{f' Did you mean {near}?' if near else ''}") from error
 
 
-def _lengths(recipe: Recipe, assumptions: list[str]) -> Lengths:
+def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     data, seed = recipe.data, recipe.train.seed
-    if recipe.pretrain is not None and recipe.pretrain.windows == "contiguous":
+    if needs.full:
         return Lengths((data.max_length,), None, 1.0)
-    each = unlearning.documents(recipe)
+    each = needs.documents
     found = recall(recipe.model, data, seed, cache_root(), each)
     if found is not None:
         return found
-    rows = [] if recipe.pretrain is not None else _first_rows(data)
+    rows = [] if recipe.spec.corpus else _first_rows(data)
     guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         longest = each * data.max_length

@@ -75,9 +75,7 @@ def filled(recipe: Recipe, plan: Plan) -> Recipe:
         values[section].update(chosen)
     values["parallel"]["device"] = plan.cluster.device
     if recipe.checkpoint.keep_best == "auto":
-        # The loss of unlearning is lowest where everything is forgotten; that of predicted actions does not say which
-        # agent learns best in its context.
-        values["checkpoint"]["keep_best"] = recipe.has_texts and recipe.validates and recipe.unlearn is None
+        values["checkpoint"]["keep_best"] = recipe.spec.keeps_best and recipe.validates
     resolved = _checked(recipe, values)
     deepspeed_config.check_file(resolved)
     return resolved

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from math import ceil
 from typing import TYPE_CHECKING
 
-from trainwright.recipe.algorithm_distillation_checks import distillation
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.model_sizes import absurd_sizes
-from trainwright.recipe.unlearn_checks import unlearning
+from trainwright.registries import TASKS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import ParallelSection, Recipe
@@ -24,29 +23,35 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _model,
         _adapter,
         _data,
-        _preferences,
+        _rows,
         _length,
         _schedule,
         _batch,
         _processes,
         _strategy,
         _evaluation,
-        _pretraining,
-        unlearning,
+        _optimizer,
+        recipe.spec.check,
     )
     return [problem for check in checks for problem in check(recipe)]
 
 
-def _pretraining(recipe: Recipe) -> Iterator[Contradiction]:
-    from trainwright.recipe.pretrain_schema import problems
-
-    return (Contradiction(*problem) for problem in problems(recipe))
-
-
 def _task(recipe: Recipe) -> Iterator[Contradiction]:
-    if recipe.dpo is not None and recipe.task != "dpo":
-        yield Contradiction(("dpo", "task"), f"has no effect with task {recipe.task}; remove it, or set task to dpo")
-    yield from distillation(recipe)
+    """Sections and keys of other tasks, which would have no effect."""
+    own, others = recipe.spec, {name: TASKS.get(name) for name in TASKS.names() if name != recipe.task}
+    for name, other in others.items():
+        if other.section is not None and getattr(recipe, name) is not None:
+            why = f"has no effect with task {recipe.task}; remove it, or set task to {name}"
+            yield Contradiction((name, "task"), why)
+    if "train" not in own.data_keys:
+        return
+    for name, other in others.items():
+        for key in other.data_keys:
+            if key not in own.data_keys and getattr(recipe.data, key) is not None:
+                why = f"has no effect with task {recipe.task}, which trains on data.train"
+                yield Contradiction((f"data.{key}", "task"), f"{why}; remove it, or set task to {name}")
+    if recipe.data.train is None:
+        yield Contradiction(("data.train",), "there is nothing to train on; name the rows")
 
 
 def _model(recipe: Recipe) -> Iterator[Contradiction]:
@@ -77,6 +82,16 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
             ("model.gguf_file", "model.name"),
             f"has no effect, as model.name {model.name} is a GGUF file itself; remove it, or name the directory",
         )
+    if model.implementation == "gpt" and model.name is None:
+        why = "is of the model that model.name gives; of a fresh one model.config.model_type gpt says the same"
+        yield Contradiction(("model.implementation", "model.name"), why)
+    ours = model.implementation == "gpt" or (model.config or {}).get("model_type") == "gpt"
+    if model.adapter.type != "none" and ours:
+        why = (
+            "adapters are put on architectures of transformers, to be used with them; set model.implementation to "
+            "transformers and give model.name"
+        )
+        yield Contradiction(("model.adapter.type", "model.implementation"), why)
 
 
 def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
@@ -151,44 +166,17 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
 _PREFERENCES = ("preference", "labelled")
 
 
-def _preferences(recipe: Recipe) -> Iterator[Contradiction]:
-    data, dpo = recipe.data, recipe.dpo
+def _rows(recipe: Recipe) -> Iterator[Contradiction]:
+    data, compared = recipe.data, recipe.spec.rows(recipe, "data.train") in ("pairs", "answers")
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
     for key, layout in formats.items():
-        if layout != "auto" and (layout in _PREFERENCES) != (recipe.task == "dpo"):
-            wanted = " or ".join(_PREFERENCES) if recipe.task == "dpo" else "a layout of single examples"
+        if layout != "auto" and (layout in _PREFERENCES) != compared:
+            wanted = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
             yield Contradiction(
                 (key, "task"), f"task {recipe.task} does not train on {layout} rows; set it to {wanted}"
             )
-    if recipe.task == "dpo" and data.long_documents == "split":
-        yield Contradiction(
-            ("data.long_documents", "task"), "answers that are compared cannot be split; set it to auto or to cut"
-        )
-    if dpo is None or recipe.task != "dpo":
-        return
-    if data.format == "labelled" and dpo.loss != "kto":
-        yield Contradiction(
-            ("dpo.loss", "data.format"), f"{dpo.loss} compares two answers, and labelled rows have one; set it to kto"
-        )
-    if data.pack_length is not None and data.max_length <= data.pack_length < 2 * data.max_length and dpo.loss != "kto":
-        yield Contradiction(
-            ("data.pack_length", "data.max_length"),
-            f"a pair of two times data.max_length {data.max_length} would not fit; raise it to {2 * data.max_length} "
-            "or lower that",
-        )
-    belongs = {"label_smoothing": "dpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-    for key, loss in belongs.items():
-        if getattr(dpo, key) != type(dpo).model_fields[key].default and dpo.loss != loss:
-            yield Contradiction(
-                (f"dpo.{key}", "dpo.loss"), f"has no effect with dpo.loss {dpo.loss}; it belongs to {loss}"
-            )
-    if dpo.reference == "base" and recipe.model.adapter.start_from is None:
-        yield Contradiction(
-            ("dpo.reference", "model.adapter.start_from"),
-            "without an adapter to start from, the model that training starts from is the base; leave it at start",
-        )
 
 
 def _length(recipe: Recipe) -> Iterator[Contradiction]:
@@ -198,6 +186,23 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
             ("train.max_steps", "train.epochs"),
             "train.max_steps and train.epochs are both given; keep one and set the other to null",
         )
+    lengths = [key for key in ("max_steps", "epochs", "max_tokens") if getattr(train, key) is not None]
+    if "max_tokens" in lengths and len(lengths) > 1:
+        why = f"train.{lengths[0]} and train.max_tokens are both given; keep one and set the other to null"
+        yield Contradiction(("train.max_tokens", f"train.{lengths[0]}"), why)
+    if (train.initial_batch_size is None) != (not train.batch_warmup_steps):
+        missing = "batch_warmup_steps" if train.initial_batch_size is not None else "initial_batch_size"
+        why = "train.initial_batch_size and train.batch_warmup_steps go together; give both"
+        yield Contradiction((f"train.{missing}",), why)
+    if train.initial_batch_size is not None and train.initial_batch_size >= train.global_batch_size:
+        why = f"is no less than train.global_batch_size {train.global_batch_size}; batches grow up to that"
+        yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
+
+
+def _optimizer(recipe: Recipe) -> Iterator[Contradiction]:
+    if recipe.optimizer.name == "muon" and recipe.parallel.strategy.startswith("zero"):
+        why = "Muon works on whole matrices, and DeepSpeed cuts them up flat; set parallel.strategy to ddp or fsdp"
+        yield Contradiction(("optimizer.name", "parallel.strategy"), why)
 
 
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:

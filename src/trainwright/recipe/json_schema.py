@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import recipe_model
 
 
 def recipe_json_schema() -> dict[str, Any]:
@@ -12,7 +12,7 @@ def recipe_json_schema() -> dict[str, Any]:
 
     Nothing is required, unlike in a whole recipe: a file can get any key from those that it includes.
     """
-    schema = Recipe.model_json_schema()
+    schema = recipe_model().model_json_schema()
     file_names = {"type": "array", "items": {"type": "string", "minLength": 1}}
     schema["properties"]["include"] = {
         "anyOf": [{"type": "string", "minLength": 1}, file_names],

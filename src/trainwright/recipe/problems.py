@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainwright.recipe.contradiction import Contradiction, Contradictions
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import recipe_model
 from trainwright.recipe.synonyms import our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 
@@ -87,7 +87,7 @@ def unknown_keys(error: ValidationError) -> list[KeyPath]:
 def field_path(loc: tuple[int | str, ...]) -> KeyPath:
     """The path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
     path: KeyPath = ()
-    model: type[BaseModel] | None = Recipe
+    model: type[BaseModel] | None = recipe_model()
     items: type[BaseModel] | None = None  # of the list that may be at `path`
     for part in loc:
         if items is not None and not isinstance(part, int):
@@ -129,6 +129,8 @@ def _mistaken_values(
 
 def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
     """The words for a value of ``key`` that is of none of the types it may be of; each of ``items`` is of one."""
+    if items[0]["type"] == "extension":
+        return items[0]["msg"]
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     value = items[0]["input"]
     close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
@@ -179,10 +181,9 @@ def _nearest(path: KeyPath) -> KeyPath | None:
     """The known key that an unknown one most likely stands for, here or in another section."""
     *above, key = path
     here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above))}
-    elsewhere: dict[str, KeyPath] = {
-        name: (section, name) for section in Recipe.model_fields for name in _keys((section,))
-    }
-    elsewhere |= {name: (name,) for name in Recipe.model_fields}
+    sections = recipe_model().model_fields
+    elsewhere: dict[str, KeyPath] = {name: (section, name) for section in sections for name in _keys((section,))}
+    elsewhere |= {name: (name,) for name in sections}
     if str(key) in elsewhere:
         return elsewhere[str(key)]
     if (ours := our_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
@@ -208,7 +209,7 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
 
 
 def _section_at(path: KeyPath) -> type[BaseModel] | None:
-    section: type[BaseModel] | None = Recipe
+    section: type[BaseModel] | None = recipe_model()
     items: type[BaseModel] | None = None
     for part in path:
         section, items = (items, None) if isinstance(part, int) else (_section(section, part), _items(section, part))

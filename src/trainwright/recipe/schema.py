@@ -1,20 +1,29 @@
 """The recipe: every key a user can write, its type, its default and what it means.
 
 The descriptions are the reference for users: ``trainwright recipe schema`` hands them to editors, and a
-missing key is explained by them. Checks that need two keys are in ``checks.py``.
+missing key is explained by them. Checks that need two keys are in ``checks.py``. The section of a task is in the
+task's spec.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    create_model,
+    model_serializer,
+    model_validator,
+)
 
-from trainwright.recipe.algorithm_distillation_schema import WITHOUT_TEXTS, AlgorithmDistillationSection
+from trainwright.errors import RequestError
 from trainwright.recipe.checks import contradictions
 from trainwright.recipe.contradiction import Contradictions
 from trainwright.recipe.data_schema import DataSection
-from trainwright.recipe.dpo_schema import DpoSection
 from trainwright.recipe.fields import (
     Auto,
     BelowOne,
@@ -29,10 +38,10 @@ from trainwright.recipe.fields import (
     whole,
 )
 from trainwright.recipe.model_schema import ModelSection
-from trainwright.recipe.pretrain_schema import PretrainSection, filled_in
-from trainwright.recipe.unlearn_schema import UnlearnSection
+from trainwright.recipe.registered import Registered
+from trainwright.recipe.task_spec import TaskSpec
+from trainwright.registries import TASKS
 
-TaskName = Literal["sft", "dpo", "pretrain", "unlearn", "algorithm_distillation"]
 AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
 
 
@@ -232,19 +241,13 @@ class LoggingSection(Section):
     tensorboard: bool = Field(True, description="Write the run's curves for TensorBoard.")
 
 
-# Sections that belong to one task, by its name.
-_TASK_SECTIONS = ("dpo", "pretrain", "unlearn", "algorithm_distillation")
+S = TypeVar("S", bound=Section)
 
 
 class Recipe(Section):
     """One training run."""
 
-    task: TaskName = Field(
-        description="The kind of training. sft: supervised fine-tuning on conversations or text. dpo: preference "
-        "tuning on answers that were compared or judged. pretrain: learning a corpus of text. unlearn: forgetting some "
-        "rows and nothing else. algorithm_distillation: an agent that learns in its context, from the histories of a "
-        "reinforcement-learning algorithm."
-    )
+    task: Annotated[str, Registered(TASKS)]
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
     data: DataSection = Field(description="What the model is trained on.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="How the weights are changed.")
@@ -261,40 +264,48 @@ class Recipe(Section):
         default_factory=EvaluateSection, description="When and how the model is measured."
     )
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Where the run is written.")
-    dpo: DpoSection | None = Field(None, description="What is minimised. With task dpo only.")
-    pretrain: PretrainSection | None = Field(
-        None, description="How the corpus becomes examples. With task pretrain only."
-    )
-    unlearn: UnlearnSection | None = Field(None, description="How is forgotten. With task unlearn only.")
-    algorithm_distillation: AlgorithmDistillationSection | None = Field(
-        None, description="What is learnt from which histories. With that task only, which takes no model and no data."
-    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_the_sections_of_tasks(cls, values: Any, handler: ModelWrapValidatorHandler[Recipe]) -> Recipe:
+        if cls is not Recipe:
+            return handler(values)
+        task = values.get("task") if isinstance(values, dict) else None
+        return recipe_model(task if isinstance(task, str) and ":" in task else None).model_validate(values)
 
     @model_validator(mode="before")
     @classmethod
-    def _section_of_the_task(cls, values: Any) -> Any:
+    def _filled_in(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if (task := values.get("task")) in _TASK_SECTIONS and values.get(task) is None:
-            values = {**values, task: {}}
-        if task == "algorithm_distillation":
-            values = {**WITHOUT_TEXTS, **values}
-        if task == "unlearn" and isinstance(data := values.get("data"), dict):
-            values = {**values, "data": {"train": None, **data}}
-        return filled_in(values)
+        if (spec := _spec_of(values.get("task"))) is not None:
+            if spec.section is not None and values.get(spec.name) is None:
+                values = {**values, spec.name: {}}
+            values = spec.fill(values)
+        return _with_a_corpus_for_the_tokenizer(values)
 
     @model_serializer(mode="wrap")
     def _without_other_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        unsaid = {key for key in _TASK_SECTIONS if values.get(key) is None} | (
-            set() if self.has_texts else {*WITHOUT_TEXTS}
-        )
-        return {key: value for key, value in values.items() if key not in unsaid}
+        unsaid = set() if self.has_texts else {"model", "data"}
+        return {key: value for key, value in values.items() if value is not None and key not in unsaid}
+
+    @property
+    def spec(self) -> TaskSpec:
+        """What is known of the task."""
+        spec: TaskSpec = TASKS.get(self.task)
+        return spec
+
+    def own(self, kind: type[S]) -> S:
+        """The task's own section, which is a ``kind``."""
+        section = getattr(self, self.spec.name)
+        assert isinstance(section, kind), f"task {self.task} has a section of another kind"
+        return section
 
     @property
     def has_texts(self) -> bool:
         """Whether the model reads texts: sections model and data are of these."""
-        return self.task != "algorithm_distillation"
+        return self.spec.reads_texts
 
     @property
     def validates(self) -> bool:
@@ -306,3 +317,56 @@ class Recipe(Section):
         if found := contradictions(self):
             raise Contradictions(found)
         return self
+
+
+@cache
+def recipe_model(task: str | None = None) -> type[Recipe]:
+    """A recipe with the section of every registered task, and of ``task`` where that is a place ``module:Name``.
+
+    Raises:
+        RequestError: a task of another package cannot be used.
+    """
+    specs = {name: _spec(name) for name in (*TASKS.names(), *([] if task is None else [task]))}
+    summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
+    fields: dict[str, Any] = {
+        "task": (Recipe.__annotations__["task"], Field(description=f"The kind of training. {summaries}"))
+    }
+    for name, spec in specs.items():
+        if spec.name in fields or spec.name in Recipe.model_fields:
+            raise RequestError(
+                f"{_described(name)} is called {spec.name}, which is another section of a recipe; rename it"
+            )
+        if name not in (spec.name, task):
+            raise RequestError(f"{_described(name)} calls itself {spec.name}; give it one name")
+        if spec.section is not None:
+            fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
+    return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)
+
+
+def _spec(name: str) -> TaskSpec:
+    spec: TaskSpec = TASKS.get(name)
+    return spec
+
+
+def _described(name: str) -> str:
+    package = TASKS.package(name)
+    return f"task {name}" if package is None else f"package {package}: task {name}"
+
+
+def _spec_of(task: Any) -> TaskSpec | None:
+    """None where there is no such task, which is said when the key is validated."""
+    try:
+        return _spec(task) if isinstance(task, str) else None
+    except RequestError:
+        return None
+
+
+def _with_a_corpus_for_the_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer that is made from texts is made from those to train on, unless it names its own."""
+    data, model = values.get("data"), values.get("model")
+    if isinstance(data, dict) and isinstance(source := data.get("train"), str) and isinstance(model, dict):
+        name = model.get("tokenizer")
+        kind, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if name == "characters" or (kind == "bpe" and rest.isdigit()):
+            return {**values, "model": {**model, "tokenizer": f"{name}:{source}"}}
+    return values

@@ -6,7 +6,10 @@ and Lightning.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
+
+from trainwright.registries import TASKS
 
 
 class Ours(NamedTuple):
@@ -93,23 +96,10 @@ _KEYS: dict[Ours, str] = {
     "evals_per_epoch val_check_interval run_val_every_n_steps do_eval",
     Ours("logging.run_directory"): "output_dir output_directory run_dir log_dir logging_dir save_dir out_dir",
     Ours("logging.tensorboard"): "report_to tensorboard_dir use_tensorboard",
-    Ours("dpo.beta"): "dpo_beta pref_beta rl_beta",
-    Ours("dpo.loss"): "loss_type pref_loss dpo_loss",
 }
-_BY_NAME = {name: ours for ours, names in _KEYS.items() for name in names.split()}
 
-# By key: what other tools call its values.
+# By key: what other tools call its values; tasks have theirs in their specs.
 _VALUES: dict[str, dict[str, str]] = {
-    "task": {
-        "finetune": "sft",
-        "finetuning": "sft",
-        "instruct": "sft",
-        "supervised": "sft",
-        "preference": "dpo",
-        "pt": "pretrain",
-        "pretraining": "pretrain",
-        "clm": "pretrain",
-    },
     "optimizer.name": {
         "adam": "adamw",
         "adamw_torch": "adamw",
@@ -156,13 +146,26 @@ _VALUES: dict[str, dict[str, str]] = {
 
 def our_key(name: str) -> Ours | None:
     """Our key for one that another tool has; None where none is known."""
-    return _BY_NAME.get(name.lower().replace("-", "_"))
+    return _by_name().get(name.lower().replace("-", "_"))
 
 
 def our_value(key: str, value: object) -> str | None:
     """Our value of a dotted ``key`` for what another tool has there; None where none is known."""
-    return _VALUES.get(key, {}).get(str(value).lower())
+    name = str(value).lower()
+    if key == "task":
+        return next((task for task in TASKS.names() if name in TASKS.get(task).also_called), None)
+    return _VALUES.get(key, {}).get(name)
 
 
 def known_keys() -> list[Ours]:
-    return list(_KEYS)
+    return list(_keys())
+
+
+@cache
+def _by_name() -> dict[str, Ours]:
+    return {name: ours for ours, names in _keys().items() for name in names.split()}
+
+
+def _keys() -> dict[Ours, str]:
+    of_tasks = {Ours(key): names for task in TASKS.names() for key, names in TASKS.get(task).other_keys.items()}
+    return {**_KEYS, **of_tasks}

@@ -15,10 +15,9 @@ from torch import nn
 from trainwright.data.batch import Batch, collate
 from trainwright.data.dataset import TokenDataset
 from trainwright.data.kinds import kind_of_rows
-from trainwright.data.lengths import check_length, remember
+from trainwright.data.lengths import remember
 from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.pretraining import prepare_windows
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
@@ -74,16 +73,16 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
 
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
     """The data of a resolved recipe, prepared or found in the cache."""
-    positions = getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
-    if recipe.pretrain is not None:
-        check_length(recipe.data, positions)
-        train, validation, lines = prepare_windows(recipe, tokenizer, cache)
-        remember(recipe.model, recipe.data, recipe.train.seed, train, cache)
-        return Prepared(train, validation, lines)
+    positions = positions_of(recipe, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
     check_prepared(recipe, prepared, cache)
     return prepared
+
+
+def positions_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """How many positions the model has, where that is limited."""
+    return getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
 
 
 def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
@@ -91,8 +90,8 @@ def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
     _check_packs(recipe, datasets)
-    rows = 1 if recipe.unlearn is None else prepared.train.documents_per_example
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, rows)
+    documents = recipe.spec.needs(recipe).documents
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, documents)
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:

@@ -7,21 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.task import Task
-from trainwright.recipe.schema import Recipe, TaskName
-
-# Each of these modules has `build` and `prepare_once`.
-_MODULES: dict[TaskName, str] = {
-    "sft": "trainwright.tasks.sft.task",
-    "dpo": "trainwright.tasks.dpo.task",
-    "pretrain": "trainwright.tasks.pretrain.task",
-    "unlearn": "trainwright.tasks.unlearn.task",
-    "algorithm_distillation": "trainwright.tasks.algorithm_distillation.task",
-}
+from trainwright.errors import RequestError
+from trainwright.recipe.schema import Recipe
 
 
 def build_task(recipe: Recipe, cache: Path) -> Task:
     """The recipe's task with its data mapped and its model on the CPU in fp32. Knows nothing of other processes."""
-    task: Task = _module(recipe).build(recipe, cache)
+    task: Task = task_module(recipe).build(recipe, cache)
     return task
 
 
@@ -31,9 +23,21 @@ def prepare_task(recipe: Recipe, cache: Path) -> int:
     Raises:
         RequestError: the data or the model cannot be used as the recipe says.
     """
-    examples: int = _module(recipe).prepare_once(recipe, cache)
+    examples: int = task_module(recipe).prepare_once(recipe, cache)
     return examples
 
 
-def _module(recipe: Recipe) -> Any:
-    return import_module(_MODULES[recipe.task])
+def task_module(recipe: Recipe) -> Any:
+    """The code of the recipe's task, imported.
+
+    Raises:
+        RequestError: that of another package cannot be imported, or lacks a function.
+    """
+    described = f"{recipe.spec.module}, the code of task {recipe.task},"
+    try:
+        found = import_module(recipe.spec.module)
+    except ImportError as error:
+        raise RequestError(f"{described} cannot be imported: {error}") from error
+    if missing := [name for name in ("build", "prepare_once") if not hasattr(found, name)]:
+        raise RequestError(f"{described} lacks {' and '.join(missing)}")
+    return found

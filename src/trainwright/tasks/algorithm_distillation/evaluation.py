@@ -29,7 +29,6 @@ from trainwright.models.history_model import HistoryModel
 from trainwright.models.history_objective import HistoryObjective, Weights
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import Environment
 from trainwright.reinforcement.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
@@ -40,6 +39,7 @@ from trainwright.tasks.algorithm_distillation.in_context import (
     try_at_random,
     try_out,
 )
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of
 
 RESULT, METRICS, FIGURE = "eval_result.npz", "metrics.json", "returns.png"
@@ -81,11 +81,7 @@ def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
     wanted = "final" if is_final else asked.checkpoint
     found = find_model(str(inside) if is_final else asked.model, None, wanted, of_texts=False)
-    if found.recipe is not None:
-        assert found.recipe.algorithm_distillation is not None
-        section = found.recipe.algorithm_distillation
-    else:
-        section = _section_of(path)
+    section = _section_of(path) if found.recipe is None else found.recipe.own(AlgorithmDistillationSection)
     given = {key: getattr(asked, key) for key in ("episodes", "copies", "temperature")}
     trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.reinforcement.environments import Environment
 from trainwright.reinforcement.histories import Histories
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
 _MOST_NAMED = 3
 _KEY = "algorithm_distillation"

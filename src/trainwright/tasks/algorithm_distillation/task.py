@@ -16,13 +16,13 @@ from trainwright.models.history_files import save_history_model
 from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.history_objective import SUMS, HistoryObjective, Weights
 from trainwright.parallel.strategy import Strategy
-from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.source_schema import SourceSection
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, mean_over_last, try_out
+from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.steps import planned_examples, stream_of
 from trainwright.text import plural
@@ -32,7 +32,7 @@ _VALIDATION_WINDOWS = 512  # drawn from all of the tasks that are held back
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
     """Check that the histories are there and fit the recipe."""
-    section = section_of(recipe)
+    section = recipe.own(AlgorithmDistillationSection)
     environment = environment_of(section)
     with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
@@ -41,7 +41,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
 
 def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
     """The task of a resolved recipe."""
-    section = section_of(recipe)
+    section = recipe.own(AlgorithmDistillationSection)
     environment = environment_of(section)
     with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
@@ -70,7 +70,7 @@ class AlgorithmDistillation:
     ) -> None:
         self._recipe = recipe
         self.state: dict[str, float] = {}
-        self._section = section_of(recipe)
+        self._section = recipe.own(AlgorithmDistillationSection)
         self._environment = environment
         self._goals = goals
         self._train, self._held_back = train, held_back
@@ -202,12 +202,6 @@ class AlgorithmDistillation:
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
         raise AssertionError("there is no adapter")
-
-
-def section_of(recipe: Recipe) -> AlgorithmDistillationSection:
-    """The task's own section, which its recipes always have."""
-    assert recipe.algorithm_distillation is not None
-    return recipe.algorithm_distillation
 
 
 def environment_of(section: AlgorithmDistillationSection) -> Environment:

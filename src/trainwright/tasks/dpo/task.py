@@ -25,6 +25,7 @@ from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.dpo import losses
 from trainwright.tasks.dpo.mismatched import Mismatched
+from trainwright.tasks.dpo.spec import DpoSection
 from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
 from trainwright.tasks.reference import Reference, reference, start_fingerprint
 
@@ -56,8 +57,7 @@ class PreferenceTuning(LanguageModelTask):
     """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one that has a label."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path) -> None:
-        assert recipe.dpo is not None
-        self._dpo = recipe.dpo
+        self._dpo = recipe.own(DpoSection)
         self._cache = cache
         super().__init__(recipe, tokenizer, prepared)
         # An adapter that is new adds nothing yet: without it the model is that of the start.

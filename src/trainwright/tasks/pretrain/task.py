@@ -12,7 +12,9 @@ from torch import nn
 
 from trainwright.data.batch import Batch
 from trainwright.data.dataset import TokenDataset
+from trainwright.data.lengths import check_length, remember
 from trainwright.data.prepare import Prepared
+from trainwright.data.pretraining import prepare_windows
 from trainwright.data.stream import MicroBatch
 from trainwright.data.token_bytes import token_bytes
 from trainwright.data.windows import WindowDataset, collate_windows
@@ -20,7 +22,8 @@ from trainwright.engine.task import LossSum
 from trainwright.inference.sampling import Sampling
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
+from trainwright.tasks.language_model import LanguageModelTask, positions_of, prepare_model
+from trainwright.tasks.pretrain.spec import PretrainSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,18 +34,30 @@ __all__ = ["Pretraining", "build", "prepare_once"]
 _TEMPERATURE, _TOP_P = 0.8, 0.95
 
 
+def prepare_once(recipe: Recipe, cache: Path) -> int:
+    """Prepare the shards and convert the weights; both are found in the cache afterwards."""
+    return len(_prepare_data(recipe, prepare_model(recipe), cache).train)
+
+
 def build(recipe: Recipe, cache: Path) -> Pretraining:
     """The task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
-    return Pretraining(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
+    return Pretraining(recipe, tokenizer, _prepare_data(recipe, tokenizer, cache))
+
+
+def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
+    check_length(recipe.data, positions_of(recipe, tokenizer))
+    contiguous = recipe.own(PretrainSection).windows == "contiguous"
+    prepared = Prepared(*prepare_windows(recipe, tokenizer, cache, contiguous=contiguous))
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
+    return prepared
 
 
 class Pretraining(LanguageModelTask):
     """Training of a causal language model on token shards."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
-        assert recipe.pretrain is not None
-        self._pretrain = recipe.pretrain
+        self._pretrain = recipe.own(PretrainSection)
         super().__init__(recipe, tokenizer, prepared)
         size = self._lm.config.get_text_config().vocab_size
         self._token_bytes = torch.from_numpy(token_bytes(tokenizer, size)).double()

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.data.dataset import TokenDataset
-from trainwright.data.kinds import EXAMPLES
+from trainwright.data.kinds import EXAMPLES, kind_of_rows
 from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.refusals import FORGET, REFUSAL, kind_of_forget_rows
+from trainwright.data.refusals import FORGET, REFUSAL
 from trainwright.data.unlearning import joined, some_of, with_roles
-from trainwright.models.load import load_config
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import check_prepared
+from trainwright.tasks.language_model import check_prepared, positions_of
+from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     Raises:
         RequestError: a source or a row is wrong.
     """
-    assert recipe.unlearn is not None
+    section = recipe.own(UnlearnSection)
     data, seed = recipe.data, recipe.train.seed
-    positions = getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
-    parts = {"forget": kind_of_forget_rows(recipe)}
-    if recipe.unlearn.retains:
+    positions = positions_of(recipe, tokenizer)
+    parts = {"forget": kind_of_rows(recipe, "data.forget")}
+    if section.retains:
         parts["retain"] = EXAMPLES
     found = {
         part: prepare(data.part(part), tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
@@ -51,7 +51,7 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     if data.validation is not None:
         assert not isinstance(data.validation, str), "a recipe that was read has none"
         validation = some_of(everything, data.validation, seed)
-    taught = (REFUSAL,) if recipe.unlearn.objective == "idk_nll" else (FORGET, REFUSAL)
+    taught = (REFUSAL,) if section.objective == "idk_nll" else (FORGET, REFUSAL)
     lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
     prepared = Prepared(with_roles(everything, taught), validation, lines, found["forget"].directory)

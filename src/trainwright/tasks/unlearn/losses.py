@@ -18,9 +18,9 @@ from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
 from trainwright.models.causal_lm import slopes
 from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_statistics
 from trainwright.models.linear_logit_loss import Head, LogitLoss, linear_logit_loss
-from trainwright.recipe.unlearn_schema import UnlearnSection
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.objectives import activations, ascent, distillation, preference
+from trainwright.tasks.unlearn.section import UnlearnSection
 
 ROLES = (FORGET, RETAIN, REFUSAL)
 _BY_ANSWER = ("npo", "simnpo", "dpo", "rmu")

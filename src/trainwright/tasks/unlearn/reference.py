@@ -16,6 +16,7 @@ from trainwright.recipe.model_schema import AdapterSection, ModelSection
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import load
 from trainwright.tasks.unlearn.module import UnlearnLM
+from trainwright.tasks.unlearn.section import UnlearnSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,8 +28,7 @@ _OWN = ("start", "base")
 
 def other_model(recipe: Recipe) -> ModelSection | None:
     """The model that the recipe names as its reference; None where it is the run's own or nothing is compared."""
-    section = recipe.unlearn
-    assert section is not None
+    section = recipe.own(UnlearnSection)
     if not section.compares or section.reference in _OWN:
         return None
     return ModelSection(name=section.reference)
@@ -55,8 +55,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         )
     own, theirs = (load_config(each).get_text_config() for each in (recipe.model, other))
     keys = ["vocab_size"] if own.vocab_size != theirs.vocab_size else []
-    assert recipe.unlearn is not None
-    if recipe.unlearn.objective == "rmu" and own.hidden_size != theirs.hidden_size:
+    if recipe.own(UnlearnSection).objective == "rmu" and own.hidden_size != theirs.hidden_size:
         keys.append("hidden_size")
     for key in keys:
         raise RequestError(
@@ -73,8 +72,7 @@ def frozen_copy(
     Args:
         layer: where only its output is wanted, the last block that is kept.
     """
-    section = recipe.unlearn
-    assert section is not None
+    section = recipe.own(UnlearnSection)
     other = other_model(recipe)
     adapted = recipe.model.adapter.type != "none"
     if other is None and (adapted or not section.needs_reference_model):

@@ -34,6 +34,7 @@ from trainwright.tasks.unlearn.negation import negated, negated_adapter, scaled_
 from trainwright.tasks.unlearn.objectives.activations import direction
 from trainwright.tasks.unlearn.objectives.dual import ascended
 from trainwright.tasks.unlearn.reference import PREFIX, Both, check_reference, frozen_copy, other_model
+from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.tasks.unlearn.trainable import check_layer, freeze_others
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
         RequestError: rows that are to be forgotten and kept, a reference that cannot be compared with, a layer or a
             pattern that the model does not have.
     """
-    section = recipe.unlearn
-    assert section is not None
+    section = recipe.own(UnlearnSection)
     refuse_overlap(recipe.data)
     tokenizer = prepare_model(recipe)
     check_reference(recipe, tokenizer)
@@ -76,8 +76,7 @@ class Unlearning(LanguageModelTask):
     _lm: UnlearnLM
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Rows, cache: Path) -> None:
-        assert recipe.unlearn is not None
-        self._unlearn = recipe.unlearn
+        self._unlearn = recipe.own(UnlearnSection)
         self._rows = rows
         self._cache = cache
         super().__init__(recipe, tokenizer, rows.prepared)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.drawing import new_figure
+from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
 from trainwright.evaluation.unlearning.study.results import Results
-from trainwright.recipe.study import FULL, RETAIN
 
 _SMALLEST = 1e-300  # a p-value that is 0 to a computer is drawn here
 _SIGNIFICANT = math.log10(0.05)

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainwright.evaluation.report import number_text, write_text
 from trainwright.evaluation.unlearning.report import METRICS_FILE
-from trainwright.recipe.study import FULL, RETAIN
+from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
 
 KEPT = "utility_kept"
 # Metric and set of the columns, as far as they were measured. Metrics that are not among these have one for each set.

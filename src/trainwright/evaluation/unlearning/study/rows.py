@@ -19,7 +19,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark
 
 if TYPE_CHECKING:
-    from trainwright.recipe.study import Study
+    from trainwright.evaluation.unlearning.study.file import Study
 
 _PERTURBED = ("forget", "retain", "real_authors", "world_facts")
 

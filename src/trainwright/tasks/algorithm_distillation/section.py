@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.fields import BelowOne, Count, NotNegative, Section, Text, whole
-from trainwright.recipe.source_schema import SourceSection
+from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 
 # What stands in the sections that speak of texts; it is not written out.
 WITHOUT_TEXTS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What of a recipe for unlearning a plan has to know: what is trained, and what runs beside it. Imports no torch."""
+"""What a task needs, as a plan counts it: what is trained, and what runs beside the model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.planning.memory_inventory import OUTSIDE, Weight, inventory
 from trainwright.planning.workload import Beside
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.task_spec import Needs
 
 # What the parameters of most families are called, by what they do.
 _IN_BLOCKS = {
@@ -34,41 +34,30 @@ _IN_BLOCKS = {
 _OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 
-def beside(recipe: Recipe, architecture: Architecture) -> Beside | None:
-    """What computes beside the model in every step; None where nothing does."""
-    section = recipe.unlearn
-    if section is None or not section.compares:
+def beside(needs: Needs, architecture: Architecture, *, adapted: bool) -> Beside | None:
+    """What computes beside the model, or is in memory; None where nothing is. ``adapted``: an adapter is trained."""
+    reference = needs.reference
+    if reference is None:
         return None
-    adapted = recipe.model.adapter.type != "none"
-    other = section.reference not in ("start", "base")
-    if not section.needs_reference_model:
+    if not reference.every_step:
         # It is asked once, before the first step; another model stays in memory all the same.
-        return Beside(architecture.layers, 0.0, True) if other else None
-    last = section.last_block
-    whole = section.facts.reference == "logits" and section.retains and section.value("retain_loss") != "nll"
+        return Beside(architecture.layers, 0.0, True) if reference.own_weights else None
+    last = reference.last_block
     blocks = architecture.layers if last is None else min(last + 1, architecture.layers)
-    return Beside(blocks, 1.0 if whole else 0.5, other or not adapted)
+    return Beside(blocks, reference.share, reference.own_weights or not adapted)
 
 
-def documents(recipe: Recipe) -> int:
-    """How many rows are an example: a forget row, its refusal and a retain row, as far as they are trained on."""
-    section = recipe.unlearn
-    return 1 if section is None else 1 + section.retains + (section.objective == "dpo")
-
-
-def trained(recipe: Recipe, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
-    """The parameters that are trained, ``(unit, name)`` as in an inventory; None: all, or an adapter's."""
-    section = recipe.unlearn
-    if section is None or recipe.model.adapter.type != "none":
+def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
+    """The parameters that are trained, ``(unit, name)`` as in an inventory; None: all."""
+    last = needs.last_block
+    if last is None and needs.trainable is None:
         return None
-    last = section.last_block
-    if last is None and section.trainable is None:
-        return None
+    patterns, key = needs.trainable or (None, "")
     weights = inventory(architecture, 4, True).weights
-    found = frozenset((w.unit, w.name) for w in weights if _wanted(w, section.trainable, last))
+    found = frozenset((w.unit, w.name) for w in weights if _wanted(w, patterns, last))
     if not found:
         assumptions.append(
-            f"all parameters are trained: what unlearn.trainable matches in a {architecture.family} is not known here"
+            f"all parameters are trained: what {key} matches in a {architecture.family} is not known here"
         )
     return found or None
 

@@ -23,6 +23,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import Origin, Tree, dotted
 
 FULL, RETAIN = "full", "retain"
+_TASK = "unlearn"  # and its section
 _KNOWN = ("real_authors", "world_facts")
 
 
@@ -125,7 +126,7 @@ class StudyFile:
             rows: keys of the section data: what is forgotten and kept.
         """
         data = {**rows, "validation": None}
-        own = {"task": "unlearn", "model": {"name": str(start)}, "data": data, "unlearn": {"objective": name}}
+        own = {"task": _TASK, "model": {"name": str(start)}, "data": data, _TASK: {"objective": name}}
         return dump_recipe(self._recipe(own, ("unlearn",), ("objectives", name)))
 
     def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> Recipe:

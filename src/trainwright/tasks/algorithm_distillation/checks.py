@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trainwright.recipe.algorithm_distillation_schema import WITHOUT_TEXTS
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.source_schema import source_contradictions
+from trainwright.tasks.algorithm_distillation.section import WITHOUT_TEXTS, AlgorithmDistillationSection
+from trainwright.tasks.algorithm_distillation.source_section import source_contradictions
 
 if TYPE_CHECKING:
-    from trainwright.recipe.algorithm_distillation_schema import AlgorithmDistillationSection
     from trainwright.recipe.schema import Recipe
 
 _SECTION = "algorithm_distillation"
 
 
-def distillation(recipe: Recipe) -> Iterator[Contradiction]:
+def check(recipe: Recipe) -> Iterator[Contradiction]:
     """What contradicts the task, and what in its section contradicts itself."""
-    section = recipe.algorithm_distillation
-    if recipe.has_texts:
-        if section is not None:
-            yield Contradiction(
-                (_SECTION, "task"), f"has no effect with task {recipe.task}; remove it, or set task to {_SECTION}"
-            )
-        return
-    assert section is not None, "the task's section is there"
+    section = recipe.own(AlgorithmDistillationSection)
     yield from _texts(recipe)
     yield from source_contradictions(section.source, f"{_SECTION}.source")
     yield from _model(section)

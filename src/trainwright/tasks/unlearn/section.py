@@ -173,6 +173,11 @@ class UnlearnSection(Section):
         return OBJECTIVES[self.objective]
 
     @property
+    def refuses(self) -> bool:
+        """Whether a refusal is trained on beside each forget answer."""
+        return self.objective == "dpo"
+
+    @property
     def retains(self) -> bool:
         """Whether retain rows are trained on."""
         return bool(self.value("alpha") > 0) or self.objective == "pdu"

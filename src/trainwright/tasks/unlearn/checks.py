@@ -1,4 +1,4 @@
-"""Contradictions of a recipe for unlearning, and of one for another task with keys of unlearning."""
+"""Contradictions of a recipe for unlearning."""
 
 from __future__ import annotations
 
@@ -7,38 +7,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.unlearn_schema import OBJECTIVES, UnlearnSection
+from trainwright.tasks.unlearn.section import OBJECTIVES, UnlearnSection
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
 _COMMON = ("objective", "gamma", "alpha", "retain_loss", "reference", "trainable")
 _OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
-_ROWS = ("benchmark", "forget", "retain", "holdout", "idk")
 
 
-def unlearning(recipe: Recipe) -> Iterator[Contradiction]:
+def check(recipe: Recipe) -> Iterator[Contradiction]:
     """What does not go together in the sections ``unlearn`` and ``data``."""
-    if recipe.task != "unlearn":
-        if recipe.unlearn is not None:
-            yield Contradiction(
-                ("unlearn", "task"), f"has no effect with task {recipe.task}; remove it, or set task to unlearn"
-            )
-        for key in _ROWS:
-            if getattr(recipe.data, key) is not None:
-                yield Contradiction(
-                    (f"data.{key}", "task"),
-                    f"has no effect with task {recipe.task}, which trains on data.train; remove it, or set task to "
-                    "unlearn",
-                )
-        if recipe.data.train is None:
-            yield Contradiction(("data.train",), "there is nothing to train on; name the rows")
-        return
-    assert recipe.unlearn is not None
-    yield from _rows(recipe, recipe.unlearn)
-    yield from _objective(recipe.unlearn)
-    yield from _reference(recipe, recipe.unlearn)
-    yield from _adapter(recipe, recipe.unlearn)
+    section = recipe.own(UnlearnSection)
+    yield from _rows(recipe, section)
+    yield from _objective(section)
+    yield from _reference(recipe, section)
+    yield from _adapter(recipe, section)
 
 
 def _rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:

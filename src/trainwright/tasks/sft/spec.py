@@ -1,0 +1,12 @@
+"""Supervised fine-tuning, as recipes and plans know it."""
+
+from __future__ import annotations
+
+from trainwright.recipe.task_spec import TaskSpec
+
+SPEC = TaskSpec(
+    name="sft",
+    summary="supervised fine-tuning on conversations or text",
+    module="trainwright.tasks.sft.task",
+    also_called=("finetune", "finetuning", "instruct", "supervised"),
+)
