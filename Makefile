@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Everything installs into .venv; nothing else on the machine is touched.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-conditions lint format clean benchmarks setup-accelerate check gpu-info memory-check \
+.PHONY: help install quickstart test test-slow test-conditions lint format clean benchmarks docs setup-accelerate check gpu-info memory-check \
 	process style render train train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
 	eval eval-quick eval-full infer infer-batch infer-interactive merge merge-test tensorboard
 
@@ -70,6 +70,7 @@ lint: $(STAMP)  ## check style, types and the layers of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python bench/mutations.py --list > /dev/null # every planted bug has its place in the sources
+	$(BIN)/python bench/report.py --check # docs/benchmarks.md says what bench/results says
 
 format: $(STAMP)  ## put the code into shape
 	$(BIN)/ruff format .
@@ -77,6 +78,10 @@ format: $(STAMP)  ## put the code into shape
 
 benchmarks: $(STAMP)  ## write docs/benchmarks.md from the results in bench/results
 	$(BIN)/python bench/report.py
+
+docs: $(STAMP)  ## build the site of the documentation in build/site
+	@test -x $(BIN)/mkdocs || $(PIP) --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 setup-accelerate: $(STAMP)  ## write an Accelerate file for this machine
 	$(TRAINWRIGHT) setup --yes $(ARGS)

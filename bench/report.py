@@ -144,10 +144,11 @@ def unlearning() -> str:
 
 
 def overhead() -> str:
-    rows = []
+    rows, read = [], []
     names = {"single": "a loop", "ddp": "a loop with DDP", "fsdp": "a loop with FSDP2"}
     for name, target in (("single", "2%"), ("ddp", "3%"), ("fsdp", "3%")):
         results = _read(f"engine_overhead_{name}")
+        read.append(results)
         strategy, processes = ("", "") if name == "single" else (f" --strategy {name}", ", 2 processes")
         rows.append(
             (
@@ -157,13 +158,13 @@ def overhead() -> str:
                 f"python bench/engine_overhead.py{strategy}",
             )
         )
-    return _table(rows, results)
+    return _table(rows, *read)
 
 
 def plan_memory() -> str:
     rows: list[Row] = []
-    for seed in (0, 1):
-        results = _read(f"plan_accuracy_cpu_{seed}")
+    both = [_read(f"plan_accuracy_cpu_{seed}") for seed in (0, 1)]
+    for seed, results in enumerate(both):
         cases, command = results["cases"], f"python bench/plan_accuracy.py --seed {seed}"
         half = "which the model was adjusted on" if seed == 0 else "which it was not adjusted on"
         target = "median 3%, 95th percentile 5%, low by over 3% in at most 1%"
@@ -172,7 +173,7 @@ def plan_memory() -> str:
         for tool, name in (("accelerate", "`accelerate estimate-memory`"), ("deepspeed", "DeepSpeed's estimators")):
             errors = [case["others"][tool]["error"] for case in cases if tool in case["others"]]
             rows.append((f"{name} on {len(errors)} of these runs", "-", _errors(errors), command))
-    return _table(rows, results)
+    return _table(rows, *both)
 
 
 def plan_time() -> str:
@@ -253,11 +254,13 @@ def published() -> str:
 
 def adapters() -> str:
     rows: list[Row] = []
+    read = []
     for file, command in (
         ("adapters", "python bench/adapters.py --data FILE"),
         ("adapters_full_packs", "python bench/adapters.py --data FILE, rows as long as a pack"),
     ):
         results = _read(file)
+        read.append(results)
         for case in results["cases"]:
             rows.append(
                 (
@@ -268,13 +271,15 @@ def adapters() -> str:
                     command,
                 )
             )
-    return _table(rows, results)
+    return _table(rows, *read)
 
 
 def agents() -> str:
     rows: list[Row] = []
+    read = []
     for name in ("darkroom", "darkroom-compressed", "darkroom-permuted", "key-to-door"):
         results = _read(f"in_context_learning_{name}")
+        read.append(results)
         seeds = results["seeds"]
         first, last = ([seed["sampled"][end]["mean"] for seed in seeds] for end in ("first", "last"))
         minutes = [(seed["trained_in"] + seed["tried_in"]) / 60 for seed in seeds]
@@ -294,6 +299,7 @@ def agents() -> str:
         )
     for name, title in (("full", "the whole context of 80 steps"), ("region", "the compressed context")):
         cache = _read(f"in_context_cache_{name}")
+        read.append(cache)
         quarters, options = cache["by_quarter"], ["--copies 1", f"--episodes {cache['episodes']}"]
         times = _numbers([quarter["milliseconds_a_step"] for quarter in quarters], ".1f")
         rows.append(
@@ -306,7 +312,7 @@ def agents() -> str:
                 " ".join(["python bench/in_context_cache.py --run RUN", *(options if name == "region" else [])]),
             )
         )
-    return _table(rows, results)
+    return _table(rows, *read)
 
 
 TARGETS = {
@@ -347,7 +353,7 @@ def faults() -> str:
             "python bench/faults.py",
         )
     ]
-    return _table(rows, None)
+    return _table(rows)
 
 
 def recorded(section: str) -> str:
@@ -367,7 +373,7 @@ SECTIONS = {
     "Plans: runs that others published": (published,),
     "Adapters": (adapters,),
     "Unlearning": (lambda: recorded("unlearning"),),
-    "Algorithm Distillation": (agents, lambda: recorded("algorithm distillation")),
+    "Algorithm Distillation": (agents, lambda: recorded("algorithm distillation"), lambda: recorded("ablations")),
 }
 
 
@@ -376,10 +382,11 @@ def _read(name: str) -> Results:
     return content
 
 
-def _table(rows: Sequence[Row], results: Results | None) -> str:
-    """The rows, and under them the machine that ``results`` were measured on."""
-    table = _markdown(HEADER, [_as_code(row) for row in rows])
-    return table if results is None else f"{table}\nMachine: {_machine(results['machine'])}.\n"
+def _table(rows: Sequence[Row], *results: Results) -> str:
+    """The rows, and under them the machines that ``results`` were measured on."""
+    machines = dict.fromkeys(_machine(each["machine"]) for each in results)
+    under = f"\nMachine: {'; or '.join(machines)}.\n" if machines else ""
+    return _markdown(HEADER, [_as_code(row) for row in rows]) + under
 
 
 def _as_code(row: Row) -> Row:

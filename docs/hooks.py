@@ -1,0 +1,174 @@
+"""Pages of the site that are generated when mkdocs builds it: from the schema, the command line and root files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from trainwright.cli.main import app
+from trainwright.recipe.json_schema import recipe_json_schema
+
+ROOT = Path(__file__).parents[1]
+# Files of the repository that are pages of the site, with the titles that the site gives them.
+ROOT_FILES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages to the files of the site."""
+    from mkdocs.structure.files import File
+
+    pages = {target: root_page(source) for source, target in ROOT_FILES.items()}
+    pages |= {"reference/recipe.md": recipe_reference(), "reference/commands.md": command_reference()}
+    for target, content in pages.items():
+        files.append(File.generated(config, target, content=content))
+    return files
+
+
+def root_page(name: str) -> str:
+    """Return a Markdown file of the repository's root with its links as they are in the site.
+
+    Links to pages keep working; links to other files of the repository become their paths.
+    """
+
+    def relinked(match: re.Match[str]) -> str:
+        image, text, target = match["image"], match["text"], match["target"]
+        path, hash_sign, anchor = target.partition("#")
+        if "://" in target or not path:
+            return match[0]
+        if path in ROOT_FILES:
+            path = ROOT_FILES[path]
+        elif path.startswith("docs/"):
+            path = path.removeprefix("docs/")
+        else:
+            return f"{text} (`{path}`)" if text.strip("`") != path else text
+        return f"{image}[{text}]({path}{hash_sign}{anchor})"
+
+    content = (ROOT / name).read_text(encoding="utf-8")
+    return re.sub(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)", relinked, content)
+
+
+def recipe_reference() -> str:
+    """Return the reference of every recipe key, from the JSON Schema that `trainwright recipe schema` prints."""
+    schema = recipe_json_schema()
+    lines = [
+        "# Recipe keys",
+        "",
+        "Generated from the schema of this version. `trainwright recipe schema` prints it as JSON Schema.",
+        "",
+        *_table(schema["properties"], schema, ""),
+    ]
+    for key, value in schema["properties"].items():
+        lines += _section(key, value, schema, level=2)
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str, value: dict[str, Any], schema: dict[str, Any], level: int) -> list[str]:
+    """A heading and a table for the section at ``path``, then the sections inside it; nothing for a plain key."""
+    lines: list[str] = []
+    for section in _sections_of(value, schema):
+        about = value.get("description") or section.get("description", "")
+        lines += ["", f"{'#' * min(level, 4)} `{path}`", "", _text(about), ""]
+        lines += _table(section["properties"], schema, f"{path}.")
+        for key, inner in section["properties"].items():
+            lines += _section(f"{path}.{key}", inner, schema, level + 1)
+    return lines
+
+
+def _table(properties: dict[str, Any], schema: dict[str, Any], prefix: str) -> list[str]:
+    lines = ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for key, value in properties.items():
+        sections = _sections_of(value, schema)
+        about = value.get("description") or (sections[0].get("description", "") if sections else "")
+        default = f"`{_yaml(value['default'])}`" if "default" in value else ""
+        lines.append(f"| `{prefix}{key}` | {_type(value, schema)} | {default} | {_text(about)} |")
+    return lines
+
+
+def _sections_of(value: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sections (objects with named keys) that a key's value may be, or be a list of."""
+    if "$ref" in value:
+        return _sections_of(schema["$defs"][value["$ref"].rpartition("/")[2]], schema)
+    if value.get("properties"):
+        return [value]
+    inner = [*value.get("anyOf", ()), *value.get("oneOf", ()), *value.get("allOf", ()), *_items(value)]
+    return [section for each in inner for section in _sections_of(each, schema)]
+
+
+def _items(value: dict[str, Any]) -> list[dict[str, Any]]:
+    items = value.get("items")
+    return [items] if isinstance(items, dict) else []
+
+
+def _type(value: dict[str, Any], schema: dict[str, Any]) -> str:
+    """A key's type in words: its values where they are listed, else its JSON type with its bounds."""
+    if "$ref" in value:
+        return _type(schema["$defs"][value["$ref"].rpartition("/")[2]], schema)
+    for kind in ("anyOf", "oneOf", "allOf"):
+        if kind in value:
+            return ", or ".join(dict.fromkeys(_type(each, schema) for each in value[kind]))
+    if "enum" in value:
+        return ", ".join(f"`{_yaml(each)}`" for each in value["enum"])
+    if "const" in value:
+        return f"`{_yaml(value['const'])}`"
+    kind = value.get("type", "any value")
+    if kind == "array":
+        return " ".join(["list of", *(_type(each, schema) for each in _items(value))]).strip()
+    if kind == "object":
+        return "section" if value.get("properties") else "mapping"
+    return {"null": "`null`", "string": "text"}.get(kind, str(kind)) + _bounds(value)
+
+
+def _bounds(value: dict[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    found = [f"{sign} {value[key]:g}" for key, sign in signs.items() if key in value and abs(value[key]) < 1e9]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _yaml(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if _plain(value) else str(value)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _text(text: str) -> str:
+    """A description in one line of a table; what Markdown would read as markup is shown as it is."""
+    return re.sub(r"([|<>\[\]*_])", r"\\\1", " ".join(text.split()))
+
+
+def command_reference() -> str:
+    """Return the reference of every command with its options, from what `--help` shows."""
+    lines = ["# Commands", "", "Generated from `trainwright COMMAND --help` of this version."]
+    for path, command, context in _commands(typer.main.get_command(app), ("trainwright",), None):
+        lines += ["", f"{'#' * min(len(path), 4)} `{' '.join(path)}`", "", _paragraphs(command.help or "")]
+        records = [parameter.get_help_record(context) for parameter in command.params]
+        rows = [f"| `{_in_table(names)}` | {_text(about)} |" for names, about in filter(None, records)]
+        if rows:
+            lines += ["", "| Option | Meaning |", "| --- | --- |", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(command: Any, path: tuple[str, ...], parent: Any) -> list[tuple[tuple[str, ...], Any, Any]]:
+    """A command and all under it, each with its words and the context that it is parsed in."""
+    context = typer.Context(command, info_name=path[-1], parent=parent)
+    found = [(path, command, context)]
+    for name, each in getattr(command, "commands", {}).items():
+        found += _commands(each, (*path, name), context)
+    return found
+
+
+def _in_table(code: str) -> str:
+    return code.replace("|", r"\|")
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(_text(paragraph) for paragraph in text.replace("\b", "").split("\n\n"))

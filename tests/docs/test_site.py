@@ -1,0 +1,98 @@
+"""The site of the documentation: its generated pages have everything, its links and its navigation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from tests.support.commands import ROOT
+from trainwright.cli.main import app
+from trainwright.recipe.json_schema import recipe_json_schema
+
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    spec = spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _keys(properties: dict[str, Any], schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe, by walking the schema without the code under test."""
+    for key, value in properties.items():
+        yield prefix + key
+        for name in dict.fromkeys(re.findall(r"#/\$defs/(\w+)", str(value))):
+            yield from _keys(schema["$defs"][name].get("properties", {}), schema, f"{prefix}{key}.")
+
+
+def test_the_reference_has_every_key_of_a_recipe_with_its_description(hooks: Any) -> None:
+    page, schema = hooks.recipe_reference(), recipe_json_schema()
+    keys = list(_keys(schema["properties"], schema))
+    assert len(keys) > 150 and "model.adapter.rank" in keys
+    assert [key for key in keys if f"| `{key}` |" not in page] == []
+    rows = [row for row in page.splitlines() if re.match(r"\| `[\w.]+` \|", row)]
+    assert [row for row in rows if not row.rpartition(" | ")[2].strip(" |")] == [], "keys without a description"
+    row = next(row for row in rows if row.startswith("| `train.global_batch_size` |"))
+    assert "integer" in row
+
+
+def test_the_reference_has_every_option_of_every_command(hooks: Any) -> None:
+    page = hooks.command_reference()
+
+    def options(command: Any) -> Iterator[str]:
+        for parameter in command.params:
+            yield from (name for name in parameter.opts if name.startswith("--"))
+        for each in getattr(command, "commands", {}).values():
+            yield from options(each)
+
+    found = set(options(typer.main.get_command(app)))
+    assert {"--resume", "--reference-log", "--deduplicate"} <= found
+    assert sorted(option for option in found if option not in page) == []
+    assert "## `trainwright train`" in page and "### `trainwright data prepare`" in page
+
+
+def test_pages_of_the_root_link_to_pages_of_the_site(hooks: Any) -> None:
+    for name, target in hooks.ROOT_FILES.items():
+        for link in _LINK.findall(hooks.root_page(name)):
+            if "://" not in link and not link.startswith("#"):
+                page = link.partition("#")[0]
+                assert page in hooks.ROOT_FILES.values() or (DOCS / page).is_file(), f"{target}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    generated = {DOCS / "reference" / "recipe.md", DOCS / "reference" / "commands.md"}
+    for link in _LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() or target in generated, link
+        if anchor and target.suffix == ".md":
+            assert anchor in _anchors(target), link
+
+
+def test_the_navigation_has_every_page(hooks: Any) -> None:
+    text = re.sub(r"!!python/name:\S+", "null", (ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
+    written = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed == written | set(hooks.ROOT_FILES.values()) | {"reference/recipe.md", "reference/commands.md"}
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and Python-Markdown both make them of plain words."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
