@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -64,6 +65,12 @@ class Registry(Generic[T]):
             self._check(found, entry)
             self._found[name] = found
         return self._found[name]
+
+    def find(self, name: str) -> T | None:
+        """As ``get``; None where ``name`` is not registered, and no place in a module that is there."""
+        if name not in self.names() and not _is_place(name):
+            return None
+        return self.get(name)
 
     def check(self, name: str) -> None:
         """Import ``name`` unless it is built in. Raises RequestError as ``get``."""
@@ -120,13 +127,29 @@ def load(place: str, described: str) -> Any:
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute):
         raise RequestError(f"{described}: should be package.module:Name")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(1, os.getcwd())
+    _look_in_working_directory()
     try:
         return _at(place)
     except Exception as error:  # whatever the module does when it is imported
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise RequestError(f"{described} cannot be imported: {kind}{error}") from error
+
+
+def _is_place(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        return False
+    _look_in_working_directory()
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _look_in_working_directory() -> None:
+    # `python -m` looks there, and a console script does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(1, os.getcwd())
 
 
 def _at(place: str) -> Any:

@@ -19,3 +19,31 @@ TASKS: Registry[Any] = Registry(
     kind="task",
     required=("name", "summary", "module", "section", "check", "fill", "rows", "needs"),
 )
+
+# A function from the reference and the answer to a score, 1 where it is best; or, with an attribute ``setting`` that
+# names a key of the recipe's section evaluate, a class that makes one from that key's value.
+METRICS: Registry[Any] = Registry(
+    "trainwright.metrics",
+    {
+        "exact_match": "trainwright.evaluation.metrics.overlap:exact_match",
+        "f1": "trainwright.evaluation.metrics.overlap:word_f1",
+        "rouge_l": "trainwright.evaluation.metrics.overlap:rouge_l_f1",
+        "rouge_l_recall": "trainwright.evaluation.metrics.overlap:rouge_l_recall",
+        "answer": "trainwright.evaluation.metrics.extraction:AnswerMatch",
+        "json_schema": "trainwright.evaluation.metrics.json_schema:JsonSchema",
+    },
+    kind="metric",
+    required=("__call__",),
+)
+
+# A data.registered.Source each.
+SOURCES: Registry[Any] = Registry(
+    "trainwright.sources",
+    {
+        "pydoc": "trainwright.data.registered:PYDOC",
+        "pydoc-pairs": "trainwright.data.registered:PYDOC_PAIRS",
+        "stdlib": "trainwright.data.registered:STDLIB",
+    },
+    kind="source",
+    required=("rows", "key", "example"),
+)

@@ -235,10 +235,11 @@ def _of_benchmarks(named: str | None) -> bool:
     """Whether metrics are named that only a benchmark of unlearning has."""
     if named is None:
         return False
-    from trainwright.evaluation.metrics.registry import ANSWERS, LIKELIHOODS
+    from trainwright.evaluation.metrics.registry import LIKELIHOODS
     from trainwright.evaluation.unlearning.registry import METRICS
+    from trainwright.registries import METRICS as OF_ANSWERS
 
-    return bool({*_split(named)} & {*METRICS} - {*ANSWERS, *LIKELIHOODS})
+    return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
 
 
 def _benchmark_metrics(named: str | None, given: Mapping[str, object]) -> tuple[str, ...]:
@@ -263,14 +264,15 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | 
     """The metrics by name, checked with what they need."""
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.metrics.extraction import extractor
-    from trainwright.evaluation.metrics.registry import ANSWERS, LIKELIHOODS, USUAL
+    from trainwright.evaluation.metrics.registry import LIKELIHOODS, USUAL
+    from trainwright.registries import METRICS
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
     names = _split(named) if named is not None else USUAL
     if named is None:
         names += tuple(name for name, (_, value) in settings.items() if value is not None)
-    known = (*LIKELIHOODS, *ANSWERS)
-    if unknown := [name for name in names if name not in known]:
+    known = (*LIKELIHOODS, *METRICS.names())
+    if unknown := [name for name in names if name not in known and METRICS.find(name) is None]:
         raise RequestError(
             f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}, and those of --benchmark"
         )
@@ -289,7 +291,7 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | 
 
 def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise RequestError for an option that has no effect where the metrics ``names`` are measured on rows."""
-    from trainwright.evaluation.metrics.registry import ANSWERS
+    from trainwright.evaluation.metrics.registry import LIKELIHOODS
 
     of_answers = ("--full", "--max-new-tokens", "--batch-size")
     of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
@@ -302,7 +304,7 @@ def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
             of_rows,
             "as only tasks of --lm-eval are measured; name rows with --data",
         ),
-        (not any(name in ANSWERS for name in names), of_answers, "as no metric of --metrics is of answers"),
+        (all(name in LIKELIHOODS for name in names), of_answers, "as no metric of --metrics is of answers"),
     ]
     for applies, options, why in idle:
         if applies and (used := next((name for name in options if given[name] not in (None, False)), None)):

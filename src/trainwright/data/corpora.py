@@ -9,7 +9,6 @@ from pathlib import Path
 
 from trainwright.data.row_files import Row
 
-STDLIB = "stdlib"
 # Names on the Hub, with the configuration and the split.
 _OF_THE_HUB = {
     "openwebtext": "Skylion007/openwebtext",
@@ -21,7 +20,6 @@ _OF_THE_HUB = {
 _A_LINE_A_ROW = "Salesforce/wikitext"
 # A title of that corpus; that of a section has more of the equals signs.
 _TITLE = re.compile(r" = (?!= ).+(?<! =) = \n")
-NAMES = (*_OF_THE_HUB, STDLIB)
 # Not the library proper: tests of it, what is installed beside it, what is generated.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "__phello__"}
 

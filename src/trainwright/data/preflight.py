@@ -6,22 +6,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.data.corpora import STDLIB
 from trainwright.data.formats import NoTarget
 from trainwright.data.kinds import Kind, kind_of_rows
-from trainwright.data.sources import PYDOC, PYDOC_PAIRS, check_source, files_of, place_of
+from trainwright.data.registered import registered_source
+from trainwright.data.sources import check_source, files_of, place_of
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from trainwright.recipe.data_schema import SourceSection
     from trainwright.recipe.schema import Recipe
-
-# As all rows of the built-in data sets are.
-_BUILT_IN_ROWS = {
-    PYDOC: {"question": "What is it?", "answer": "It is this."},
-    PYDOC_PAIRS: {"prompt": "What is it?", "chosen": "It is this.", "rejected": "It is that."},
-    STDLIB: {"text": "import this"},
-}
 
 
 def check_data(recipe: Recipe) -> None:
@@ -55,7 +48,8 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
 
 def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
     source, documents = section.source, section.format == "documents"
-    rows = [_BUILT_IN_ROWS[source]] if source in _BUILT_IN_ROWS else check_source(source, key, documents)
+    registered = registered_source(source)
+    rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
     rows = rows[: section.limit]
     if not rows:
         return None

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.file_kinds import suffix_of
+from trainwright.data.registered import registered_source
 from trainwright.data.shards import is_shards
-from trainwright.data.sources import BUILT_IN, files_of
+from trainwright.data.sources import files_of
 
 if TYPE_CHECKING:
     from trainwright.recipe.data_schema import DataSection, SourceSection
@@ -42,10 +43,8 @@ def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
 
 def look(source: SourceSection, key: str) -> Any:
     """What tells a source from a changed one without reading it."""
-    if source.source in BUILT_IN:
-        from trainwright.data.pydoc_rows import pydoc_key
-
-        return [source.source, pydoc_key()]
+    if (registered := registered_source(source.source)) is not None:
+        return [source.source, registered.key()]
     if is_shards(source.source):
         files: Sequence[Path] = sorted(Path(source.source).expanduser().iterdir())
     else:
@@ -59,7 +58,7 @@ def look(source: SourceSection, key: str) -> Any:
 
 def content_of(source: SourceSection, key: str) -> Any:
     """What a source holds, wherever it lies."""
-    if source.source in BUILT_IN:
+    if registered_source(source.source) is not None:
         return look(source, key)
     found = files_of(source.source, key, source.format == "documents")
     if found is None:

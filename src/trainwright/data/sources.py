@@ -14,12 +14,11 @@ pydoc       the running interpreter's own documentation: questions and answers
 pydoc-pairs the same with a right and a wrong answer to each question
 stdlib      its standard library: the source of every module, and the language reference
 openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: of the Hub
+others      that packages register with the entry points ``trainwright.sources``; module:Name (registered.py)
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -27,14 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.data import documents as whole_files
-from trainwright.data.corpora import STDLIB, stdlib_rows
 from trainwright.data.file_kinds import TABLES, suffix_of, why_unreadable
 from trainwright.data.hub import hub_rows, is_hub_id
 from trainwright.data.local_files import Found, find, missing
+from trainwright.data.registered import registered_rows, registered_source
 from trainwright.data.row_files import Row, iterate_rows
 from trainwright.data.turns import with_text_content
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root, keep
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 
     from trainwright.data.arrow_rows import PlacedRow
 
-PYDOC, PYDOC_PAIRS = "pydoc", "pydoc-pairs"
-BUILT_IN = (PYDOC, PYDOC_PAIRS, STDLIB)
 _CHECKED_ROWS = 1000
 _FEW = 256  # a row may be a book
 
@@ -58,10 +54,10 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
     """
-    if source in BUILT_IN:
+    if registered_source(source) is not None:
         from datasets import Dataset
 
-        return Dataset.from_list(built_in_rows(source)[:limit])
+        return Dataset.from_list(registered_rows(source)[:limit])
     found = files_of(source, key, documents)
     if found is None:
         return hub_rows(source, limit, key)
@@ -93,23 +89,6 @@ def iterate_source(
     else:
         placed = ((f"{file}:{line}", row) for file, line, row in _placed_rows(found.usable(), found.documents))
     return islice(placed, limit)
-
-
-def built_in_rows(source: str) -> list[Row]:
-    """The rows of one of the ``BUILT_IN`` data sets; kept in the cache, as collecting them takes a while."""
-    from trainwright.data.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
-
-    if source == STDLIB:
-        return list(stdlib_rows())
-    name = hashlib.sha256(f"{source} {pydoc_key()}".encode()).hexdigest()
-    file = cache_root() / "datasets" / "built-in" / f"{name}.json"
-    try:
-        kept: list[Row] = json.loads(file.read_text(encoding="utf-8"))
-        return kept
-    except (OSError, ValueError):
-        rows: list[Row] = list(pydoc_pairs() if source == PYDOC_PAIRS else pydoc_rows())
-    keep(file, json.dumps(rows))
-    return rows
 
 
 def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:
@@ -165,12 +144,12 @@ def source_notes(source: str, key: str = "data.train", documents: bool = False) 
 
 
 def files_of(source: str, key: str = "data.train", documents: bool = False) -> Found | None:
-    """The files of a local source; None where it is built in or names a dataset of the Hub.
+    """The files of a local source; None where it is registered or names a dataset of the Hub.
 
     Raises:
         RequestError: there is no such file, or what is there is no rows and no documents.
     """
-    if source in BUILT_IN:
+    if registered_source(source) is not None:
         return None
     _refuse_shards(source, key)
     found = find(source, key, documents)

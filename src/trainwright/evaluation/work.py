@@ -20,7 +20,7 @@ from trainwright.evaluation.asked import QUICK_ROWS, USUAL_ANSWERS, Asked
 from trainwright.evaluation.comparison import compare
 from trainwright.evaluation.measure import Measured, Origins, measure
 from trainwright.evaluation.metrics.extraction import AnswerMatch
-from trainwright.evaluation.metrics.registry import ANSWERS, Judge, judges
+from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge, judges
 from trainwright.evaluation.report import Report
 from trainwright.evaluation.rows import EncodedRows, Rows, drawn, encode, joined, read
 from trainwright.inference.batching import Done
@@ -79,7 +79,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
         )
         _check_room(encoded, rows, _positions(each), key)
         encoded.save(work / side)
-    names = [name for name in asked.metrics if name in judged or name not in ANSWERS]
+    names = [name for name in asked.metrics if name in judged or name in LIKELIHOODS]
     if not names:
         raise RequestError("--metrics: nothing is left to measure")
     origins = Origins(_names(rows), rows.numbers, rows.parts)

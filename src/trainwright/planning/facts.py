@@ -334,13 +334,14 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
 
 def _first_rows(data: DataSection) -> list[Row]:
     """Of several as many of each source as its weight says."""
-    from trainwright.data.sources import BUILT_IN, built_in_rows, check_source
+    from trainwright.data.registered import registered_rows, registered_source
+    from trainwright.data.sources import check_source
 
     whole = sum(one.weight for one in data.sources)
     rows: list[Row] = []
     for one, key in zip(data.sources, data.source_keys, strict=True):
-        local = one.source not in BUILT_IN
-        found = check_source(one.source, key, one.format == "documents") if local else built_in_rows(one.source)
+        files = registered_source(one.source) is None
+        found = check_source(one.source, key, one.format == "documents") if files else registered_rows(one.source)
         rows += found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))]
     return rows
 

@@ -40,9 +40,7 @@ from trainwright.recipe.fields import (
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.registries import TASKS
-
-AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
+from trainwright.registries import METRICS, TASKS
 
 
 class OptimizerSection(Section):
@@ -213,7 +211,7 @@ class EvaluateSection(Section):
         None, description="Steps from one evaluation to the next. null: before and after training only."
     )
     prompts: list[Text] = Field([], description="Answered by the model at every evaluation, and shown.")
-    metrics: list[AnswerMetric] = Field(
+    metrics: list[Annotated[str, Registered(METRICS)]] = Field(
         [],
         description="Have the model answer validation rows at every evaluation, and judge the answers by these; all "
         "are best at 1. answer: the short answer that answer_pattern finds. rouge_l: F1; rouge_l_recall: its recall.",

@@ -39,6 +39,8 @@ def extractor(pattern: str) -> Extract:
 class AnswerMatch:
     """1 where the short answer is the reference's; an answer in which there is none is wrong."""
 
+    setting = "answer_pattern"
+
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._extract = extractor(pattern)

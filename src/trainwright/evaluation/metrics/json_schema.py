@@ -18,7 +18,10 @@ class JsonSchema:
         RequestError: the file is no JSON Schema.
     """
 
-    def __init__(self, file: Path) -> None:
+    setting = "json_schema"
+
+    def __init__(self, file: str | Path) -> None:
+        file = Path(file).expanduser()
         require("jsonschema", "json_schema")
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for

@@ -46,6 +46,16 @@ def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:
     return Overlap(score.precision, score.recall, score.fmeasure)
 
 
+def rouge_l_f1(reference: str, answer: str) -> float:
+    """F1 of ``rouge_l``."""
+    return rouge_l(reference, answer).f1
+
+
+def rouge_l_recall(reference: str, answer: str) -> float:
+    """Recall of ``rouge_l``."""
+    return rouge_l(reference, answer).recall
+
+
 @functools.cache
 def _rouge_scorer(stem: bool) -> Any:
     require("rouge_score", "rouge_l")
