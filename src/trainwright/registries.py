@@ -47,3 +47,25 @@ SOURCES: Registry[Any] = Registry(
     kind="source",
     required=("rows", "key", "example"),
 )
+
+# A tasks.unlearn.objective.Objective each, in a module that imports no torch.
+OBJECTIVES: Registry[Any] = Registry(
+    "trainwright.objectives",
+    {
+        "grad_ascent": "trainwright.tasks.unlearn.objectives.specs:GRAD_ASCENT",
+        "grad_diff": "trainwright.tasks.unlearn.objectives.specs:GRAD_DIFF",
+        "npo": "trainwright.tasks.unlearn.objectives.specs:NPO",
+        "simnpo": "trainwright.tasks.unlearn.objectives.specs:SIMNPO",
+        "dpo": "trainwright.tasks.unlearn.objectives.specs:DPO",
+        "idk_nll": "trainwright.tasks.unlearn.objectives.specs:IDK_NLL",
+        "rmu": "trainwright.tasks.unlearn.objectives.specs:RMU",
+        "undial": "trainwright.tasks.unlearn.objectives.specs:UNDIAL",
+        "wga": "trainwright.tasks.unlearn.objectives.specs:WGA",
+        "satimp": "trainwright.tasks.unlearn.objectives.specs:SATIMP",
+        "ce_u": "trainwright.tasks.unlearn.objectives.specs:CE_U",
+        "pdu": "trainwright.tasks.unlearn.objectives.specs:PDU",
+        "task_vector": "trainwright.tasks.unlearn.objectives.specs:TASK_VECTOR",
+    },
+    kind="objective",
+    required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
+)

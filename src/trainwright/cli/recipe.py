@@ -67,9 +67,11 @@ def schema() -> None:
 @app.command()
 def objectives() -> None:
     """List the objectives of unlearning: what each does, the paper it is from, and what it takes."""
-    from trainwright.tasks.unlearn.section import OBJECTIVES, UnlearnSection
+    from trainwright.registries import OBJECTIVES
+    from trainwright.tasks.unlearn.section import UnlearnSection
 
-    for name, facts in OBJECTIVES.items():
+    for name in OBJECTIVES.names():
+        facts = OBJECTIVES.get(name)
         section = UnlearnSection(objective=name)
         takes = {"gamma": 1.0, "alpha": 1.0, **facts.defaults}
         parts = [f"{key} {'must be given' if value is None else value}" for key, value in takes.items()]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.tasks.unlearn.section import OBJECTIVES, UnlearnSection
+from trainwright.registries import OBJECTIVES
+from trainwright.tasks.unlearn.section import UnlearnSection
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -61,27 +62,28 @@ def _objective(section: UnlearnSection) -> Iterator[Contradiction]:
     name = section.objective
     for key in _OWN:
         if getattr(section, key) is not None and key not in section.facts.defaults:
-            owners = ", ".join(other for other, facts in OBJECTIVES.items() if key in facts.defaults)
+            owners = ", ".join(other for other in OBJECTIVES.names() if key in OBJECTIVES.get(other).defaults)
             yield Contradiction(
                 (f"unlearn.{key}", "unlearn.objective"),
                 f"has no effect with unlearn.objective {name}; it belongs to {owners}",
             )
-    if name == "pdu" and section.retain_limit is None:
+    if section.facts.ascends and section.retain_limit is None:
         yield Contradiction(
             ("unlearn.retain_limit", "unlearn.objective"),
-            "pdu keeps the retain loss under a limit; give one in nats a token, a little above what it is at the start",
+            f"{name} keeps the retain loss under a limit; give one in nats a token, a little above what it is at the "
+            "start",
         )
     if section.retain_loss is not None and not section.retains:
         yield Contradiction(
             ("unlearn.retain_loss", "unlearn.alpha"),
             "has no effect where the retain loss counts 0; set unlearn.alpha, or remove it",
         )
-    if section.retain_loss == "activations" and name != "rmu":
+    if section.retain_loss == "activations" and section.facts.of != "activations":
         yield Contradiction(
             ("unlearn.retain_loss", "unlearn.objective"),
             f"{name} steers no activations that could be held; set it to nll or kl",
         )
-    if name == "task_vector" and section.retains:
+    if section.facts.subtracts and section.retains:
         yield Contradiction(
             ("unlearn.alpha", "unlearn.objective"),
             "what is learnt of retain rows would be subtracted as well; leave it at 0",
@@ -119,7 +121,7 @@ def _adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]
             ("unlearn.trainable", "model.adapter.type"),
             "an adapter trains its own matrices; choose the modules by model.adapter.targets",
         )
-    if section.objective == "task_vector" and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
+    if section.facts.subtracts and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
         yield Contradiction(
             ("unlearn.objective", "model.adapter"),
             "what an adapter has learnt can be subtracted where it is a new lora without modules_to_save alone",

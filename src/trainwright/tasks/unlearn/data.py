@@ -51,7 +51,7 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     if data.validation is not None:
         assert not isinstance(data.validation, str), "a recipe that was read has none"
         validation = some_of(everything, data.validation, seed)
-    taught = (REFUSAL,) if section.objective == "idk_nll" else (FORGET, REFUSAL)
+    taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
     lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
     prepared = Prepared(with_roles(everything, taught), validation, lines, found["forget"].directory)

@@ -6,6 +6,7 @@ counts is known before the passes (``Counts``), so micro-batches give sums that 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +16,16 @@ import torch
 from trainwright.data.batch import Batch
 from trainwright.data.batch_parts import only, places
 from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.errors import RequestError
+from trainwright.extensions import load
 from trainwright.models.causal_lm import slopes
 from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_statistics
 from trainwright.models.linear_logit_loss import Head, LogitLoss, linear_logit_loss
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.objectives import activations, ascent, distillation, preference
+from trainwright.tasks.unlearn.objectives import activations, distillation
 from trainwright.tasks.unlearn.section import UnlearnSection
 
 ROLES = (FORGET, RETAIN, REFUSAL)
-_BY_ANSWER = ("npo", "simnpo", "dpo", "rmu")
-_OF_LOGITS = ("undial", "ce_u", "pdu")
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Counts:
     @classmethod
     def of(cls, section: UnlearnSection, documents: Sequence[tuple[int, int]]) -> Counts:
         """Of documents, each ``(role, number of targets)``."""
-        learnt = REFUSAL if section.objective == "idk_nll" else FORGET
+        learnt = _learnt(section)
         skip = section.value("skip_targets") or 0
-        by_answer = section.objective in _BY_ANSWER
+        by_answer = section.facts.of in ("answers", "activations")
         forget = [1 if by_answer else max(0, targets - skip) for role, targets in documents if role == learnt]
         held = section.value("retain_loss") == "activations"
         retain = [1 if held else targets for role, targets in documents if role == RETAIN]
@@ -86,7 +87,9 @@ class Losses:
         direction: torch.Tensor | None = None,
     ) -> None:
         self._section = section
-        self._name = section.objective
+        self._of = section.facts.of
+        self._learnt = _learnt(section)
+        self._formula = Formula.of(section)
         self._reference = reference
         self._direction = direction
         self._held = section.value("retain_loss") if section.retains else None
@@ -96,12 +99,12 @@ class Losses:
 
         To be called inside of the module's forward pass. ``found`` gets the sums.
         """
-        if self._name == "rmu":
+        if self._of == "activations":
             return self._steering(lm, batch, forget, retain, found)
         head = lm.head(batch)
         total, plain = head.hidden.new_zeros((), dtype=torch.float32), set[int]()
-        if self._name in _OF_LOGITS:
-            part, found.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits(), found)
+        if self._of == "logits":
+            part, found.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits, found)
             total = total + forget * part
         else:
             plain |= {FORGET, REFUSAL}
@@ -144,27 +147,15 @@ class Losses:
 
     def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
         """The forget loss of every token or answer, from the losses of the tokens of each role."""
-        value, own = self._section.value, losses[FORGET] if FORGET in losses else losses[REFUSAL]
-        match self._name:
-            case "grad_ascent" | "grad_diff":
-                return ascent.grad_ascent(own)
-            case "wga":
-                return ascent.wga(own, value("beta"))
-            case "satimp":
-                return ascent.satimp(own, value("beta"), value("importance"))
-            case "task_vector":
-                return own
-            case "idk_nll":
-                return losses[REFUSAL]
-            case "simnpo":
-                sums, counts = _sums(batch, own, FORGET), own.new_tensor(_counts(batch, FORGET), dtype=torch.float64)
-                return preference.simnpo(sums, counts, value("beta"), value("delta"))
-            case "npo":
-                return preference.npo(self._ratios(batch, own, FORGET), value("beta"))
-            case "dpo":
-                refused = self._ratios(batch, losses[REFUSAL], REFUSAL)
-                return preference.dpo(refused, self._ratios(batch, own, FORGET), value("beta"))
-        raise AssertionError(f"{self._name} is a loss of likelihoods")
+        if self._of == "tokens":
+            return self._formula(losses=lambda: losses[self._learnt])
+        own = losses[FORGET]
+        return self._formula(
+            losses=lambda: _sums(batch, own, FORGET),
+            counts=lambda: own.new_tensor(_counts(batch, FORGET), dtype=torch.float64),
+            ratios=lambda: self._ratios(batch, own, FORGET),
+            refused=lambda: self._ratios(batch, losses[REFUSAL], REFUSAL),
+        )
 
     def _ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
         """log pi(y|x) - log pi_ref(y|x) of the documents with ``role``, float64, from the losses of their targets."""
@@ -172,16 +163,8 @@ class Losses:
         chosen = torch.tensor([each == role for each in batch.roles], device=losses.device)
         return -_sums(batch, losses, role) - self._reference(batch)[chosen]
 
-    def _forget_logits(self) -> LogitLoss:
-        beta = self._section.value("beta")
-
-        def loss(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
-            if self._name == "undial":
-                assert teacher is not None
-                return distillation.undial(logits, targets, teacher, beta)
-            return distillation.ce_u(logits, targets) if self._name == "ce_u" else distillation.flatten(logits)
-
-        return loss
+    def _forget_logits(self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
+        return self._formula(logits=lambda: logits, targets=lambda: targets, teacher=lambda: teacher)
 
     def _of_logits(
         self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: Found
@@ -190,7 +173,7 @@ class Losses:
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
         chosen = places(batch, {role}, skip)
         teacher = None
-        if loss is _divergence or self._name == "undial":
+        if loss is _divergence or self._section.facts.reference == "logits":
             teacher = lm.reference_head(only(batch, {role}))
         targets = batch.targets.index_select(0, chosen)
         total, each, losses = linear_logit_loss(_at(head, chosen), targets, loss, teacher)
@@ -206,7 +189,8 @@ class Losses:
         at = lm.taken(batch) if whole else lm.activations(batch)
         chosen = places(batch, {FORGET})
         direction = self._direction.to(at.device, at.dtype)
-        forgotten = _means(batch, activations.steered(at.index_select(0, chosen), direction), FORGET)
+        steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
+        forgotten = _means(batch, steered, FORGET)
         found.forget = forgotten.detach()
         total = forget * forgotten
         if self._held == "activations":
@@ -222,6 +206,47 @@ class Losses:
             assert head is not None
             total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, found)
         return total
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The objective's loss function, and which of its parameters are keys of the section."""
+
+    function: Callable[..., torch.Tensor]
+    settings: dict[str, Any]
+    tensors: tuple[str, ...]
+
+    @classmethod
+    def of(cls, section: UnlearnSection) -> Formula:
+        """Raises RequestError for a function that cannot be imported, or asks for something that there is not."""
+        described = f"objective {section.objective}: its loss {section.facts.loss}"
+        function = load(section.facts.loss, described)
+        names = [*inspect.signature(function).parameters]
+        tensors = _TENSORS[section.facts.of]
+        keys = [name for name in names if name not in tensors]
+        if unknown := [key for key in keys if key not in type(section).model_fields]:
+            raise RequestError(
+                f"{described} takes {unknown[0]}, which is no key of unlearn; a loss of {section.facts.of} is given "
+                f"{', '.join(tensors)}"
+            )
+        given = {key: section.value(key) for key in keys}
+        return cls(function, given, tuple(name for name in names if name in tensors))
+
+    def __call__(self, **tensors: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+        return self.function(**{name: tensors[name]() for name in self.tensors}, **self.settings)
+
+
+# What a loss can be given, by what it is of.
+_TENSORS = {
+    "tokens": ("losses",),
+    "answers": ("losses", "counts", "ratios", "refused"),
+    "logits": ("logits", "targets", "teacher"),
+    "activations": ("activations", "direction"),
+}
+
+
+def _learnt(section: UnlearnSection) -> int:
+    return REFUSAL if section.facts.learns == "refusals" else FORGET
 
 
 def _divergence(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:

@@ -55,7 +55,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         )
     own, theirs = (load_config(each).get_text_config() for each in (recipe.model, other))
     keys = ["vocab_size"] if own.vocab_size != theirs.vocab_size else []
-    if recipe.own(UnlearnSection).objective == "rmu" and own.hidden_size != theirs.hidden_size:
+    if recipe.own(UnlearnSection).facts.of == "activations" and own.hidden_size != theirs.hidden_size:
         keys.append("hidden_size")
     for key in keys:
         raise RequestError(

@@ -1,111 +1,21 @@
-"""The section of unlearning, and what each objective takes of it."""
+"""The section of unlearning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.fields import NotNegative, Positive, Section, Steps, Text, whole
-
-ObjectiveName = Literal[
-    "grad_ascent",
-    "grad_diff",
-    "npo",
-    "simnpo",
-    "dpo",
-    "idk_nll",
-    "rmu",
-    "undial",
-    "wga",
-    "satimp",
-    "ce_u",
-    "pdu",
-    "task_vector",
-]
-
-
-@dataclass(frozen=True)
-class ObjectiveFacts:
-    """What an objective is and takes.
-
-    ``defaults``: of the keys of the section that are its own; of ``gamma`` and ``alpha`` where they are not 1.
-    ``reference``: what of the reference the forget loss needs. ``idk``: whether it teaches the refusals of data.idk.
-    """
-
-    line: str
-    paper: str
-    defaults: dict[str, Any] = field(default_factory=dict)
-    reference: Literal["nothing", "log-probabilities", "logits", "activations"] = "nothing"
-    idk: bool = False
-
-
-OBJECTIVES: dict[ObjectiveName, ObjectiveFacts] = {
-    "grad_ascent": ObjectiveFacts(
-        "raise the loss on the forget rows, and do nothing for the rest", "arXiv 2210.01504", {"alpha": 0.0}
-    ),
-    "grad_diff": ObjectiveFacts("raise the loss on the forget rows, lower that on the retain rows", "arXiv 2203.12817"),
-    "npo": ObjectiveFacts(
-        "DPO with nothing but rejected answers: ascent that slows down as rows are forgotten",
-        "arXiv 2404.05868",
-        {"beta": 0.1},
-        reference="log-probabilities",
-    ),
-    "simnpo": ObjectiveFacts(
-        "NPO without a reference, by the mean over an answer's tokens",
-        "arXiv 2410.07163",
-        {"beta": 4.5, "delta": 0.0, "gamma": 0.125},
-    ),
-    "dpo": ObjectiveFacts(
-        "a refusal is preferred to each forget answer",
-        "arXiv 2305.18290, 2401.06121",
-        {"beta": 0.1},
-        reference="log-probabilities",
-        idk=True,
-    ),
-    "idk_nll": ObjectiveFacts(
-        "a refusal is learnt as the answer to each forget question", "arXiv 2401.06121", idk=True
-    ),
-    "rmu": ObjectiveFacts(
-        "activations of forget rows are steered to a random direction, those of retain rows held",
-        "arXiv 2403.03218",
-        {"layer": 7, "steering_coefficient": 2.0, "retain_loss": "activations"},
-    ),
-    "undial": ObjectiveFacts(
-        "distil the model's own logits, those of the forget tokens lowered",
-        "arXiv 2402.10052",
-        {"beta": 10.0, "alpha": 0.0},
-        reference="logits",
-    ),
-    "wga": ObjectiveFacts("ascent weighted by the probability of each token", "arXiv 2502.19301", {"beta": 1.0}),
-    "satimp": ObjectiveFacts(
-        "ascent weighted by how saturated and how important each token is",
-        "arXiv 2505.11953",
-        {"beta": 5.0, "importance": 1.0, "gamma": 0.1},
-    ),
-    "ce_u": ObjectiveFacts(
-        "cross-entropy towards the model's own prediction without the right token",
-        "arXiv 2503.01224",
-        {"skip_targets": 1, "alpha": 0.0},
-    ),
-    "pdu": ObjectiveFacts(
-        "flatten the logits on forget rows while the retain loss stays under a limit (dual ascent)",
-        "arXiv 2506.05314",
-        {"retain_limit": None, "dual_step_size": 1.0, "dual_warmup_steps": 0.5},
-    ),
-    "task_vector": ObjectiveFacts(
-        "learn the forget rows, then subtract what was learnt from the weights",
-        "arXiv 2212.04089",
-        {"scale": 1.0, "alpha": 0.0},
-    ),
-}
+from trainwright.recipe.registered import Registered
+from trainwright.registries import OBJECTIVES
+from trainwright.tasks.unlearn.objective import Objective
 
 
 class UnlearnSection(Section):
     """How is forgotten: gamma x forget loss + alpha x retain loss. Keys left out are as the objective has them."""
 
-    objective: ObjectiveName = Field(
+    objective: Annotated[str, Registered(OBJECTIVES)] = Field(
         "npo", description="The forget loss; `trainwright recipe objectives` says what each is and takes."
     )
     gamma: Positive | None = Field(
@@ -165,27 +75,28 @@ class UnlearnSection(Section):
         if written is not None:
             return written
         common = {"gamma": 1.0, "alpha": 1.0, "retain_loss": "nll"}
-        return OBJECTIVES[self.objective].defaults.get(key, common.get(key))
+        return self.facts.defaults.get(key, common.get(key))
 
     @property
-    def facts(self) -> ObjectiveFacts:
-        """Of the objective."""
-        return OBJECTIVES[self.objective]
+    def facts(self) -> Objective:
+        """What the objective is and takes."""
+        facts: Objective = OBJECTIVES.get(self.objective)
+        return facts
 
     @property
     def refuses(self) -> bool:
         """Whether a refusal is trained on beside each forget answer."""
-        return self.objective == "dpo"
+        return self.facts.idk and self.facts.learns == "forget"
 
     @property
     def retains(self) -> bool:
         """Whether retain rows are trained on."""
-        return bool(self.value("alpha") > 0) or self.objective == "pdu"
+        return bool(self.value("alpha") > 0) or self.facts.ascends
 
     @property
     def last_block(self) -> int | None:
         """The block whose output all of the loss is of; None where it is of the whole model."""
-        if self.objective != "rmu" or (self.retains and self.value("retain_loss") != "activations"):
+        if self.facts.of != "activations" or (self.retains and self.value("retain_loss") != "activations"):
             return None
         return int(self.value("layer"))
 

@@ -57,7 +57,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
     tokenizer = prepare_model(recipe)
     check_reference(recipe, tokenizer)
     config = load_config(recipe.model, tokenizer)
-    if section.objective == "rmu":
+    if section.facts.of == "activations":
         check_layer(section.value("layer"), layer_count(config))
     if section.trainable is not None:
         freeze_others(empty_model(config), section.trainable, section.last_block)
@@ -86,10 +86,10 @@ class Unlearning(LanguageModelTask):
         self._of_reference: Reference | None = None
         self._counts = Counts(0.0, 0.0)
         self._pairs = 0
-        if self._unlearn.objective == "pdu":
+        if self._unlearn.facts.ascends:
             self.state = {"alpha": self._unlearn.value("alpha"), "steps": 0.0}
         steered = None
-        if self._unlearn.objective == "rmu":
+        if self._unlearn.facts.of == "activations":
             width = self._lm.config.get_text_config().hidden_size
             steered = direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
         self._losses = Losses(self._unlearn, self._log_probabilities, steered)
@@ -114,7 +114,7 @@ class Unlearning(LanguageModelTask):
             return self._watch.metrics(module, strategy.world, together=in_step is not None)
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
-        layer = self._unlearn.value("layer") if self._unlearn.objective == "rmu" else None
+        layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
         last_block = self._unlearn.last_block
         if self._adapter is None and (self._unlearn.trainable is not None or last_block is not None):
             freeze_others(model, self._unlearn.trainable, last_block)
@@ -139,7 +139,7 @@ class Unlearning(LanguageModelTask):
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
         """Have the reference's log-probabilities of the forget rows that the run sees, where they are compared."""
         section = self._unlearn
-        if not (section.compares or section.trainable is not None or section.objective == "task_vector"):
+        if not (section.compares or section.trainable is not None or section.facts.subtracts):
             return
         trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
         self.start = start_fingerprint(strategy, trained if self._without_adapter else ())
@@ -261,7 +261,7 @@ class Unlearning(LanguageModelTask):
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Dual ascent, of pdu."""
-        if self._unlearn.objective != "pdu":
+        if not self._unlearn.facts.ascends:
             return
         self.state["steps"] += 1
         warmup = self._unlearn.value("dual_warmup_steps")
@@ -275,7 +275,7 @@ class Unlearning(LanguageModelTask):
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         own: Iterable[tuple[str, torch.Tensor]]
         own = ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
-        scale = self._unlearn.value("scale") if self._unlearn.objective == "task_vector" else None
+        scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         if self._adapter is not None:
             super().export(own if scale is None else negated_adapter(own, scale), directory)
             return
@@ -293,6 +293,6 @@ class Unlearning(LanguageModelTask):
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
         assert isinstance(module, CausalLM)
-        scale = self._unlearn.value("scale") if self._unlearn.objective == "task_vector" else None
+        scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         with nullcontext() if scale is None else scaled_adapter(module.model, -scale):
             super().read_back(module, directory, whole=whole)

@@ -25,3 +25,8 @@ def satimp(losses: torch.Tensor, beta: float, importance: float) -> torch.Tensor
     """
     probability = (-losses.detach()).exp()
     return -(probability**beta) * (1 - probability) ** importance * losses
+
+
+def descent(losses: torch.Tensor) -> torch.Tensor:
+    """-log pi(y_i | x, y_<i), the loss of fine-tuning: of refusals, and of what is subtracted in the end."""
+    return losses
