@@ -1,3 +1,44 @@
-"""Trainwright: a recipe and some machines in, a finished and checked training run out."""
+"""Trainwright: a recipe and some machines in, a finished and checked training run out.
+
+    import trainwright as tw
+
+    run = tw.train("recipe.yaml", "train.max_steps=100", progress=True)
+
+Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.api import Plan, Recipe, Run, plan, resume, train
+    from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
 
 __version__ = "0.1.0"
+__all__ = [
+    "MachineError",
+    "Plan",
+    "Recipe",
+    "RequestError",
+    "Run",
+    "Stopped",
+    "TrainingError",
+    "TrainwrightError",
+    "plan",
+    "resume",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = "trainwright.errors" if name.endswith(("Error", "Stopped")) else "trainwright.api"
+    return globals().setdefault(name, getattr(import_module(module), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

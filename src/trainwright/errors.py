@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 EXIT_FINISHED = 0
 EXIT_REQUEST = 2
 EXIT_MACHINE = 3
@@ -31,6 +36,24 @@ class TrainingError(TrainwrightError):
     """Training began and failed. The message names the rank and the first error."""
 
     exit_code = EXIT_TRAINING
+
+
+class Stopped(TrainwrightError):
+    """A stop was requested. The message says what was kept; ``run`` is the run's directory, where there is one."""
+
+    exit_code = EXIT_STOPPED
+    run: Path | None = None
+
+    def __init__(self, message: str = "stopped before the first step; nothing was kept") -> None:
+        super().__init__(message)
+
+
+def error_of(exit_code: int, message: str) -> TrainwrightError:
+    """The error of the class that ``exit_code`` stands for."""
+    kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, Stopped)}
+    error = kinds.get(exit_code, TrainingError)(message)
+    error.exit_code = exit_code
+    return error
 
 
 class Interrupted(BaseException):

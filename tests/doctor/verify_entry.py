@@ -22,7 +22,8 @@ def on_a_machine_with(memory: int, recipe: str, overrides: Sequence[str], output
     machine = replace(detect(), memory_bytes=memory, gpus=())
     with Path(output).open("w") as stream:
         try:
-            return verify(resolve(load_recipe(Path(recipe), overrides), machine).recipe, machine, 2, prepare, stream)
+            recipe_here = resolve(load_recipe(Path(recipe), overrides), machine).recipe
+            return int(not verify(recipe_here, machine, 2, prepare, stream).is_same)
         except MachineError as error:
             stream.write(str(error))
             return 0

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError
+from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError, TrainwrightError
 from trainwright.launch.process import console, preload_libraries, run_in_child, set_fresh, stop_requested
 from trainwright.launch.stop import Stopping
 
@@ -124,7 +124,11 @@ def main(kind: str, count: str, directory: str) -> int:
         if kind == "collect":  # what the first launch leaves behind is there when the second one forks
             gc.disable()
             launch(functools.partial(entry, "finish", logs), processes=processes, logs=logs, stopping=stopping)
-        code = launch(functools.partial(entry, kind, logs), processes=processes, logs=logs, stopping=stopping)
+        try:
+            code = launch(functools.partial(entry, kind, logs), processes=processes, logs=logs, stopping=stopping)
+        except TrainwrightError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = error.exit_code
         print(f"launched from {before} threads")
         return code
 

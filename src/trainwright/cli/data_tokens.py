@@ -45,7 +45,7 @@ def tokenize(
     """
     from trainwright.data.pretraining import identity_of
     from trainwright.data.tokenize import tokenize as write
-    from trainwright.launch.process import Stopped
+    from trainwright.errors import Stopped
     from trainwright.machine.detect import detect
     from trainwright.models.load import load_tokenizer
     from trainwright.recipe.data_schema import SourceSection

@@ -111,8 +111,8 @@ def evaluate(
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
+    from trainwright.api.workers import dtype_name, in_processes, process_count, work_directory
     from trainwright.cli.evaluate_agent import evaluate_agent, may_be_agent
-    from trainwright.cli.workers import dtype_name, in_processes, process_count, work_directory
     from trainwright.evaluation.asked import Asked
     from trainwright.launch.environment import refuse_worker
     from trainwright.machine.detect import detect
@@ -217,7 +217,7 @@ def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None
 
 
 def _entry(asked: Asked, work: Path, world: World) -> None:
-    from trainwright.cli.workers import counted
+    from trainwright.api.workers import counted
 
     import_module(_module(asked)).work_on(asked, work, world, functools.partial(counted, world))
 

@@ -44,7 +44,7 @@ def evaluate_agent(
         return False
     if unread := [name for name, value in of_texts.items() if value]:
         raise RequestError(f"{unread[0]}: has no effect, as {model} acts in an environment and reads no texts")
-    from trainwright.cli.workers import in_processes, process_count, work_directory
+    from trainwright.api.workers import in_processes, process_count, work_directory
     from trainwright.machine.detect import detect
 
     machine = detect()

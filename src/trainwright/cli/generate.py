@@ -90,7 +90,7 @@ def generate(
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
-    from trainwright.cli.workers import dtype_name, process_count
+    from trainwright.api.workers import dtype_name, process_count
     from trainwright.launch.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
@@ -186,7 +186,7 @@ def _say(text: str) -> None:
 
 
 def _answer_file(asked: _Asked, machine: Machine, processes: int) -> None:
-    from trainwright.cli.workers import in_processes, work_directory
+    from trainwright.api.workers import in_processes, work_directory
 
     assert asked.out is not None
     with work_directory("generate") as work:
@@ -238,7 +238,7 @@ def _prepare(asked: _Asked, machine: Machine, processes: int, work: Path) -> Non
 
 def _answer(asked: _Asked, work: Path, world: World) -> None:
     """This rank's share of the answers; rank 0 writes all of them, or nothing."""
-    from trainwright.cli.workers import counted
+    from trainwright.api.workers import counted
     from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import answer_all
     from trainwright.inference.finding import Found

@@ -78,7 +78,8 @@ def main() -> None:
         app()
     except TrainwrightError as error:
         said = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
-        say(said, file=sys.stderr)
+        for line in (said, *getattr(error, "__notes__", ())):
+            say(line, file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
         # Not foreseen, so a fault of ours: the traceback is what a report of it needs.

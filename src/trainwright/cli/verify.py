@@ -10,7 +10,7 @@ import typer
 
 from trainwright.activity import Activity, doing
 from trainwright.cli.recipe import Overrides, RecipeFile
-from trainwright.errors import RequestError
+from trainwright.errors import EXIT_TRAINING, RequestError
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
@@ -48,7 +48,8 @@ def verify(
         from trainwright.doctor.verify import verify as compare
         from trainwright.worker import prepare
 
-    raise typer.Exit(compare(resolved, machine, steps, prepare, sys.stdout))
+    if not compare(resolved, machine, steps, prepare, sys.stdout).is_same:
+        raise typer.Exit(EXIT_TRAINING)
 
 
 def _meaning(file: Path, words: list[str]) -> Meaning:

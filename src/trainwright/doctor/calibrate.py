@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import EXIT_FINISHED, MachineError
-from trainwright.launch.process import Stopped, preload_libraries
+from trainwright.errors import MachineError, Stopped, TrainwrightError
+from trainwright.launch.process import preload_libraries
 from trainwright.launch.stop import Stopping
 from trainwright.machine.calibration import Calibration, Setting, versions
 from trainwright.machine.detect import Machine
@@ -105,16 +105,17 @@ def _in_processes(
     output = work / "samples.json"
     work.mkdir()
     with _environment(OMP_NUM_THREADS=threads):
-        code = launch(
-            functools.partial(measure, machine.device, ends, output),
-            processes=count,
-            logs=work / "logs",
-            stopping=stopping,
-        )
+        try:
+            launch(
+                functools.partial(measure, machine.device, ends, output),
+                processes=count,
+                logs=work / "logs",
+                stopping=stopping,
+            )
+        except TrainwrightError as error:
+            raise MachineError(f"measuring failed in one of {count} processes: {error}") from error
     if stopping.requested:
         raise Stopped("stopped; nothing was measured to the end, and nothing was kept")
-    if code != EXIT_FINISHED:
-        raise MachineError(f"measuring failed in one of {count} processes, as told above")
     found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return found
 

@@ -36,6 +36,11 @@ class Comparison:
             raise ValueError(f"{runs[0]} has {len(one)} steps and {runs[1]} has {len(other)}")
         return cls(names, tuple(zip(one, other, strict=True)), tolerance)
 
+    @property
+    def is_same(self) -> bool:
+        """Whether the runs are the same, within the tolerance."""
+        return self.parting() is None
+
     def worst(self, field: str) -> float:
         """Largest relative difference of a field over the steps."""
         return max(difference(one[field], other[field]) for one, other in self.steps)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from trainwright.activity import Activity
 from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.doctor.fitting import fitting_model
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
+from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child, stop_requested
 from trainwright.launch.stop import Stopping
@@ -52,23 +52,21 @@ class Side:
         return _processes(self.recipe)
 
 
-def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path], None], out: TextIO) -> int:
+def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path], None], out: TextIO) -> Comparison:
     """Compare the first steps of a resolved recipe with those of the same recipe on one process, on ``out``.
 
     Args:
         prepare: makes what the workers of a run directory need, in a process of its own.
 
-    Returns:
-        The exit code: finished when they are the same, training failed when they part or either side fails.
-
     Raises:
         RequestError: the recipe runs on one process already.
         MachineError: the machine cannot run either side.
+        TrainingError: either side failed; what both wrote is kept.
+        Stopped: a stop was requested.
     """
     reference = reference_of(recipe)
     limit_threads(machine.cpu_cores, _processes(recipe))
-    directory = Path(tempfile.mkdtemp(prefix="trainwright-verify-"))
-    code = EXIT_FINISHED
+    directory, kept = Path(tempfile.mkdtemp(prefix="trainwright-verify-")), False
     try:
         with Stopping(_say_stopping) as stopping:
             with Activity(sys.stderr, "importing torch and transformers"):
@@ -83,19 +81,16 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
                 Side(_name(each), each.model_copy(update={"model": model}), directory / place)
                 for each, place in ((reference, "reference"), (recipe, "chosen"))
             ]
-            for side in sides:
-                code = _rehearse(side, steps, stopping)
-                if code == EXIT_FINISHED and stopping.requested:
-                    code = EXIT_STOPPED
-                if code == EXIT_STOPPED:
-                    say("stopped; nothing is compared and nothing was kept", file=sys.stderr)
-                if code != EXIT_FINISHED:
-                    return code
+            try:
+                for side in sides:
+                    _rehearse(side, steps, stopping)
+            except TrainwrightError as error:
+                if kept := error.exit_code == EXIT_TRAINING:  # its message names a log
+                    error.add_note(f"what both sides wrote is kept in {directory}")
+                raise
         return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)
     finally:
-        if code == EXIT_TRAINING:  # the failure that was told names a log in it
-            say(f"what both sides wrote is kept in {directory}", file=sys.stderr)
-        else:
+        if not kept:
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -147,13 +142,15 @@ def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callabl
     (directory / "model.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _rehearse(side: Side, steps: int, stopping: Stopping) -> int:
+def _rehearse(side: Side, steps: int, stopping: Stopping) -> None:
     from trainwright.launch.local import launch
 
     side.run.mkdir()
     run_directory.record(side.run, dump_recipe(side.recipe), side.name, [])
     entry = functools.partial(_work, side, steps)
-    return launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
+    code = launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
+    if code == EXIT_STOPPED or stopping.requested:
+        raise Stopped("stopped; nothing is compared and nothing was kept")
 
 
 def _work(side: Side, steps: int) -> int:
@@ -203,13 +200,13 @@ def _say_stopping(_: str) -> None:
     os.write(2, b"\nstopping after this step\n")
 
 
-def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> int:
+def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> Comparison:
     one, other = sides
     compared = Comparison.of_runs((one.name, other.name), (one.run, other.run), tolerance)
     say(file=out)
     compared.show(out)
     say(compared.verdict(), file=out)
-    return EXIT_FINISHED if compared.parting() is None else EXIT_TRAINING
+    return compared
 
 
 def _processes(recipe: Recipe) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -34,6 +33,8 @@ from trainwright.engine.manifest import (
     CheckpointError,
     Manifest,
     check_tensors,
+    checkpoint_path,
+    checkpoints_in,
     open_inside,
     read_state,
     seal_of,
@@ -66,7 +67,7 @@ class Checkpoints:
         self._known: dict[int, tuple[_Stamps, bool]] = {}
 
     def path(self, step: int) -> Path:
-        return self._directory / f"step-{step:08d}"
+        return checkpoint_path(self._directory, step)
 
     def save(self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str) -> Saved:
         """Write the checkpoint of ``step``; ``state`` is the same on every rank.
@@ -143,9 +144,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint has its place taken, ascending. What is there may still fail its verification."""
-        names = self._directory.iterdir() if self._directory.is_dir() else ()
-        found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
-        return sorted(step for match in found if match and self.path(step := int(match[1])).name == match[0])
+        return sorted(checkpoints_in(self._directory))
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and why each newer one was refused."""

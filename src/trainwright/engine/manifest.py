@@ -75,6 +75,19 @@ class Manifest:
         return self._shapes.get(file, {})
 
 
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` lies in the ``directory`` of all."""
+    return directory / f"step-{step:08d}"
+
+
+def checkpoints_in(directory: Path) -> dict[int, Path]:
+    """The checkpoints by step, ascending, whether they verify or not; empty where there is no such directory."""
+    names = directory.iterdir() if directory.is_dir() else ()
+    found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
+    steps = sorted(step for one in found if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
+    return {step: checkpoint_path(directory, step) for step in steps}
+
+
 def seal_of(manifest: dict[str, Any]) -> str:
     """The manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()

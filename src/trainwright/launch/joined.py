@@ -19,12 +19,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, MachineError, TrainingError, TrainwrightError
+from trainwright.errors import (
+    EXIT_REQUEST,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    MachineError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
 from trainwright.launch import run_directory
 from trainwright.launch.environment import Environment, read_environment
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import (
-    Stopped,
     die_with_parent,
     enter_process,
     limit_threads,

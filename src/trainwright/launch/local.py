@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError, error_of
 from trainwright.launch import oom_killer, stop
 from trainwright.launch.answering import Answering
 from trainwright.launch.failure import (
@@ -50,7 +50,6 @@ from trainwright.launch.process import enter_process, forking, threads_allowed
 from trainwright.launch.relaunch import Relaunch
 from trainwright.launch.rendezvous import LOOPBACK, host_store
 from trainwright.launch.stop import START_METHOD, Stopping
-from trainwright.text import say
 
 _MONITOR_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 10
@@ -67,12 +66,15 @@ def launch(
     nodes: Nodes | None = None,
     relaunch: Relaunch | None = None,
 ) -> int:
-    """Run `entry` in `processes` workers here and return the exit code of the whole, having told of a failure.
+    """Run `entry` in `processes` workers here; EXIT_FINISHED or EXIT_STOPPED.
 
     `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked
     (not Linux) it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json
     for a worker that raised. `stopping` is entered by the caller. With `nodes`, as many workers run on each.
     `relaunch` decides what follows when memory ran out; without it the launch ends.
+
+    Raises:
+        TrainwrightError: of the first failure, of the class that its exit code stands for.
     """
     for number in itertools.count():
         ended = launch_once(entry, processes=processes, logs=logs, stopping=stopping, nodes=nodes, number=number)
@@ -80,8 +82,8 @@ def launch(
             return ended
         fault = _decide(ended, stopping, nodes, relaunch)
         if fault is None or relaunch is None:
-            _tell(ended.message)
-            return ended.exit_code
+            _show_cursor()
+            raise error_of(ended.exit_code, ended.message)
         entry = relaunch.resumed(fault)
     raise AssertionError("launches are counted without end")
 
@@ -95,7 +97,7 @@ def launch_once(
     nodes: Nodes | None = None,
     number: int = 0,
 ) -> int | Failure:
-    """As `launch`, but a failure is returned and not told, whatever it was. `number` counts the launches of a run."""
+    """As `launch`, but a failure is returned, whatever it was. `number` counts the launches of a run."""
     logs.mkdir(parents=True, exist_ok=True)
     first = processes * nodes.index if nodes else 0
     ranks = range(first, first + processes)
@@ -120,8 +122,8 @@ def launch_once(
             return _joint_code([int(code or 0) for code in codes.values()] + others)
     except NodesLost:
         codes = codes or rendezvous.exit_codes(first)
-    except SignalException:
-        return EXIT_STOPPED if stopping.killed else EXIT_TRAINING
+    except SignalException as ending:
+        return EXIT_STOPPED if stopping.killed else Failure(str(ending), EXIT_TRAINING)
     out_of_memory = oom_killer.kills() > killed_for_memory
     records = error_records(logs, ranks) | slot_records(slots)
     if nodes is None:
@@ -381,11 +383,10 @@ class _QuietFile(logging.FileHandler):
             super().close()
 
 
-def _tell(message: str) -> None:
-    # A worker that drew a progress bar has hidden the cursor and may have been killed since.
+def _show_cursor() -> None:
+    """A worker that drew a progress bar has hidden it and may have been killed since."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")
-    say(f"error: {message}", file=sys.stderr)
 
 
 def _started_as(worker: multiprocessing.process.BaseProcess) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from trainwright import __version__
-from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, TrainwrightError
+from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.launch import rendezvous, run_directory
 from trainwright.launch.failure import Failure, first_failure
 from trainwright.launch.identity import job_of
@@ -97,8 +97,6 @@ class Nodes:
 
         def patient() -> None:
             if stopping.flag.value:
-                from trainwright.launch.process import Stopped
-
                 raise Stopped()
 
         def let_in() -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.engine.halving import halved, with_rows
-from trainwright.errors import EXIT_FINISHED, MachineError
+from trainwright.errors import EXIT_FINISHED, MachineError, Stopped
 from trainwright.launch import run_directory
 from trainwright.launch.oom_killer import be_killed_first
-from trainwright.launch.process import Stopped, stop_requested
+from trainwright.launch.process import stop_requested
 from trainwright.launch.stop import Stopping
 from trainwright.machine.cache import cache_root
 from trainwright.observe.reader import read_events

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainwright import errors
-from trainwright.errors import EXIT_STOPPED, TrainingError, TrainwrightError
+from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.oom_killer import be_killed_first
 from trainwright.launch.stop import (
     START_METHOD,
@@ -34,7 +34,6 @@ from trainwright.launch.stop import (
 )
 
 __all__ = [
-    "Stopped",
     "console",
     "die_with_parent",
     "enter_process",
@@ -50,15 +49,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 _console: TextIO | None = None
-
-
-class Stopped(TrainwrightError):
-    """The run was asked to stop before its first step."""
-
-    exit_code = EXIT_STOPPED
-
-    def __init__(self, message: str = "stopped before the first step; nothing was kept") -> None:
-        super().__init__(message)
 
 
 def console() -> TextIO | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -30,7 +31,7 @@ def run_program(command: Sequence[str], *, one_of_many: bool = False, **options:
     Raises:
         FileNotFoundError: there is no such program.
     """
-    with _passing_on() as (programs, requested):
+    with passing_on() as (programs, requested):
         process = started(command, **options)
         programs.append(process)
         code = process.wait()
@@ -54,8 +55,11 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 @contextmanager
-def _passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
-    """While entered, stop signals to this process go to the programs in the first list and into the second one."""
+def passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
+    """While entered, stop signals to this process go to the programs in the first list and into the second one.
+
+    In another thread than the main one signals cannot be had, and stay as they are.
+    """
     programs: list[subprocess.Popen[Any]] = []
     requested: list[int] = []
 
@@ -66,7 +70,8 @@ def _passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
         for program in programs:
             program.send_signal(number)
 
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS} if in_main else {}
     for number, handler in previous.items():
         if handler != signal.SIG_IGN:  # nohup
             signal.signal(number, pass_on)

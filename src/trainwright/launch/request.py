@@ -16,6 +16,7 @@ from trainwright.machine.detect import Machine
 from trainwright.planning.processes import choose_processes, with_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.yaml_text import Tree
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
@@ -37,38 +38,58 @@ class Request:
 
 
 def read_request(arguments: list[str], resume: str | None, meaning: Meaning | None = None) -> Request:
-    """Read RECIPE and section.key=value, with the meaning of an Accelerate file between the two.
+    """Read RECIPE and section.key=value, as a command line has them; see `request_of`."""
+    recipe, overrides = split_words(arguments)
+    return request_of(recipe, overrides, resume, meaning)
+
+
+def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The recipe's file and the overrides among the words of a command line. Raises RequestError for two files."""
+    files = [a for a in arguments if "=" not in a]
+    if len(files) > 1:
+        raise RequestError(f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value")
+    return Path(files[0]) if files else None, [a for a in arguments if "=" in a]
+
+
+def request_of(
+    recipe: Path | Tree | None, overrides: list[str], resume: str | None, meaning: Meaning | None = None
+) -> Request:
+    """The request for ``recipe``, with the meaning of an Accelerate file between it and its ``overrides``.
 
     `resume` is None for a new run, else the run's directory, or "" for the recipe's newest run. Raises
     RequestError.
     """
-    files = [a for a in arguments if "=" not in a]
-    overrides = [a for a in arguments if "=" in a]
-    if len(files) > 1:
-        raise RequestError(f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value")
-    if not files and not resume:
+    if recipe is None and not resume:
         raise RequestError("no recipe given; for instance: trainwright train recipes/sft/tiny.yaml")
-    path = Path(files[0]) if files else None
     if resume is None:
-        assert path is not None
-        overrides, reasons = _under(overrides, meaning, path, resumed=False)
-        return Request(load_recipe(path, overrides), run_directory.stem_of(path), None, reasons)
-    run = _run_of(resume, path, overrides)
+        assert recipe is not None
+        overrides, reasons = _under(overrides, meaning, recipe, resumed=False)
+        return Request(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
+    run = _run_of(resume, recipe, overrides)
     own = run / run_directory.RECIPE
-    overrides, reasons = _under(overrides, meaning, path or own, resumed=path is None)
-    goes_on = continued(run, path, overrides)
+    overrides, reasons = _under(overrides, meaning, recipe or own, resumed=recipe is None)
+    goes_on = continued(run, recipe, overrides)
     everything = tuple(dict.fromkeys((*goes_on.reasons, *reasons)))
     return Request(goes_on.recipe, run_directory.stem_of(own), run, everything, goes_on.chosen)
 
 
-def _run_of(resume: str, path: Path | None, overrides: list[str]) -> Path:
+def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
     """The run that --resume means: the one named, that of its own recipe, or the recipe's newest."""
-    if path is None or resume:
+    if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
-    asked = load_recipe(path, overrides)
-    return run_directory.run_of(path) or run_directory.find(
-        "", asked.logging.run_directory, run_directory.stem_of(path)
-    )
+    asked, file = load_recipe(recipe, overrides), _file(recipe)
+    own = None if file is None else run_directory.run_of(file)
+    return own or run_directory.find("", asked.logging.run_directory, _stem_of(recipe))
+
+
+def _stem_of(recipe: Path | Tree) -> str:
+    """What runs of a recipe are named after."""
+    file = _file(recipe)
+    return "recipe" if file is None else run_directory.stem_of(file)
+
+
+def _file(recipe: Path | Tree) -> Path | None:
+    return recipe.file if isinstance(recipe, Tree) else recipe
 
 
 def for_started(request: Request, processes: int, launcher: str) -> Request:
@@ -168,7 +189,7 @@ def is_bare_resume(following: str | None) -> bool:
 
 
 def _under(
-    overrides: list[str], meaning: Meaning | None, path: Path, *, resumed: bool
+    overrides: list[str], meaning: Meaning | None, path: Path | Tree, *, resumed: bool
 ) -> tuple[list[str], tuple[str, ...]]:
     if meaning is None:
         return overrides, ()

@@ -53,7 +53,7 @@ class Continued(NamedTuple):
     chosen: tuple[str, ...]
 
 
-def continued(run: Path, path: Path | None, overrides: Sequence[str]) -> Continued:
+def continued(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> Continued:
     """The run's own recipe with what ``overrides`` and, where one was named, the recipe at ``path`` change of it.
 
     A value that the recipe leaves to auto is the run's; an override with auto has it chosen anew.
@@ -184,7 +184,7 @@ def _value(tree: Tree, path: KeyPath) -> object:
     return section.get(path[1], "auto") if isinstance(section, dict) else "auto"
 
 
-def _refuse(run: Path, path: Path | None, changes: list[_Change]) -> None:
+def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None:
     if not changes:
         return
     resume = f"trainwright train --resume {run}"

@@ -24,7 +24,7 @@ class LoadedRecipe(NamedTuple):
     origins: Mapping[KeyPath, Origin]
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at ``path`` with ``overrides`` (``section.key=value``, the value in YAML) over it.
 
     Raises RequestError with every problem found, a line each: the file and line (or the override), the key,
@@ -38,12 +38,16 @@ def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
     return checked(read_merged(None, overrides), Origin(name)).recipe
 
 
-def load_with_origins(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_with_origins(path: Path | Tree, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """As load_recipe, and says where each value comes from."""
-    tree = read_merged(path, overrides)
+    return loaded(read_merged(path, overrides))
+
+
+def loaded(tree: Tree) -> LoadedRecipe:
+    """The recipe of a tree that was read. Raises RequestError as load_recipe does."""
     if "objectives" in tree.values and "task" not in tree.values:
-        raise RequestError(f"{path}: is a study of unlearning and no recipe; run trainwright unlearn-study {path}")
-    return checked(tree, Origin(str(path)))
+        raise RequestError(f"{tree}: is a study of unlearning and no recipe; run trainwright unlearn-study {tree}")
+    return checked(tree, Origin(str(tree)))
 
 
 def checked(tree: Tree, file: Origin) -> LoadedRecipe:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 from trainwright.errors import RequestError
@@ -31,15 +32,32 @@ _MOST_INCLUDED, _DEEPEST_INCLUDE = 100, 20
 _IN_ONE_WORD: dict[KeyPath, str] = {("model", "adapter"): "type"}
 
 
-def read_merged(path: Path | None, overrides: Sequence[str]) -> Tree:
-    """Merge ``path`` over what it includes, and ``overrides`` (``section.key=value``) over both; None: no file.
+def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
+    """Merge a file over what it includes, and ``overrides`` (``section.key=value``) over both.
+
+    Args:
+        source: the file, or a tree that was read before and stays as it is; None for overrides alone.
 
     Raises RequestError where a file cannot be read or is not YAML, or an override is malformed.
     """
-    tree = Tree() if path is None else _read_file(path, (), [])
+    if isinstance(source, Tree):
+        tree = Tree(deepcopy(source.values), dict(source.origins), list(source.problems), source.file)
+    else:
+        tree = Tree() if source is None else _read_file(source, (), [])
+        tree.file = source
     for override in overrides:
         _merge(tree, *_read_override(override))
     return tree
+
+
+def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
+    """``tree`` with ``values`` over it, by section and key, as arguments of a call have them."""
+    base, over = read_merged(tree, ()), Tree(dict(values))
+    for section, keys in values.items():
+        origin = Origin(f"argument {section}")
+        over.origins |= {(section, key): origin for key in keys} if isinstance(keys, dict) else {(section,): origin}
+    _merge(base, over, 2)
+    return base
 
 
 def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -44,11 +45,19 @@ class Problem(NamedTuple):
 
 @dataclass
 class Tree:
-    """A mapping read from YAML, where each of its keys was written, and what was wrong with the text."""
+    """A mapping read from YAML, where each of its keys was written, and what was wrong with the text.
+
+    ``file``: what it was read from; None for values that no file has.
+    """
 
     values: dict[Any, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        """Its name in messages."""
+        return "recipe" if self.file is None else str(self.file)
 
 
 def parse_mapping(text: str, source: str) -> Tree:

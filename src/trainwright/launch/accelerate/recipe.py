@@ -63,7 +63,7 @@ def meaning_here(
     return meaning
 
 
-def join(meaning: Meaning, recipe: Path | None, overrides: Sequence[str], *, resumed: bool = False) -> Joined:
+def join(meaning: Meaning, recipe: Path | Tree | None, overrides: Sequence[str], *, resumed: bool = False) -> Joined:
     """Put the meaning of a file over the recipe at ``recipe`` and under the user's ``overrides``.
 
     A key the recipe leaves to auto, or to its default, is the file's to set; another value gives way to the

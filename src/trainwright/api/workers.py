@@ -1,4 +1,4 @@
-"""A command's work in one process a device: prepared once, then shared out. Nothing is kept of what is stopped."""
+"""Work in one process a device: prepared once, then shared out. Nothing is kept of what is stopped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity, doing
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
+from trainwright.errors import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    MachineError,
+    RequestError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import Stopped, console, limit_threads, preload_libraries, run_in_child
+from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child
 from trainwright.launch.stop import Stopping
 from trainwright.machine.accelerators import refuse_unusable
-from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.inference.batching import Done
@@ -54,9 +62,9 @@ def work_directory(command: str) -> Iterator[Path]:
     kept = False
     try:
         yield directory
-    except _WorkerFailed:
+    except _WorkerFailed as error:
         kept = True
-        say(f"what the processes wrote is kept in {directory}", file=sys.stderr)
+        error.add_note(f"what the processes wrote is kept in {directory}")
         raise
     finally:
         if not kept:
@@ -72,13 +80,13 @@ def in_processes(
     processes: int,
     work: Path,
 ) -> None:
-    """Run ``prepare`` once, then ``entry`` in every process; a failure has been told when this raises.
+    """Run ``prepare`` once, then ``entry`` in every process.
 
     Args:
         modules: what they import, to be imported once for all.
 
     Raises:
-        TrainwrightError: of ``prepare``; or SystemExit with the code of a process that failed, having told why.
+        TrainwrightError: of ``prepare``, or of the process that failed first.
     """
     from functools import partial
     from importlib import import_module
@@ -94,16 +102,19 @@ def in_processes(
             run_in_child(partial(_prepare, prepare), work / "prepare.log", stopping)
             from trainwright.launch.local import launch
 
-            code = launch(partial(_work, entry), processes=processes, logs=work / "logs", stopping=stopping)
+            try:
+                code = launch(partial(_work, entry), processes=processes, logs=work / "logs", stopping=stopping)
+            except TrainwrightError as error:
+                if error.exit_code != EXIT_TRAINING:
+                    raise
+                raise _WorkerFailed(str(error)) from error
     except KeyboardInterrupt:
         code = EXIT_STOPPED
     if code == EXIT_STOPPED:
         raise Stopped("stopped; nothing was written")
-    if code != EXIT_FINISHED:
-        raise _WorkerFailed(code) if code == EXIT_TRAINING else SystemExit(code)
 
 
-class _WorkerFailed(SystemExit):
+class _WorkerFailed(TrainingError):
     pass
 
 

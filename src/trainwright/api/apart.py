@@ -1,0 +1,103 @@
+"""A call that is made in a process of its own, started for it.
+
+Training, evaluating and the like fork workers, limit threads, send output to logs and answer to signals. A script or a
+notebook may have torch's threads and a GPU in use, an event loop running, and its output replaced; none of that is
+touched. The other process does not import the script, so that needs no ``if __name__ == "__main__"``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainwright.errors import TrainingError
+from trainwright.launch.program import passing_on
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from trainwright.api.apart import serve; serve(*sys.argv[2:])"
+)
+
+
+def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -> T:
+    """Call ``function(*arguments)`` in a process of its own; return or raise what it does.
+
+    Stop signals to this process go to that one, which decides what they mean. When this process is killed, it is told
+    to stop (on Linux).
+
+    Args:
+        function: of a module. It, its arguments and what it returns are pickled.
+        progress: show what it prints.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainwright-call-") as scratch:
+        call, answer = Path(scratch, "call"), Path(scratch, "answer")
+        call.write_bytes(pickle.dumps((function, arguments)))
+        command = [sys.executable, "-c", _CODE, json.dumps(sys.path), str(call), str(answer), str(os.getpid())]
+        with passing_on() as (programs, requested):
+            process = _started(command, progress)
+            programs.append(process)
+            for line in process.stdout or ():
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            code = process.wait()
+        found: tuple[Any, BaseException | None] = (None, None)
+        if answer.exists():
+            found = pickle.loads(answer.read_bytes())
+        result, error = found
+        if error is not None:
+            raise error from None
+        if requested:  # it ended all the same, by the signal or before it came
+            signal.raise_signal(requested[0])
+        if not answer.exists():
+            raise TrainingError(f"the process of {function.__name__} ended with exit code {code} and no message")
+        return result
+
+
+def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "text": True, "encoding": "utf-8", "errors": "replace"}
+    if not progress:
+        options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    elif sys.stdout is not sys.__stdout__:  # a notebook's, or somebody's who keeps it
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
+    return subprocess.Popen(command, **options)
+
+
+def serve(call: str, answer: str, parent: str) -> None:
+    """Make the call that ``apart`` has written down, and write the answer."""
+    _stop_with(int(parent))
+    function, arguments = pickle.loads(Path(call).read_bytes())
+    result = error = None
+    try:
+        result = function(*arguments)
+    except (Exception, KeyboardInterrupt) as raised:
+        error = raised
+    try:
+        content = pickle.dumps((result, error))
+    except Exception:
+        said = "".join(traceback.format_exception(error)) if error is not None else traceback.format_exc()
+        content = pickle.dumps((None, TrainingError(said)))
+    file = Path(answer)
+    file.with_name("part").write_bytes(content)
+    file.with_name("part").rename(file)
+
+
+def _stop_with(parent: int) -> None:
+    """Get SIGTERM when the process that waits for the answer dies, however it dies (prctl(2))."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,220 @@
+"""Planning: what fits, how fast it is and why, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.api.recipe import Recipe, source_of
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.planning.facts import Facts
+    from trainwright.planning.plan import Plan as Details
+    from trainwright.recipe import schema
+
+ONE = "plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B"
+_TOKENS = 2048  # of a row of a model by itself
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe becomes on a machine; ``str()`` of it is what ``trainwright plan`` prints.
+
+    Attributes:
+        details: the chosen candidate, all others, and what they are expected to need.
+        budget: tokens to train on, where a budget was asked for, and the ``price`` of an hour of a device.
+    """
+
+    details: Details
+    budget: float | None = None
+    price: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything fits. If nothing does, this is the plan that comes nearest."""
+        return self.details.fits
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why each value was chosen: ``key value: why``."""
+        return self.details.reasons
+
+    @property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """What takes the place of ``auto``, by section and key of a recipe."""
+        return self.details.values()
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Among others ``memory_bytes`` of a process, ``step_time`` in seconds and ``tokens_per_second``."""
+        return self.details.predicted()
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values, as ``trainwright plan --json`` prints it."""
+        found = self.details.as_json()
+        if self.budget is not None:
+            from trainwright.planning.budget import cost
+
+            found["budget"] = cost(self.details, self.budget, self.price)
+        return found
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Draw memory by part to a PNG file."""
+        from trainwright.planning.chart import draw
+
+        draw(self.details, Path(path))
+
+    def lines(self, compare: bool = False, width: int | None = None) -> Iterator[str]:
+        """The plan as text.
+
+        Args:
+            compare: with every candidate, and not only the best of each strategy.
+            width: columns of a terminal; None: any.
+        """
+        from trainwright.planning.table import table, words
+
+        made = self.details
+        if made.basis.trouble is not None:
+            yield made.basis.trouble
+        yield f"{'machine':<14} {made.cluster.name}"
+        if made.cluster.planned_only:
+            yield f"{'':<14} {made.cluster.planned_only}"
+        yield ""
+        yield from table(made, compare, width)
+        yield ""
+        yield from words(made)
+        if self.budget is not None:
+            from trainwright.planning import budget
+
+            for number, line in enumerate(budget.words(made, self.budget, self.price)):
+                yield f"{'' if number else 'budget':<14} {line}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def plan(
+    recipe: Recipe | str | PathLike[str] | None = None,
+    *overrides: str,
+    model: str | None = None,
+    sequence_length: int | None = None,
+    global_batch_size: int = 64,
+    steps: int | None = None,
+    on: str | PathLike[str] | None = None,
+    tokens: str | None = None,
+    price: float | None = None,
+    progress: bool = False,
+) -> Plan:
+    """Plan a recipe, or a model by itself; what ``trainwright plan`` does. Trains nothing and needs no GPU.
+
+    Args:
+        recipe: a `Recipe`, or the path of a recipe file.
+        overrides: ``section.key=value``, the value in YAML.
+        model: plan without a recipe: a known model, a directory or a ``config.json``.
+        sequence_length: with a model: tokens of a row. Default: 2048, or what the model is made for if that is less.
+        global_batch_size: with a model: rows of an optimizer step.
+        steps: with a model: optimizer steps of the run.
+        on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, not for this one.
+        tokens: a budget of tokens to train on: ``300B``, or ``20x`` for 20 a parameter.
+        price: with ``tokens``: what an hour of a device costs.
+        progress: tell what takes long.
+
+    Raises:
+        RequestError: the recipe or the arguments are wrong.
+        MachineError: the machine cannot do what the recipe asks for. That nothing fits raises nothing; see `Plan.fits`.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> plan = tw.plan(model="gpt2", on="1xH100")
+        >>> plan.fits, plan.values["train"]["mixed_precision"]
+        (True, 'bf16')
+    """
+    import sys
+
+    from trainwright.activity import Activity, doing
+
+    if price is not None and tokens is None:
+        raise RequestError("--price: is of a budget; give --tokens too, such as 20x")
+    with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):
+        asked = _asked(recipe, overrides, model, sequence_length, global_batch_size, steps)
+        facts, budget = _facts(asked, full=model is not None), None
+        if tokens is not None:
+            from trainwright.planning.budget import tokens_of, with_budget
+
+            if steps is not None:
+                raise RequestError("--tokens, --steps: both say how long the run is; give one")
+            budget = tokens_of(tokens, facts.workload)
+            facts = facts._replace(workload=with_budget(facts.workload, budget))
+        doing("planning")
+        made = _made(asked, facts, None if on is None else str(on))
+    if progress and made.basis.said is not None:
+        from trainwright.text import say
+
+        say(made.basis.said, file=sys.stderr)
+    return Plan(made, budget, price)
+
+
+def _asked(
+    recipe: Recipe | str | PathLike[str] | None,
+    overrides: tuple[str, ...],
+    model: str | None,
+    sequence_length: int | None,
+    global_batch_size: int,
+    steps: int | None,
+) -> schema.Recipe:
+    """What is planned; of a model by itself, a recipe that says no more than what was given."""
+    from trainwright.recipe.loading import load_recipe, recipe_of
+
+    if recipe is not None and model is None:
+        return load_recipe(source_of(recipe), overrides)
+    if recipe is not None or model is None:
+        raise RequestError(ONE)
+    from trainwright.planning.facts import architecture_named, packs
+
+    length = sequence_length or min(_TOKENS, architecture_named(model).positions)
+    asked = [
+        "task=sft",
+        f"model.name={model}",
+        "data={train: pydoc, validation: null}",
+        f"data.max_length={length}",
+        f"data.pack_length={length if packs(model, length) else 'null'}",
+        f"train.global_batch_size={global_batch_size}",
+        *([f"train.max_steps={steps}"] if steps is not None else []),
+    ]
+    return recipe_of([*asked, *overrides], "--model")
+
+
+def _facts(recipe: schema.Recipe, full: bool) -> Facts:
+    """``full``: the recipe's data does not matter, every row is full."""
+    from trainwright.planning.facts import facts_of, full_rows
+
+    return full_rows(recipe) if full else facts_of(recipe)
+
+
+def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
+    from trainwright.activity import doing
+    from trainwright.machine.describe import cluster_of
+    from trainwright.machine.written import machine_of
+    from trainwright.planning.basis import Basis, basis_of
+    from trainwright.planning.plan import installed, make_plan, wishes_of
+    from trainwright.planning.resolve import filled, possible
+
+    here: dict[str, Any] = {}
+    if on is not None:
+        cluster, calibration, measurement = machine_of(on)
+        here = {"basis": Basis(calibration, measurement)}
+    else:
+        from trainwright.machine.accelerators import with_device
+        from trainwright.machine.detect import detect
+
+        machine = with_device(detect(), recipe.parallel.device)
+        cluster = cluster_of(machine)
+        here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
+    recipe, remarks = possible(recipe, cluster)
+    made = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    filled(recipe, made)  # refuses what a run would be refused for
+    return replace(made, reasons=(*made.reasons, *remarks))

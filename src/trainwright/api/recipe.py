@@ -1,0 +1,146 @@
+"""What a run is asked to be, as a Python object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.recipe import schema
+    from trainwright.recipe.data_schema import DataSection
+    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.recipe.yaml_text import Tree
+
+
+class Recipe:
+    """A training recipe: which model is trained, on what, how and for how long.
+
+    Sections and keys are those of recipe files (``trainwright recipe schema`` lists them); a section is read as an
+    attribute. A recipe does not change: `override` makes another one.
+
+    Args:
+        sections: by name: ``task`` and mappings of keys, such as ``train={"max_steps": 100}``.
+
+    Raises:
+        RequestError: unknown keys, wrong values, or keys that contradict each other, each with the fix.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> recipe = tw.Recipe(
+        ...     task="sft",
+        ...     model={"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}, "tokenizer": "bytes"},
+        ...     data={"train": "pydoc", "max_length": 64},
+        ... )
+        >>> recipe.optimizer.learning_rate
+        2e-05
+        >>> recipe.override("train.max_steps=3", optimizer={"learning_rate": 1e-3}).optimizer.learning_rate
+        0.001
+        >>> tw.Recipe(task="sft", data={"trian": "pydoc"}, model={"name": "gpt2"})
+        Traceback (most recent call last):
+            ...
+        trainwright.errors.RequestError: argument data: data.trian: unknown key; did you mean train?
+    """
+
+    if TYPE_CHECKING:
+        task: str
+        model: ModelSection
+        data: DataSection
+        optimizer: schema.OptimizerSection
+        train: schema.TrainSection
+        parallel: schema.ParallelSection
+        checkpoint: schema.CheckpointSection
+        evaluate: schema.EvaluateSection
+        logging: schema.LoggingSection
+
+    def __init__(self, **sections: Any) -> None:
+        from trainwright.recipe.merging import merged_with
+        from trainwright.recipe.yaml_text import Tree
+
+        self._set(merged_with(Tree(), _plain(sections)))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], *overrides: str, **sections: Any) -> Recipe:
+        """Read a recipe file and what it includes.
+
+        Args:
+            overrides: ``section.key=value`` as on the command line, the value in YAML.
+            sections: the same as mappings: ``train={"max_steps": 100}``.
+
+        Raises:
+            RequestError: every problem, with file and line.
+
+        Examples:
+            >>> import trainwright as tw
+            >>> tw.Recipe.load("tiny.yaml", "train.max_steps=5", data={"max_length": 32}).train.max_steps
+            5
+        """
+        from trainwright.recipe.merging import read_merged
+
+        return cls._of(read_merged(Path(path), overrides))._with(sections)
+
+    def override(self, *overrides: str, **sections: Any) -> Recipe:
+        """Return this recipe with other values: ``section.key=value``, or mappings by section."""
+        from trainwright.recipe.merging import read_merged
+
+        return self._of(read_merged(self._tree, overrides))._with(sections)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as a recipe file with every key, defaults too."""
+        Path(path).write_text(str(self), encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key, defaults too, as plain values by section."""
+        return self._recipe.model_dump()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._recipe, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        from trainwright.recipe.loading import dump_recipe
+
+        return dump_recipe(self._recipe)
+
+    def __repr__(self) -> str:
+        place = "" if self._tree.file is None else f" {self._tree.file}"
+        return f"<Recipe{place}: {self.task}>"
+
+    @classmethod
+    def _of(cls, tree: Tree) -> Recipe:
+        recipe = cls.__new__(cls)
+        recipe._set(tree)
+        return recipe
+
+    def _with(self, sections: Mapping[str, Any]) -> Recipe:
+        from trainwright.recipe.merging import merged_with
+
+        return self._of(merged_with(self._tree, _plain(sections))) if sections else self
+
+    def _set(self, tree: Tree) -> None:
+        from trainwright.recipe.loading import loaded
+
+        self._tree = tree
+        self._recipe = loaded(tree).recipe
+
+
+def source_of(recipe: Recipe | str | PathLike[str]) -> Tree | Path:
+    """What reads a recipe: its file, or what a `Recipe` has read."""
+    return recipe._tree if isinstance(recipe, Recipe) else Path(recipe)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, lists and texts, as YAML has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, PathLike) else value

@@ -1,0 +1,132 @@
+"""A run's directory, as a Python object."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.api.recipe import Recipe
+    from trainwright.observe.reader import Event
+
+
+class Run:
+    """A training run: its recipe, its plan, what happened in it, its checkpoints and its model.
+
+    Everything is read from the directory when it is asked for, so it may be of a run that is still training. Where a
+    path is expected, a run can be given.
+
+    Args:
+        directory: the run's, as `train` returns it or ``logging.run_directory`` names it.
+
+    Raises:
+        RequestError: the directory is not a run's.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> run = tw.Run("runs/tiny")
+        >>> run.status, run.recipe.train.max_steps, list(run.checkpoints)
+        ('finished', 4, [4])
+        >>> steps = run.columns("step")
+        >>> steps["step"], steps["loss"][0] > 5
+        ([1, 2, 3, 4], True)
+        >>> run.model.name
+        'final'
+    """
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        self.directory = Path(directory).expanduser()
+        if not (self.directory / "recipe.yaml").is_file():
+            raise RequestError(f"{self.directory} is not a run: it has no recipe.yaml")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with every ``auto`` resolved; by itself it reproduces the run."""
+        from trainwright.api.recipe import Recipe
+
+        return Recipe.load(self.directory / "recipe.yaml")
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan the run began with, as ``trainwright plan --json`` prints it; empty where none was made."""
+        from trainwright.launch.run_directory import plan_of
+
+        return plan_of(self.directory)
+
+    @property
+    def status(self) -> str:
+        """``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
+        events = self.events()
+        last = next((e for e in reversed(events) if e["event"] in ("start", "finish")), None)
+        return str(last["status"]) if last is not None and last["event"] == "finish" else "unfinished"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the last evaluation during training measured; empty where there was none."""
+        measured = self.events("evaluate")
+        return dict(measured[-1]["metrics"]) if measured else {}
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The directories of the checkpoints by step, the oldest first."""
+        from trainwright.engine.manifest import checkpoints_in
+
+        return checkpoints_in(self.directory / "checkpoints")
+
+    @property
+    def model(self) -> Path | None:
+        """The directory of the trained model, or of its adapter; None until the run has finished."""
+        final = self.directory / "final"
+        return final if final.is_dir() else None
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """The rows of ``events.jsonl``, each a dict, without what a resumed run did over.
+
+        Args:
+            kind: only these: ``start``, ``step``, ``evaluate``, ``generate``, ``checkpoint``, ``fault``, ``finish``.
+        """
+        from trainwright.observe.reader import read_events
+
+        try:
+            events = read_events(self.directory / "events.jsonl")
+        except FileNotFoundError:
+            return []
+        return [event for event in events if kind in (None, event["event"])]
+
+    def columns(self, kind: str = "step") -> dict[str, list[Any]]:
+        """The events of one kind as columns by field, metrics as fields of their own; None where a row lacks one."""
+        rows = [_flat(event) for event in self.events(kind)]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: [row.get(name) for row in rows] for name in names}
+
+    def to_pandas(self, kind: str = "step") -> Any:
+        """The events of one kind as a ``pandas.DataFrame``, which takes pandas to be installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise RequestError("to_pandas: pandas is not installed; pip install pandas, or use columns()") from None
+        return pandas.DataFrame(self.columns(kind))
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and self.directory.resolve() == other.directory.resolve()
+
+    def __hash__(self) -> int:
+        return hash(self.directory.resolve())
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+
+def _flat(event: Event) -> dict[str, Any]:
+    metrics = event.get("metrics")
+    kept = {key: value for key, value in event.items() if key not in ("event", "metrics")}
+    return {**kept, **metrics} if isinstance(metrics, dict) else kept

@@ -1,0 +1,258 @@
+"""Training: a new run, or one that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.api.apart import apart
+from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.run import Run
+from trainwright.errors import Interrupted, RequestError, Stopped
+
+if TYPE_CHECKING:
+    from trainwright.launch.request import Request
+    from trainwright.launch.start import Meeting
+    from trainwright.machine.detect import Machine
+    from trainwright.planning.resolve import Resolved
+    from trainwright.recipe.yaml_text import Tree
+
+
+def train(
+    recipe: Recipe | str | PathLike[str],
+    *overrides: str,
+    num_processes: int | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous: str | None = None,
+    rendezvous_timeout: float | None = None,
+    accelerate_config: str | PathLike[str] | None = None,
+    force: bool = False,
+    progress: bool = False,
+) -> Run:
+    """Train as a recipe says, to the end; what ``trainwright train`` does.
+
+    Args:
+        recipe: a `Recipe`, or the path of a recipe file.
+        overrides: ``section.key=value``, the value in YAML.
+        num_processes: worker processes, of all nodes together: ``parallel.num_processes`` in short.
+        nodes: machines that train together; call it on each of them.
+        node_rank: which of the nodes this one is, counted from 0.
+        rendezvous: ``host:port`` where the nodes meet: an address of node 0.
+        rendezvous_timeout: how many seconds the nodes wait for each other. Default: 600.
+        accelerate_config: a file to take processes, strategy and the like from, as ``accelerate config`` writes it.
+        force: start even where the plan says that it does not fit.
+        progress: show the plan, the steps and the results while it trains.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        RequestError: the recipe, the arguments or the data are wrong; nothing is written.
+        MachineError: the machine cannot do what is asked.
+        TrainingError: the run failed; the message names the rank and the first error.
+        Stopped: it was stopped by a signal (such as ctrl-C) after a checkpoint; `resume` continues it.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> run = tw.train("tiny.yaml", "train.max_steps=2", "logging.run_directory=runs/two")
+        >>> run.status, len(run.columns("step")["loss"])
+        ('finished', 2)
+    """
+    asked = TrainingAsked(
+        source_of(recipe),
+        overrides,
+        None,
+        num_processes,
+        nodes,
+        node_rank,
+        rendezvous,
+        rendezvous_timeout,
+        None if accelerate_config is None else Path(accelerate_config),
+        force,
+    )
+    return Run(apart(_train, asked, progress=progress))
+
+
+def resume(
+    run: Run | str | PathLike[str],
+    *overrides: str,
+    recipe: Recipe | str | PathLike[str] | None = None,
+    num_processes: int | None = None,
+    force: bool = False,
+    progress: bool = False,
+) -> Run:
+    """Continue a run from its newest checkpoint to the end; what ``trainwright train --resume RUN`` does.
+
+    What decides the losses stays as it is; what spreads, measures or keeps the run may change, and the run may become
+    longer (``"train.max_steps=200"``).
+
+    Args:
+        run: a run, or its directory.
+        overrides: ``section.key=value``, the value in YAML.
+        recipe: take changes from this recipe too.
+        num_processes: worker processes: ``parallel.num_processes`` in short.
+        force: start even where the plan says that it does not fit.
+        progress: show the plan, the steps and the results while it trains.
+
+    Raises:
+        RequestError: there is no such run, or something differs that makes another run.
+        MachineError, TrainingError, Stopped: as for `train`.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.resume("nowhere")
+        Traceback (most recent call last):
+            ...
+        trainwright.errors.RequestError: --resume: nowhere is not a run: it has no recipe.yaml
+    """
+    source = None if recipe is None else source_of(recipe)
+    asked = TrainingAsked(source, overrides, fspath(run), num_processes, force=force)
+    return Run(apart(_train, asked, progress=progress))
+
+
+@dataclass(frozen=True)
+class TrainingAsked:
+    """What is asked for. ``resume``: a run's directory, "" for the recipe's newest run, or None for a new one."""
+
+    recipe: Path | Tree | None
+    overrides: Sequence[str] = ()
+    resume: str | None = None
+    num_processes: int | None = None
+    nodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    rendezvous_timeout: float | None = None
+    accelerate_config: Path | None = None
+    force: bool = False
+
+    def words(self) -> list[str]:
+        """As a command line has them."""
+        recipe = [] if self.recipe is None else [str(self.recipe)]
+        return [*recipe, *self.overrides]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can be started. ``notes``: what is set around it and not followed, a line each."""
+
+    request: Request
+    resolved: Resolved
+    machine: Machine
+    notes: tuple[str, ...]
+    meeting: Meeting | None
+
+    def start(self) -> Path:
+        """Train, using up this process; the run's directory. Raises as `train` does."""
+        from trainwright.launch.start import Work, start
+        from trainwright.worker import prepare, work
+
+        return start(self.request, self.resolved, self.machine, Work(prepare, work), self.meeting)
+
+
+def prepare(asked: TrainingAsked) -> Prepared:
+    """Read, plan and check what is asked for, without torch and before anything is written.
+
+    Raises:
+        RequestError: the recipe, the arguments or the data are wrong.
+        MachineError: the machine lacks what is asked for. That too little memory is there is not said yet.
+    """
+    from trainwright.activity import doing
+    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
+    from trainwright.launch.surroundings import refuse_more_nodes
+    from trainwright.machine.accelerators import with_device
+    from trainwright.machine.detect import detect
+
+    overrides, meaning = _with_number(asked), None
+    words = [*asked.words(), *overrides[len(asked.overrides) :]]
+    nodes, node_rank, rendezvous = asked.nodes, asked.node_rank, asked.rendezvous
+    if asked.accelerate_config is not None:
+        from trainwright.launch.accelerate.recipe import meaning_here
+
+        file = asked.accelerate_config
+        meaning = meaning_here(file, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
+        if meaning.nodes > 1:
+            nodes, node_rank, rendezvous = meaning.nodes, meaning.node_rank, meaning.rendezvous
+    count = nodes or 1
+    refuse_worker("train", count)
+    refuse_more_nodes(words, nodes)
+    meeting = _meeting(count, node_rank, rendezvous, asked.rendezvous_timeout)
+    doing("reading the recipe")
+    request = request_of(asked.recipe, overrides, asked.resume, meaning)
+    machine = with_device(detect(), request.recipe.parallel.device)
+    request = for_nodes(request, machine, count)
+    doing("planning")
+    resolved = resolve_request(request, machine, count)
+    check_request(request, resolved.recipe, creates=not node_rank)
+    notes = () if node_rank else _notes(asked, nodes, resolved)
+    return Prepared(request, resolved, machine, notes, meeting)
+
+
+def _train(asked: TrainingAsked) -> Path:
+    """All of it, in a process that does nothing else."""
+    import sys
+
+    from trainwright.activity import Activity
+    from trainwright.launch.stop import interruptible
+    from trainwright.text import say
+
+    try:
+        with interruptible():
+            with Activity(sys.stderr):
+                prepared = prepare(asked)
+            for line in prepared.notes:
+                say(f"note: {line}", file=sys.stderr)
+            if not asked.force:
+                prepared.resolved.plan.refuse_shortage()
+            return prepared.start()
+    except Interrupted:
+        kept = "nothing was kept" if asked.resume is None else "the run is as it was"
+        raise Stopped(f"stopped before the first step; {kept}") from None
+
+
+def _notes(asked: TrainingAsked, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
+    from trainwright.launch.accelerate.reading import default_path
+    from trainwright.launch.surroundings import not_followed
+
+    processes = resolved.recipe.parallel.num_processes
+    assert isinstance(processes, int), "a resolved recipe has no auto left"
+    default = default_path() if asked.accelerate_config is None and default_path().is_file() else None
+    return tuple(not_followed(nodes, processes, default))
+
+
+def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None) -> Meeting | None:
+    """Where several nodes meet; None for one. Raises RequestError."""
+    if nodes == 1:
+        options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
+        if given := [name for name, value in options.items() if value is not None]:
+            verb = "are" if len(given) > 1 else "is"
+            raise RequestError(f"{' and '.join(given)} {verb} for several nodes; say how many with --nodes")
+        return None
+    if rendezvous is None:
+        raise RequestError(
+            f"--nodes {nodes} needs --rendezvous host:port, an address of node 0; the same on every node"
+        )
+    if node_rank is None:
+        raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
+    if node_rank >= nodes:
+        raise RequestError(f"--node-rank: nodes are counted from 0, so of {nodes} the last is {nodes - 1}")
+    from trainwright.launch.request import parse_place
+    from trainwright.launch.start import Meeting
+
+    host, port = parse_place(rendezvous)
+    return Meeting(nodes, node_rank, host, port, seconds or 600.0)
+
+
+def _with_number(asked: TrainingAsked) -> list[str]:
+    """The overrides, with the number of processes among them."""
+    count, overrides = asked.num_processes, list(asked.overrides)
+    if count is None:
+        return overrides
+    written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
+    if written is not None and written.partition("=")[2].strip() != str(count):
+        raise RequestError(f"--num-processes {count} contradicts {written}; give one of the two")
+    return [*overrides, f"parallel.num_processes={count}"]

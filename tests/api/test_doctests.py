@@ -1,0 +1,33 @@
+"""The examples in the API's docstrings run, in a directory with a recipe `tiny.yaml` and its run `runs/tiny`."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import ON_ROWS, TINY, Runs
+from trainwright import Recipe, api
+
+
+def examples(module: str) -> list[doctest.DocTest]:
+    return [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
+
+
+MODULES = [module.name for module in pkgutil.iter_modules(api.__path__, "trainwright.api.") if examples(module.name)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    settings = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4")
+    Recipe.load(TINY, *settings, "logging.tensorboard=false").save(tmp_path / "tiny.yaml")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny").symlink_to(runs.trained(*settings))
+    monkeypatch.chdir(tmp_path)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in examples(module):
+        runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
