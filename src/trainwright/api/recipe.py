@@ -105,6 +105,9 @@ class Recipe:
     def __hash__(self) -> int:
         return hash(str(self))
 
+    def __reduce__(self) -> Any:
+        return self._of, (self._tree,)
+
     def __str__(self) -> str:
         from trainwright.recipe.loading import dump_recipe
 
