@@ -38,6 +38,7 @@ from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, limit_threads, threads_allowed
 from trainwright.launch.stop import Stopping
 from trainwright.parallel.build import build_strategy
+from trainwright.parallel.strategy import Setup
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.registry import build_task, prepare_task
@@ -159,7 +160,9 @@ def measure(work: Path, pairs: int) -> int:
         bare = bare_loop(recipe, twin, world)
         dtype = DTYPES[recipe.train.mixed_precision]
         factory = optimizer_factory(recipe.optimizer)
-        strategy = build_strategy(recipe.parallel, world, task.module, task.blocks(), factory, dtype, task.weights)
+        strategy = build_strategy(
+            Setup(recipe.parallel, world, task.module, factory, dtype, task.blocks(), task.weights)
+        )
         events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         steps = len(task.stream)
         trainer = Paired(

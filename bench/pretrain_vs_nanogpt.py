@@ -43,6 +43,7 @@ from trainwright.launch.stop import Stopping
 from trainwright.machine.detect import detect
 from trainwright.models.compilation import compile_blocks
 from trainwright.parallel.build import build_strategy
+from trainwright.parallel.strategy import Setup
 from trainwright.parallel.world import join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
@@ -161,7 +162,7 @@ def measure(work: Path) -> int:
             compile_blocks(task.blocks())
         dtype = DTYPES[recipe.train.mixed_precision]
         make = optimizer_factory(recipe.optimizer)
-        strategy = build_strategy(recipe.parallel, world, task.module, task.blocks(), make, dtype, task.weights)
+        strategy = build_strategy(Setup(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights))
         trainer = Paired(
             recipe=recipe,
             recipe_text="",

@@ -81,6 +81,10 @@ class Registry(Generic[T]):
         """The name of the installed package that registered ``name``; None where none did."""
         return self._entry(name).package
 
+    def describe(self, name: str) -> str:
+        """``name`` in messages, with the package and the entry point that registered it."""
+        return self._entry(name).described
+
     def _entry(self, name: str) -> _Entry:
         if name in self._builtin:
             self._registered()  # refuses a second object of that name

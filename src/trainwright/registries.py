@@ -68,4 +68,17 @@ OBJECTIVES: Registry[Any] = Registry(
     },
     kind="objective",
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
+# A recipe.strategy_spec.StrategySpec each. The simpler ones first: of two that are as fast the first is chosen.
+STRATEGIES: Registry[Any] = Registry(
+    "trainwright.strategies",
+    {
+        "single": "trainwright.parallel.replicated.spec:SINGLE",
+        "ddp": "trainwright.parallel.replicated.spec:DDP",
+        "fsdp": "trainwright.parallel.fsdp.spec:FSDP",
+        "zero1": "trainwright.parallel.zero.spec:ZERO1",
+        "zero2": "trainwright.parallel.zero.spec:ZERO2",
+        "zero3": "trainwright.parallel.zero.spec:ZERO3",
+    },
+    kind="strategy",
+    required=("summary", "implementation", "memory", "shards", "collectives", "reads", "offloads", "layouts", "limits"),
 )

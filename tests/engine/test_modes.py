@@ -14,7 +14,8 @@ from trainwright.data.stream import MicroBatch, Stream
 from trainwright.engine.look import look_at
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
-from trainwright.recipe.schema import OptimizerSection
+from trainwright.parallel.strategy import Setup
+from trainwright.recipe.schema import OptimizerSection, ParallelSection
 
 DROPOUT = ("model.dropout=0.4", "train.max_steps=4", "data.limit=40", "data.validation=4", "parallel.strategy=single")
 ADAPTER = "model.adapter={type: lora, rank: 4, dropout: 0.4}"
@@ -52,7 +53,7 @@ class Dropping(nn.Module):
 
 def test_what_is_looked_at_is_computed_without_dropout_and_training_goes_on_with_it() -> None:
     make_optimizer = optimizer_factory(OptimizerSection())
-    strategy = Replicated("single", ALONE, Dropping(), make_optimizer, torch.float32)
+    strategy = Replicated(Setup(ParallelSection(strategy="single"), ALONE, Dropping(), make_optimizer, torch.float32))
     dataset = TokenDataset.from_examples([([1, 2, 3], [True] * 3)] * 4, "four")
     stream = Stream(dataset, global_batch_size=4, seed=0, rows=2, pack_length=None)
     for training in (True, False):

@@ -16,7 +16,7 @@ from trainwright.engine.optimizer import optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.build import build_strategy
-from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.strategy import Setup, Strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import OptimizerSection, ParallelSection
 
@@ -121,7 +121,7 @@ def _section(muon: bool) -> OptimizerSection:
 def strategy_over(world: World, model: nn.Module, strategy: str, muon: bool = False, **parallel: Any) -> Strategy:
     section = ParallelSection.model_validate({"strategy": strategy, "num_processes": world.size, **parallel})
     make = optimizer_factory(_section(muon))
-    return build_strategy(section, world, model, list(getattr(model, "layers", [])), make, torch.float32)
+    return build_strategy(Setup(section, world, model, make, torch.float32, list(getattr(model, "layers", []))))
 
 
 def advance(strategy: Strategy, steps: range) -> list[float]:

@@ -16,11 +16,12 @@ from torch import nn
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
-from trainwright.parallel.zero import deepspeed_config
-from trainwright.parallel.zero.deepspeed_config import check, check_installed, read_file, settings
+from trainwright.parallel.zero.deepspeed_config import check_file as check
+from trainwright.parallel.zero.deepspeed_config import read_file, settings
 from trainwright.parallel.zero.deepspeed_defaults import DEFAULTS
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.strategy_spec import check_library
 
 OFFLOADED = {
     "zero_optimization": {
@@ -212,11 +213,10 @@ def test_without_deepspeed_the_line_that_installs_it_is_given(monkeypatch: pytes
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(MachineError, match=r"pip install 'deepspeed==0\.19\.\*'"):
-        check_installed()
+        check_library("zero2")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.2")
     with pytest.raises(MachineError, match=r"0\.17\.2 is not known"):
-        check_installed()
-    assert "0.19" in deepspeed_config.INSTALL
+        check_library("zero2")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")

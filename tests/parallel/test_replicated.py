@@ -15,8 +15,9 @@ from torch import nn
 from tests.support.runs import Runs
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
+from trainwright.parallel.strategy import Setup
 from trainwright.parallel.world import World, join, leave
-from trainwright.recipe.schema import OptimizerSection
+from trainwright.recipe.schema import OptimizerSection, ParallelSection
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 STEPS = 10
@@ -95,7 +96,8 @@ def by_hand(module: nn.Module, steps: range, limit: float = 0.5) -> list[float]:
 
 
 def make(module: nn.Module, world: World = ALONE, dtype: torch.dtype = torch.float32, **settings: Any) -> Replicated:
-    return Replicated("single", world, module, optimizer_factory(section(**settings)), dtype)
+    parallel = ParallelSection(strategy="single")
+    return Replicated(Setup(parallel, world, module, optimizer_factory(section(**settings)), dtype))
 
 
 def reached(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from trainwright.errors import MachineError
 from trainwright.launch.contract import agree, check_layout
 from trainwright.machine.cache import cache_root
 from trainwright.parallel.build import build_strategy
+from trainwright.parallel.strategy import Setup
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import ParallelSection
@@ -49,9 +50,8 @@ def _go(kind: str, run: Path, rank: int) -> None:
         dtype = torch.bfloat16 if kind == "dtype" and tampered else torch.float32
         if kind == "alone" and tampered:
             world = World(rank=0, size=1, local_rank=0, local_size=1, device=world.device)
-        strategy = build_strategy(
-            parallel, world, task.module, task.blocks(), optimizer_factory(recipe.optimizer), dtype, task.weights
-        )
+        make = optimizer_factory(recipe.optimizer)
+        strategy = build_strategy(Setup(parallel, world, task.module, make, dtype, task.blocks(), task.weights))
         strategy.world = _joined(world)
         check_layout(recipe, torch.float32, strategy)
     finally:

@@ -71,13 +71,17 @@ class _Fails(torch.autograd.Function):
 def abandon(where: str) -> None:
     """Rank 1 fails in a step of two micro-batches and abandons it; the next step must be right on both ranks."""
     from trainwright.parallel.replicated.replicated import Replicated
+    from trainwright.parallel.strategy import Setup
     from trainwright.parallel.world import join, leave
+    from trainwright.recipe.schema import ParallelSection
 
     torch.manual_seed(0)
     world = join("cpu")
     # Each layer is more than a bucket, so that some are exchanged when a later one fails.
     module = nn.Sequential(*(nn.Linear(2600, 2600, bias=False) for _ in range(3)))
-    strategy = Replicated("ddp", world, module, lambda named: torch.optim.SGD([p for _, p in named]), torch.float32)
+    parallel = ParallelSection(strategy="ddp")
+    make = lambda named: torch.optim.SGD([p for _, p in named])  # noqa: E731
+    strategy = Replicated(Setup(parallel, world, module, make, torch.float32))
 
     def step(fails: str | None) -> None:
         for micro in range(2):

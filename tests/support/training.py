@@ -25,7 +25,7 @@ from trainwright.machine.detect import detect
 from trainwright.models.compilation import compile_blocks
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.build import build_strategy
-from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.strategy import Setup, Strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
@@ -102,16 +102,9 @@ def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strateg
     )
     if recipe.train.compile is True:
         compile_blocks(task.blocks())
-    strategy = build_strategy(
-        recipe.parallel,
-        world,
-        task.module,
-        task.blocks(),
-        optimizer_factory(recipe.optimizer),
-        DTYPES[str(recipe.train.mixed_precision)],
-        task.weights,
-    )
-    return recipe, task, strategy
+    make, dtype = optimizer_factory(recipe.optimizer), DTYPES[str(recipe.train.mixed_precision)]
+    setup = Setup(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
+    return recipe, task, build_strategy(setup)
 
 
 def trainer_of(

@@ -147,14 +147,13 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def _strategy(text: str) -> str:
-    from trainwright.parallel.zero.deepspeed_config import check_installed
+    from trainwright.recipe.strategy_spec import check_library
 
     name = _one_of(tuple(_STRATEGIES))(text)
-    if name.startswith("zero"):
-        try:
-            check_installed()
-        except MachineError as error:
-            raise ValueError(str(error)) from None
+    try:
+        check_library(name)
+    except MachineError as error:
+        raise ValueError(str(error)) from None
     return name
 
 

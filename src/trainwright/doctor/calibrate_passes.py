@@ -227,11 +227,12 @@ def _sharded_pass(model: Small, precision: str, world: World) -> Run:
     from trainwright.doctor.calibrate_cases import DTYPES
     from trainwright.engine.optimizer import optimizer_factory
     from trainwright.parallel.fsdp.fully_sharded import FullySharded
+    from trainwright.parallel.strategy import Setup
     from trainwright.recipe.schema import OptimizerSection, ParallelSection
 
     module, batch = _made(model, torch.float32)
-    make, parallel = optimizer_factory(OptimizerSection()), ParallelSection()
-    sharded = FullySharded("fsdp", world, module, make, DTYPES[precision], parallel, module.blocks())
+    make, parallel = optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")
+    sharded = FullySharded(Setup(parallel, world, module, make, DTYPES[precision], module.blocks()))
 
     def run() -> None:
         sharded.backward(module(batch), last=True)

@@ -165,12 +165,14 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     from trainwright.data.preflight import check_data
     from trainwright.models.adapters_files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
+    from trainwright.recipe.strategy_spec import check_library
 
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         run_directory.check_new(Path(recipe.logging.run_directory).expanduser())
-    deepspeed_config.check(recipe)
+    check_library(recipe.parallel.strategy)
+    deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     check_data(recipe)
 

@@ -32,11 +32,12 @@ from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.layout import Layout
-from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.strategy import Setup, Strategy
 from trainwright.parallel.world import Seat, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.strategy_spec import check_library
 from trainwright.tasks.registry import build_task
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +79,8 @@ def run_worker(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of libraries too that use a GPU where they find one
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
-    deepspeed_config.check(recipe)
+    check_library(recipe.parallel.strategy)
+    deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
     seat = seat or Seat.from_variables()
@@ -147,7 +149,8 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layou
         compile_blocks(task.blocks())
     dtype = _DTYPES[recipe.train.mixed_precision]
     optimizer = optimizer_factory(recipe.optimizer)
-    strategy = build_strategy(recipe.parallel, world, task.module, task.blocks(), optimizer, dtype, task.weights)
+    setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
+    strategy = build_strategy(setup)
     return strategy, check_layout(recipe, dtype, strategy)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from trainwright.recipe.schema import ParallelSection
+from trainwright.recipe.strategy_spec import spec_of
 
 # Padding to equal parts may add elements; the nearest other number of copies is a third away or more.
 _PADDING = 0.15
@@ -73,28 +74,22 @@ def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -
     """
     ranks = parallel.num_processes
     assert isinstance(ranks, int), "a resolved recipe has no auto left"
-    name = parallel.strategy
+    spec = spec_of(parallel.strategy)
     shards = ranks // parallel.replicate_size
-    # Over how many ranks parameters, gradients and optimizer state are spread.
-    spread, kind = {
-        "single": ((1, 1, 1), "whole"),
-        "ddp": ((1, 1, 1), "whole"),
-        "fsdp": ((shards, shards, shards), "rows"),
-        "zero1": ((1, 1, ranks), "whole"),
-        "zero2": ((1, ranks, ranks), "whole"),
-        "zero3": ((ranks, ranks, ranks), "flat"),
-    }[name]
-    offloads_optimizer = parallel.offload_optimizer or (name == "fsdp" and parallel.offload_parameters)
+    parts, gradient_parts, optimizer_parts = (
+        shards if part in spec.shards else 1 for part in ("parameters", "gradients", "optimizer state")
+    )
+    offloaded = spec.offloaded(parallel)
     return Planned(
-        placement=placement(kind, spread[0], ranks // spread[0]),
+        placement=placement(spec.parameters_by if spec.shards_parameters else "whole", parts, ranks // parts),
         forward_dtype=dtype_name([dtype]),
         master_dtype="float32",
-        parameter_device="cpu" if parallel.offload_parameters else device,
-        optimizer_device="cpu" if offloads_optimizer else device,
-        gradient_parts=spread[1],
+        parameter_device="cpu" if "parameters" in offloaded else device,
+        optimizer_device="cpu" if "optimizer state" in offloaded else device,
+        gradient_parts=gradient_parts,
         gradient_ranks=ranks,
-        held_copies=ranks // spread[0],
-        updated_copies=ranks // spread[2],
+        held_copies=ranks // parts,
+        updated_copies=ranks // optimizer_parts,
     )
 
 

@@ -11,9 +11,10 @@ Losses arrive divided by the weight of the whole global batch, so gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,6 +23,10 @@ from torch.optim import Optimizer
 from trainwright.parallel.layout import Layout
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
+from trainwright.recipe.schema import ParallelSection
+
+if TYPE_CHECKING:
+    from trainwright.models.weights import Weights
 
 # From parameters by name to an optimizer over them.
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -37,6 +42,28 @@ class WantsWholes(Protocol):
     """
 
     gather: Callable[[nn.Parameter, torch.Tensor], tuple[torch.Tensor, int]] | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a strategy is made from.
+
+    Attributes:
+        parallel: the recipe's section; ``strategy`` is the name of the one that is made.
+        module: the model in fp32, on the CPU, its trainable parameters marked; where there are ``weights``, on the meta
+            device but for its buffers.
+        dtype: what the forward and backward passes compute in. Masters, reduction and accumulation are fp32.
+        blocks: the repeated units of the model.
+        weights: what fills the parameters that are on the meta device.
+    """
+
+    parallel: ParallelSection
+    world: World
+    module: nn.Module
+    make_optimizer: OptimizerFactory
+    dtype: torch.dtype
+    blocks: Sequence[nn.Module] = ()
+    weights: Weights | None = None
 
 
 class Strategy(Protocol):

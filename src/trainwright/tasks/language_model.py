@@ -33,11 +33,11 @@ from trainwright.models.load import fresh_model, load_config, load_model, load_t
 from trainwright.models.resolve import resolve
 from trainwright.models.save import save_model
 from trainwright.models.weights import Weights, empty_model, load_empty
-from trainwright.parallel.build import takes_parts
-from trainwright.parallel.fsdp.units import find_units
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.units import find_units
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.strategy_spec import spec_of
 from trainwright.tasks.steps import planned_examples, stream_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def load(
 
 def fills_parts(recipe: Recipe) -> bool:
     """Whether every process reads only what it holds of the weights; an adapter is put on whole ones."""
-    return takes_parts(recipe.parallel) and recipe.model.adapter.type == "none"
+    return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
 
 def _questions(recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase) -> ValidationQuestions | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainwright.errors import MachineError
 from trainwright.launch.accelerate.meaning import Meaning
 from trainwright.machine.detect import Machine
-from trainwright.parallel.zero.deepspeed_config import check_installed
+from trainwright.recipe.strategy_spec import check_library
 
 SHARDING = ("FSDP", "DEEPSPEED")
 
@@ -25,9 +25,9 @@ def lacking(meaning: Meaning, machine: Machine) -> list[str]:
     The machine is as it is without the file.
     """
     lines = _lacking_gpus(meaning, machine)
-    if (meaning.strategy or "").startswith("zero"):
+    if meaning.strategy is not None:
         try:
-            check_installed()
+            check_library(meaning.strategy)
         except MachineError as error:
             lines.append(str(error))
     return lines

@@ -10,7 +10,7 @@ DTensor, and the multi-tensor AdamW over DTensors leaks from torch 2.12 on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,15 +29,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
-from trainwright.parallel.fsdp.units import find_units
 from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.strategy import OptimizerFactory, WantsWholes
+from trainwright.parallel.strategy import Setup, WantsWholes
+from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import ParallelSection
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
@@ -46,29 +45,17 @@ if TYPE_CHECKING:
 class FullySharded:
     """The model sharded over ``world.size / parallel.replicate_size`` ranks.
 
-    Args:
-        module: fp32, its trainable parameters marked. On the CPU it is moved and sharded unit by unit, so at no time
-            there is more of it than the whole it came as and one gathered unit. On the meta device (its buffers on the
-            CPU) there are never more than this rank's shards, which are filled by ``weights``.
-        blocks: its units where ``parallel.wrap`` names none.
-        dtype: what the forward and backward passes compute in.
+    On the CPU it is moved and sharded unit by unit, so at no time there is more of it than the whole it came as and one
+    gathered unit. On the meta device there are never more than this rank's shards, which are filled by ``weights``. Its
+    units are its blocks where ``parallel.wrap`` names none.
 
     Raises:
         RequestError: sizes that do not multiply to the world's, or a class to wrap that the model does not have.
     """
 
-    def __init__(
-        self,
-        name: str,
-        world: World,
-        module: nn.Module,
-        make_optimizer: OptimizerFactory,
-        dtype: torch.dtype,
-        parallel: ParallelSection,
-        blocks: Sequence[nn.Module],
-        weights: Weights | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, setup: Setup) -> None:
+        world, module, parallel = setup.world, setup.module, setup.parallel
+        self.name = parallel.strategy
         self.world = world
         self.module = module
         self._replicas = parallel.replicate_size
@@ -77,14 +64,16 @@ class FullySharded:
         self._buffers = _persistent_buffers(module)
         # FSDP2 shards along the first dimension; what has none stays whole on every rank.
         self._scalars = {key: p for key, p in module.named_parameters() if p.dim() == 0}
-        self._root = self._shard(find_units(module, blocks, parallel.wrap), dtype, parallel.offload_parameters)
+        self._root = self._shard(
+            find_units(module, setup.blocks, parallel.wrap), setup.dtype, parallel.offload_parameters
+        )
         self._parameters = dict(module.named_parameters())
         self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
-        self._optimizer = make_optimizer(self._masters.items())
+        self._optimizer = setup.make_optimizer(self._masters.items())
         if isinstance(self._optimizer, WantsWholes):
             self._optimizer.gather = self._gathered_rows
-        if weights is not None:
-            self._fill(weights)
+        if setup.weights is not None:
+            self._fill(setup.weights)
 
     def _fill(self, weights: Weights) -> None:
         with torch.no_grad():

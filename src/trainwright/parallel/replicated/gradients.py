@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-_BUCKET_BYTES = 25 * 2**20  # as torch's DDP: large enough to use the links, small enough to overlap
-
 
 class Gradients:
     """Sums gradients over the micro-batches of a step, in fp32 once there is anything to sum.
@@ -22,13 +20,14 @@ class Gradients:
     Args:
         parameters: the trainable parameters, the same in the same order on every rank.
         exchange: whether to sum over ranks.
+        bucket_bytes: of fp32 gradients that are exchanged at a time, at least; None: all of them.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool, bucket_bytes: int | None = None) -> None:
         self._parameters = list(parameters)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # of the micro-batches before this one
         self._exchanged = False  # whether these are the sums over all ranks
-        self._exchange = _Exchange(self._parameters, self._sums) if exchange else None
+        self._exchange = _Exchange(self._parameters, self._sums, bucket_bytes) if exchange else None
 
     @property
     def ranks(self) -> int:
@@ -86,9 +85,11 @@ class _Exchange:
     they are started in that order on every rank, whatever order the gradients come in.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor], bucket_bytes: int | None
+    ) -> None:
         self._sums = sums
-        self._buckets = _buckets(parameters)
+        self._buckets = _buckets(parameters, bucket_bytes)
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
         self._active = False
         for parameter in parameters:
@@ -140,14 +141,16 @@ class _Exchange:
         self._active = False
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _buckets(parameters: list[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
+    if bucket_bytes is None:
+        return [parameters[::-1]]
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
         size = 4 * parameter.numel()
         if size > room:
             buckets.append([])
-            room = _BUCKET_BYTES
+            room = bucket_bytes
         buckets[-1].append(parameter)
         room -= size
     return buckets

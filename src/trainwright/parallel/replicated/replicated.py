@@ -17,31 +17,20 @@ from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm_of_all
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.replicated.gradients import Gradients
+from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.strategy import OptimizerFactory
-from trainwright.parallel.world import World
-
-# Elements converted to fp32 at a time in a bf16 optimizer step: bounds the memory of a step, not its speed.
-_STEP_ELEMENTS = 16 * 2**20
+from trainwright.parallel.strategy import Setup
+from trainwright.recipe.strategy_spec import spec_of
 
 
 class Replicated:
-    """The whole model on every rank; gradients are summed over the ranks.
+    """The whole model on every rank; gradients are summed over the ranks, by ``gradients``."""
 
-    Args:
-        module: fp32, its trainable parameters marked.
-        dtype: what the forward and backward passes compute in, float32 or bfloat16.
-    """
+    gradients = Gradients
 
-    def __init__(
-        self,
-        name: str,
-        world: World,
-        module: nn.Module,
-        make_optimizer: OptimizerFactory,
-        dtype: torch.dtype,
-    ) -> None:
-        self.name = name
+    def __init__(self, setup: Setup) -> None:
+        world, module, dtype = setup.world, setup.module, setup.dtype
+        self.name = setup.parallel.strategy
         self.world = world
         for parameter in module.parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
@@ -52,8 +41,9 @@ class Replicated:
         for _, parameter in trainable:
             parameter.data = parameter.data.to(dtype)
         self._working = dict(trainable)
-        self._gradients = Gradients(self._working.values(), exchange=world.size > 1)
-        self._optimizer = make_optimizer(self._masters.items())
+        bucket_bytes = spec_of(self.name).bucket_bytes
+        self._gradients = self.gradients(self._working.values(), exchange=world.size > 1, bucket_bytes=bucket_bytes)
+        self._optimizer = setup.make_optimizer(self._masters.items())
         self._scales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -94,7 +84,7 @@ class Replicated:
         elements = 0
         for name, master in self._masters.items():
             separate = master is not self._working[name]
-            if part and separate and elements + master.numel() > _STEP_ELEMENTS:
+            if part and separate and elements + master.numel() > STEP_ELEMENTS:
                 yield part
                 part, elements = [], 0
             part.append(name)

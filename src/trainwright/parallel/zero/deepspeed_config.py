@@ -7,27 +7,25 @@ The keys are those of https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import RequestError
 from trainwright.parallel.zero.deepspeed_defaults import is_harmless
+from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.recipe.strategy_spec import spec_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 AUTO = "auto"
-INSTALL = "pip install 'deepspeed==0.19.*'"
 
-# Elements that are gathered or reduced at a time: 64 MiB of fp32. DeepSpeed's own 500 million are 2 GB a buffer.
-_BUCKET = 2**24
 # Handed on as they are, `auto` being DeepSpeed's default: tuning and logs, none of which changes what is trained.
 _PASSED = {
     "steps_per_print",
@@ -94,18 +92,6 @@ _ELSEWHERE = {
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def check_installed() -> None:
-    """Raises MachineError when DeepSpeed is not there, or is a version whose insides are laid out otherwise."""
-    try:
-        version = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        raise MachineError(
-            f"parallel.strategy: zero1, zero2 and zero3 need DeepSpeed, which is not installed; {INSTALL}"
-        ) from None
-    if version.split(".")[:2] != ["0", "19"]:
-        raise MachineError(f"parallel.strategy: DeepSpeed {version} is not known to work here; {INSTALL}")
-
-
 def read_file(path: str) -> dict[str, Any]:
     """The JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
     try:
@@ -122,18 +108,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := sorted(key for key, count in counts.items() if count > 1):
         raise ValueError(f"{twice[0]} is given twice")
     return dict(pairs)
-
-
-def check(recipe: Recipe) -> None:
-    """That DeepSpeed is there if it is asked for, and that the recipe's file for it agrees with the recipe.
-
-    Raises:
-        MachineError: it is not installed, or another version of it.
-        RequestError: everything that contradicts the recipe or has no effect here, by key.
-    """
-    if recipe.parallel.strategy in ("zero1", "zero2", "zero3"):
-        check_installed()
-    check_file(recipe)
 
 
 def check_file(recipe: Recipe) -> None:
@@ -324,7 +298,7 @@ def _data_types(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     strategy = recipe.parallel.strategy
     stage = section.get("stage", AUTO)
-    if stage != AUTO and f"zero{stage}" != strategy:
+    if str(stage) not in (AUTO, str(stage_of(spec_of(strategy)))):
         yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
     for key, value in section.items():
         if key in _OFFLOAD and not is_harmless(f"zero_optimization.{key}", value):
@@ -368,7 +342,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     content = {} if parallel.deepspeed_config is None else read_file(parallel.deepspeed_config)
     section = content.get("zero_optimization", {})
     section = section if isinstance(section, dict) else {}
-    stage = int(parallel.strategy[-1])
+    stage = stage_of(spec_of(parallel.strategy))
     config: dict[str, Any] = {key: content[key] for key in _PASSED if content.get(key, AUTO) != AUTO}
     config |= {
         # The engine says where a step ends and divides the loss itself; these only have to be consistent.
@@ -398,7 +372,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
 
 def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
     sizes = [parameter.numel() for parameter in module.parameters()]
-    bucket = max(2, min(_BUCKET, sum(sizes)))
+    bucket = max(2, min(BUCKET_ELEMENTS, sum(sizes)))
     found: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage == 3:
         vectors = [parameter.numel() for parameter in module.parameters() if parameter.dim() == 1]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.errors import RequestError
 from trainwright.parallel.world import World
-from trainwright.parallel.zero.deepspeed_config import check_installed
+from trainwright.parallel.zero.spec import DEEPSPEED
 
 # Submodules' hooks, by the names under which torch keeps them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -36,7 +36,7 @@ def import_deepspeed(world: World) -> Any:
     Raises:
         MachineError: it is not installed, or its version is not known to work.
     """
-    check_installed()
+    DEEPSPEED.check()
     # Without it, DeepSpeed asks the machine and takes a GPU that is not used; it looks when it is imported.
     with _variables({"DS_ACCELERATOR": world.device.type}):
         deepspeed = importlib.import_module("deepspeed")

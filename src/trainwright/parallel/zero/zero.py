@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,56 +22,40 @@ from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.strategy import OptimizerFactory
-from trainwright.parallel.world import World
+from trainwright.parallel.strategy import Setup
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import forget_order, hooks, import_deepspeed, set_hooks, start_engine
 from trainwright.parallel.zero.partitions import Piece, chunks, partitions
 from trainwright.parallel.zero.rows import covering_rows, row_blocks
-from trainwright.recipe.schema import ParallelSection
-
-if TYPE_CHECKING:
-    from trainwright.models.weights import Weights
+from trainwright.recipe.strategy_spec import spec_of
 
 
 class Zero:
-    """A model sharded by DeepSpeed.
+    """A model sharded by DeepSpeed; its DeepSpeed file has been checked against the recipe.
 
-    Args:
-        module: fp32, on the CPU, its trainable parameters marked; for zero3 also on the meta device (its buffers on the
-            CPU), to be filled by ``weights`` parameter by parameter.
-        dtype: what the forward and backward passes compute in. Masters, reduction and accumulation are fp32.
-        parallel: the recipe's section; its DeepSpeed file has been checked against the recipe.
+    With zero3 the module may be on the meta device, to be filled by ``weights`` parameter by parameter.
 
     Raises:
         RequestError: a parameter that DeepSpeed cannot shard.
         MachineError: DeepSpeed is not installed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        world: World,
-        module: nn.Module,
-        make_optimizer: OptimizerFactory,
-        dtype: torch.dtype,
-        parallel: ParallelSection,
-        weights: Weights | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, setup: Setup) -> None:
+        world, module, dtype, weights = setup.world, setup.module, setup.dtype, setup.weights
+        self.name = setup.parallel.strategy
         self.world = world
-        self._sharded = name == "zero3"
+        self._sharded = spec_of(self.name).shards_parameters
         self._gather = import_deepspeed(world).zero.GatheredParameters
         self._model = module
         self._weights = weights
         _hollow(module)
         self._names = {parameter: key for key, parameter in module.named_parameters()}
         self._originals: dict[str, torch.Tensor] = {}  # fp32 values of trainable parameters, as many as are needed here
-        optimizer = make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
+        optimizer = setup.make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
         self._optimizer = optimizer
         self._hooks = hooks(module)
         prepare = functools.partial(self._set_precision, dtype=dtype)
-        config = settings(parallel, dtype, module)
+        config = settings(setup.parallel, dtype, module)
         self._engine = start_engine(world, module, optimizer, config, dtype, prepare, cut=self._sharded)
         self.module: nn.Module = self._engine
         self._partitions = partitions(self._engine.optimizer)

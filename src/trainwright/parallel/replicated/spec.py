@@ -1,0 +1,26 @@
+"""What `single` and `ddp` say of themselves. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainwright.recipe.strategy_spec import Collective, StrategySpec
+
+# Elements converted to fp32 at a time in a bf16 optimizer step: bounds the memory of a step, not its speed.
+STEP_ELEMENTS = 16 * 2**20
+
+SINGLE = StrategySpec(
+    summary="one process has the whole model",
+    implementation="trainwright.parallel.replicated.replicated:Replicated",
+    memory="trainwright.planning.memory_replicated:ReplicatedMemory",
+    most_processes=1,
+    accelerate_type="NO",
+)
+DDP = replace(
+    SINGLE,
+    summary="every process has the whole model and its share of each batch",
+    most_processes=None,
+    collectives=(Collective("all_reduce", "gradients", "buckets"),),
+    bucket_bytes=25 * 2**20,  # as torch's DDP: large enough to use the links, small enough to overlap
+    accelerate_type="MULTI_GPU",
+)

@@ -1,0 +1,74 @@
+"""What `zero1`, `zero2` and `zero3` say of themselves. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainwright.recipe.strategy_spec import Collective, Library, Limit, StrategySpec
+
+# Elements that are gathered or reduced at a time: 64 MiB of fp32. DeepSpeed's own 500 million are 2 GB a buffer.
+BUCKET_ELEMENTS = 2**24
+
+DEEPSPEED = Library(
+    module="deepspeed",
+    title="DeepSpeed",
+    versions=("0.19.",),
+    install="pip install 'deepspeed==0.19.*'",
+    users="zero1, zero2 and zero3",
+    process_bytes=150 * 2**20,
+)
+_OPTIMIZER = frozenset({"master weights", "optimizer state", "gradients"})
+_UPDATED = Collective("all_gather", "parameters", "update")
+
+ZERO1 = StrategySpec(
+    summary="optimizer state is sharded (DeepSpeed)",
+    implementation="trainwright.parallel.zero.zero:Zero",
+    memory="trainwright.planning.memory_zero:ZeroMemory",
+    shards=frozenset({"optimizer state"}),
+    parameters_by="flat",
+    collectives=(Collective("all_reduce", "gradients", "step"), _UPDATED),
+    reads=("deepspeed_config",),
+    offloads={"offload_optimizer": _OPTIMIZER},
+    layouts=({}, {"offload_optimizer": True}),
+    limits=(
+        Limit(
+            "model.adapter.quantisation",
+            ("none",),
+            "DeepSpeed casts and cuts every parameter as a number, which {value} weights are not; set "
+            "parallel.strategy to ddp or fsdp, or model.adapter.quantisation to none",
+            "DeepSpeed does not take quantised weights",
+        ),
+        Limit(
+            "optimizer.name",
+            ("adamw",),
+            "Muon works on whole matrices, and DeepSpeed cuts them up flat; set parallel.strategy to ddp or fsdp",
+            "Muon works on whole matrices, and DeepSpeed cuts them up flat",
+        ),
+    ),
+    library=DEEPSPEED,
+    changes_in_run=False,
+    accelerate_type="DEEPSPEED",
+)
+ZERO2 = replace(
+    ZERO1,
+    summary="optimizer state and gradients are sharded (DeepSpeed)",
+    shards=frozenset({"gradients", "optimizer state"}),
+    collectives=(Collective("all_reduce", "gradients", "micro-batch"), _UPDATED),
+)
+ZERO3 = replace(
+    ZERO1,
+    summary="parameters, gradients and optimizer state are sharded (DeepSpeed)",
+    shards=frozenset({"parameters", "gradients", "optimizer state"}),
+    collectives=(
+        Collective("all_gather", "parameters", "passes"),
+        Collective("reduce_scatter", "gradients", "passes"),
+    ),
+    gathers_per_block=7,  # each matrix by itself, and the hooks around every module take Python's time
+    offloads={"offload_optimizer": _OPTIMIZER, "offload_parameters": frozenset({"parameters"})},
+    layouts=({}, {"offload_optimizer": True}, {"offload_parameters": True, "offload_optimizer": True}),
+)
+
+
+def stage_of(spec: StrategySpec) -> int:
+    """DeepSpeed's stage: it shards optimizer state, then gradients too, then parameters too."""
+    return len(spec.shards)
