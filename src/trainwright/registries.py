@@ -68,6 +68,8 @@ OBJECTIVES: Registry[Any] = Registry(
     },
     kind="objective",
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
+)
+
 # A recipe.strategy_spec.StrategySpec each. The simpler ones first: of two that are as fast the first is chosen.
 STRATEGIES: Registry[Any] = Registry(
     "trainwright.strategies",

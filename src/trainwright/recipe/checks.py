@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.model_sizes import absurd_sizes
-from trainwright.registries import TASKS
+from trainwright.recipe.strategy_spec import all_specs
+from trainwright.registries import STRATEGIES, TASKS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import ParallelSection, Recipe
@@ -30,7 +31,6 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _processes,
         _strategy,
         _evaluation,
-        _optimizer,
         recipe.spec.check,
     )
     return [problem for check in checks for problem in check(recipe)]
@@ -126,13 +126,6 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
             "what dora adds depends on all that is added to a weight, so it cannot be put on top of another adapter; "
             "use lora, or set stack to false",
         )
-    strategy = recipe.parallel.strategy
-    if adapter.quantisation != "none" and strategy.startswith("zero"):
-        yield Contradiction(
-            ("model.adapter.quantisation", "parallel.strategy"),
-            f"DeepSpeed casts and cuts every parameter as a number, which {adapter.quantisation} weights are not; set "
-            "parallel.strategy to ddp or fsdp, or model.adapter.quantisation to none",
-        )
 
 
 def _data(recipe: Recipe) -> Iterator[Contradiction]:
@@ -199,12 +192,6 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
 
 
-def _optimizer(recipe: Recipe) -> Iterator[Contradiction]:
-    if recipe.optimizer.name == "muon" and recipe.parallel.strategy.startswith("zero"):
-        why = "Muon works on whole matrices, and DeepSpeed cuts them up flat; set parallel.strategy to ddp or fsdp"
-        yield Contradiction(("optimizer.name", "parallel.strategy"), why)
-
-
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     decays = optimizer.schedule == "warmup_stable_decay"
@@ -237,7 +224,8 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _batch(recipe: Recipe) -> Iterator[Contradiction]:
     train = recipe.train
-    processes = 1 if recipe.parallel.strategy == "single" else recipe.parallel.num_processes
+    spec = recipe.parallel.spec
+    processes = 1 if spec is not None and spec.is_one_process else recipe.parallel.num_processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     if micro != "auto" and micro > size:
         yield Contradiction(
@@ -295,60 +283,88 @@ def _possible_accumulation(size: int, micro: int | str, processes: int | str) ->
 
 
 def _processes(recipe: Recipe) -> Iterator[Contradiction]:
-    parallel = recipe.parallel
-    if parallel.strategy == "single" and parallel.num_processes not in ("auto", 1):
-        yield Contradiction(
-            ("parallel.strategy", "parallel.num_processes"),
-            f"single runs one process, but parallel.num_processes is {parallel.num_processes}; "
-            "set one of the two to auto",
-        )
+    parallel, spec = recipe.parallel, recipe.parallel.spec
+    processes = parallel.num_processes
+    if spec is None or processes == "auto":
+        return
+    most = spec.most_processes
+    if processes < spec.least_processes:
+        said = f"{parallel.strategy} runs at least {spec.least_processes} processes"
+    elif most is not None and processes > most:
+        said = f"{parallel.strategy} runs {'one process' if most == 1 else f'at most {most} processes'}"
+    else:
+        return
+    yield Contradiction(
+        ("parallel.strategy", "parallel.num_processes"),
+        f"{said}, but parallel.num_processes is {processes}; set one of the two to auto",
+    )
 
 
-# Which strategies read a key of `parallel`; under another, a value that is not its default would be ignored.
-_READ_BY = {
-    "replicate_size": ("fsdp",),
-    "reshard_after_forward": ("fsdp",),
-    "wrap": ("fsdp",),
-    "offload_parameters": ("fsdp", "zero3"),
-    "offload_optimizer": ("zero1", "zero2", "zero3"),
-    "deepspeed_config": ("zero1", "zero2", "zero3"),
-}
+# Keys of `parallel` that every strategy reads.
+_OF_ALL = ("strategy", "num_processes", "device")
 
 
 def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
     """Where the strategy is auto, the only one that reads all that is asked for, and a key that says so."""
-    meant = _meant_for_a_strategy(parallel)
-    if parallel.strategy != "auto" or not meant:
+    if parallel.strategy != "auto" or not (meant := _meant_for_a_strategy(parallel)):
         return None
-    common = set.intersection(*(set(_READ_BY[key]) for key in meant))
-    return (common.pop(), f"parallel.{min(meant, key=lambda key: len(_READ_BY[key]))}") if len(common) == 1 else None
+    readers = {key: _readers(key) for key in meant}
+    common = [name for name in readers[meant[0]] if all(name in names for names in readers.values())]
+    if len(common) > 1:  # what is installed beside changes no recipe
+        common = [name for name in common if STRATEGIES.package(name) is None]
+    return (common[0], f"parallel.{min(meant, key=lambda key: len(readers[key]))}") if len(common) == 1 else None
 
 
 def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
-    return [key for key in _READ_BY if getattr(parallel, key) != type(parallel).model_fields[key].default]
+    """Keys that not every strategy reads, with a value that is not their default."""
+    fields = type(parallel).model_fields
+    return [key for key, field in fields.items() if key not in _OF_ALL and getattr(parallel, key) != field.default]
+
+
+def _readers(key: str) -> list[str]:
+    return [name for name, spec in all_specs().items() if key in spec.keys]
 
 
 def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
-    parallel = recipe.parallel
+    parallel, spec = recipe.parallel, recipe.parallel.spec
     for key in _meant_for_a_strategy(parallel):
-        strategies = ", ".join(_READ_BY[key])
-        if parallel.strategy == "auto" and implied_strategy(parallel) is None:
+        if spec is None and implied_strategy(parallel) is None:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"belongs to {strategies}; set parallel.strategy to the one that is meant",
+                f"belongs to {', '.join(_readers(key))}; set parallel.strategy to the one that is meant",
             )
-        elif parallel.strategy != "auto" and parallel.strategy not in _READ_BY[key]:
+        elif spec is not None and key not in spec.keys:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"has no effect under parallel.strategy {parallel.strategy}; it belongs to {strategies}",
+                f"has no effect under parallel.strategy {parallel.strategy}; it belongs to {', '.join(_readers(key))}",
             )
+    if spec is None:
+        return
+    for limit in spec.limits:
+        value = _value(recipe, limit.key)
+        if value not in ("auto", *limit.allowed):
+            yield Contradiction((limit.key, "parallel.strategy"), limit.why.format(value=value))
+    if "replicate_size" in spec.keys:
+        yield from _replicas(parallel)
+
+
+def _value(recipe: Recipe, key: str) -> object:
+    found: object = recipe
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
     processes = parallel.num_processes
-    if parallel.strategy == "fsdp" and processes != "auto" and processes % parallel.replicate_size:
+    if processes == "auto":
+        return
+    if processes % parallel.replicate_size:
         yield Contradiction(
             ("parallel.replicate_size", "parallel.num_processes"),
             f"{processes} processes cannot be divided into {parallel.replicate_size} equal replicas",
         )
-    elif parallel.strategy == "fsdp" and processes == parallel.replicate_size > 1:
+    elif processes == parallel.replicate_size > 1:
         yield Contradiction(
             ("parallel.replicate_size", "parallel.num_processes"),
             f"{processes} replicas on {processes} processes shard nothing; make it less, or use parallel.strategy ddp",

@@ -20,27 +20,30 @@ _PLACE = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 class Registered:
     """With ``Annotated[str, Registered(registry)]``: a name of the registry, or a place ``module:Name``.
 
-    What is not built in is imported when the recipe is read, so that a faulty extension is refused there.
+    ``others``: further values. What is not built in is imported when the recipe is read, so that a faulty extension is
+    refused there.
     """
 
     registry: Registry[Any]
+    others: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_wrap_validator_function(
-            self._checked, core_schema.literal_schema(list(self.registry.names()))
+            self._checked, core_schema.literal_schema([*self.others, *self.registry.names()])
         )
 
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        names = {"enum": list(self.registry.names()), "type": "string"}
+        names = {"enum": [*self.others, *self.registry.names()], "type": "string"}
         return {"anyOf": [names, {"type": "string", "pattern": f"^{_PLACE}$"}]}
 
     def _checked(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> str:
         place = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
         name: str = value if place else handler(value)
         try:
-            self.registry.check(name)
+            if name not in self.others:
+                self.registry.check(name)
         except RequestError as error:
             raise PydanticCustomError("extension", "{reason}", {"reason": str(error)}) from None
         return name

@@ -39,8 +39,11 @@ from trainwright.recipe.fields import (
 )
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.registries import METRICS, TASKS
+from trainwright.registries import METRICS, STRATEGIES, TASKS
+
+AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
 
 
 class OptimizerSection(Section):
@@ -150,14 +153,15 @@ class TrainSection(Section):
         return values
 
 
+def _with_summaries(schema: dict[str, Any]) -> None:
+    summaries = [f"{name}: {spec.summary}." for name, spec in all_specs().items()]
+    schema["description"] = " ".join(["How the model is spread over the processes.", *summaries])
+
+
 class ParallelSection(Section):
     """Over how many processes the run is spread, and how. Changes its speed and nothing else about it."""
 
-    strategy: Literal["auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"] = Field(
-        "auto",
-        description="single: one process. ddp: a whole model in every process. fsdp: torch's FSDP2, everything "
-        "sharded. zero1, zero2, zero3: DeepSpeed, sharding optimizer state, gradients too, parameters too.",
-    )
+    strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
     num_processes: Annotated[Count, Field(le=1_000_000)] | Auto = Field(
         "auto", description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well."
     )
@@ -186,6 +190,11 @@ class ParallelSection(Section):
     deepspeed_config: Text | None = Field(
         None, description="zero1, zero2, zero3: a DeepSpeed JSON file; its auto values come from this recipe."
     )
+
+    @property
+    def spec(self) -> StrategySpec | None:
+        """What is known of the strategy; None where it is auto."""
+        return None if self.strategy == "auto" else spec_of(self.strategy)
 
 
 class CheckpointSection(Section):
