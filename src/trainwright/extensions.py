@@ -52,6 +52,11 @@ class Registry(Generic[T]):
         """
         return (*self._builtin, *sorted(self._registered()))
 
+    def order(self, name: str) -> int:
+        """The index of ``name`` in ``names()``; of a place ``module:Name`` that of the end."""
+        names = self.names()
+        return names.index(name) if name in names else len(names)
+
     def get(self, name: str) -> T:
         """The object of that name, or at that place ``module:Name``.
 

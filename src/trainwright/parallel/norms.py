@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-_CACHE_ELEMENTS = 2**18  # worked on at a time, so that neither a conversion nor a square leaves the cache
+from trainwright.parallel.constants import NORM_ELEMENTS
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     if flat.is_cuda:
         return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-    parts = [part.to(torch.float32).square().sum() for part in flat.split(_CACHE_ELEMENTS)]
+    parts = [part.to(torch.float32).square().sum() for part in flat.split(NORM_ELEMENTS)]
     return torch.stack(parts).double().sum()
 
 
@@ -29,10 +29,10 @@ def squared_norm_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     elements = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        if flat.is_cuda or flat.numel() >= _CACHE_ELEMENTS:
+        if flat.is_cuda or flat.numel() >= NORM_ELEMENTS:
             sums.append(squared_norm(flat))
             continue
-        if elements + flat.numel() > _CACHE_ELEMENTS:
+        if elements + flat.numel() > NORM_ELEMENTS:
             sums.append(squared_norm(torch.cat(small)))
             small, elements = [], 0
         small.append(flat)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.planning.rates import Rates
-from trainwright.planning.workload import Choice, MixedPrecision, Recompute, StrategyName, Workload
+from trainwright.planning.workload import Choice, MixedPrecision, Recompute, Workload
+from trainwright.recipe.strategy_spec import all_specs, spec_of
 
 # Into how many micro-batches a device's share is divided; the finest are single rows.
 _DIVISIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**n for n in range(7, 40)))
@@ -23,7 +24,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", 2, "full")
 class Layout:
     """Where the model's numbers are: a strategy with all that it can be told."""
 
-    strategy: StrategyName
+    strategy: str
     replicate_size: int = 1
     reshard_after_forward: bool = True
     offload_parameters: bool = False
@@ -35,10 +36,10 @@ class Layout:
 
     def describe(self, processes: int) -> str:
         """In a table: `fsdp 4x8` is four replicas, each over eight devices."""
-        name: str = self.strategy
+        name = self.strategy
         if self.replicate_size > 1:
             name += f" {self.replicate_size}x{processes // self.replicate_size}"
-        if self.strategy == "fsdp" and not self.reshard_after_forward:
+        if not self.reshard_after_forward:
             name += " kept"
         return name + " offload" * self.offloads
 
@@ -77,7 +78,8 @@ def worlds(workload: Workload, cluster: Cluster, wishes: Wishes) -> tuple[int, .
     """
     if "num_processes" in wishes.fixed:
         return (wishes.fixed["num_processes"],)
-    if wishes.fixed.get("strategy") == "single":
+    asked = wishes.fixed.get("strategy")
+    if asked is not None and spec_of(asked).is_one_process:
         return (1,)
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _usual_worlds(rows, cluster)
@@ -115,24 +117,20 @@ def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout
 
 
 def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterator[Layout]:
-    on_gpu = cluster.device == "cuda"
-    if processes == 1:
-        yield Layout("single")
-    if processes > 1 or asked is not None:  # on one process they are worth it only to who asks for them
-        yield Layout("ddp")
-        yield Layout("fsdp", reshard_after_forward=False)
-        yield Layout("fsdp")
-        for replicas in _replica_counts(processes, cluster):
-            yield Layout("fsdp", replicas, reshard_after_forward=False)
-            yield Layout("fsdp", replicas)
-        for stage in ("zero1", "zero2", "zero3"):
-            yield Layout(stage)
-    if on_gpu:
-        yield Layout("fsdp", offload_parameters=True)
-        for stage in ("zero1", "zero2"):
-            yield Layout(stage, offload_optimizer=True)  # type: ignore[arg-type]
-        yield Layout("zero3", offload_optimizer=True)
-        yield Layout("zero3", offload_parameters=True, offload_optimizer=True)
+    offloading = []
+    for name, spec in all_specs().items() if asked is None else ((asked, spec_of(asked)),):
+        if processes < spec.least_processes or processes > (spec.most_processes or processes):
+            continue
+        found = [Layout(name, **values) for values in spec.layouts]
+        kept = [layout for layout in found if not layout.offloads]
+        offloading += [layout for layout in found if layout.offloads]
+        # On one process those of several are worth it only to who asks for them.
+        if processes > 1 or spec.is_one_process or asked is not None:
+            yield from kept
+            for replicas in _replica_counts(processes, cluster) if "replicate_size" in spec.keys else ():
+                yield from (replace(layout, replicate_size=replicas) for layout in kept)
+    if cluster.device == "cuda":
+        yield from offloading
 
 
 def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
@@ -147,10 +145,12 @@ def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
 
 def _with_replicas(processes: int, wishes: Wishes) -> Iterator[Layout]:
     replicas = wishes.fixed["replicate_size"]
-    if processes % replicas or processes == replicas or not wishes.allows("strategy", "fsdp"):
+    if processes % replicas or processes == replicas:
         return
-    for reshard in wishes.options("reshard_after_forward", (False, True)):
-        yield Layout("fsdp", replicas, reshard, wishes.fixed.get("offload_parameters", False))
+    for name, spec in all_specs().items():
+        if "replicate_size" in spec.keys and wishes.allows("strategy", name):
+            for reshard in wishes.options("reshard_after_forward", (False, True)):
+                yield Layout(name, replicas, reshard, wishes.fixed.get("offload_parameters", False))
 
 
 def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tuple[int, int]]:

@@ -10,18 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
-from trainwright.planning import memory_fsdp, memory_replicated, memory_zero
+from trainwright.parallel.constants import NORM_ELEMENTS
 from trainwright.planning.memory_inventory import Inventory, first_blocks, inventory, partly_trained
 from trainwright.planning.memory_overhead import divided, loading, overhead
 from trainwright.planning.memory_partly import PartlyTrained
-from trainwright.planning.memory_walk import Flow, Held, Moved, Peak, Walk
+from trainwright.planning.memory_strategy import StrategyMemory, memory_model
+from trainwright.planning.memory_walk import Held, Moved, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import Choice, OptimizerName, Workload
+from trainwright.planning.workload import Choice, Workload
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
-# parallel/norms.py: squared at a time on a CPU.
-_NORM_BYTES = 4 * 2**18
 # models/quantisation.py: numbers that are quantised at once, and about the bytes that each takes meanwhile.
 _QUANTISED, _QUANTISING = 2**20, 23
 _PLACES = 256  # rows whose lengths are looked at one by one
@@ -103,20 +102,21 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         after = passes(replace(setting, batch=batch), recompute)
     moved = _moved(choice, cluster)
     walk = Walk(parts, after, workload.architecture.tied, setting.width, moved)
-    flow = _flow(held, setting, choice)
+    model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)
+    flow = model.flow()
     if workload.trained is not None:
         flow = PartlyTrained(flow, workload.trained, held)
     walk.step(flow, choice.gradient_accumulation_steps)
     if workload.evaluates:
         walk.evaluate(flow)
-    base, host = divided(choice, cluster, _lasting(held, setting, workload, choice))
+    base, host = divided(choice, cluster, _lasting(model, workload))
     updates_on_host = bool(host)  # before what is there of other things is added
-    if updates_on_host and choice.strategy == "fsdp":
-        host["gradients"] = _step(held, setting, choice)
+    if updates_on_host and (gradients := model.gradients_on_host()):
+        host["gradients"] = gradients
     between = sum(base.values())
-    norm = min(_NORM_BYTES, 4 * held.largest_trained) if cluster.device == "cpu" else 0
+    norm = 4 * min(NORM_ELEMENTS, held.largest_trained) if cluster.device == "cpu" else 0
     beside = 0 if workload.optimizer == "adamw" else _orthogonalising(held, setting)
-    step = max(_step(held, setting, choice) + beside, flow.held.total + norm)
+    step = max(model.step() + beside, flow.held.total + norm)
     phases = {
         "load": _load(held, workload, choice, cluster, base, host),
         "forward": between + walk.forward.total,
@@ -146,15 +146,16 @@ def _recomputed(choice: Choice, cluster: Cluster) -> str | int:
     return "compiled" if compiled and choice.activation_checkpointing == "none" else choice.activation_checkpointing
 
 
-def _lasting(held: Inventory, setting: Setting, workload: Workload, choice: Choice) -> Mapping[str, int]:
+def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
     """What stays from step to step, by what it is."""
-    base = dict(_base(held, setting, choice, workload.optimizer))
+    held, setting, choice = model.held, model.setting, model.choice
+    base = dict(model.lasting())
     if held.buffers:
         cut = choice.shards if setting.stack.cuts_scales else 1
         base["quantised base's scales"] = -(-held.buffers // cut)
     if workload.beside is not None and workload.beside.copied:
         copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.beside.blocks)
-        shards = choice.shards if choice.strategy in ("fsdp", "zero3") else 1
+        shards = choice.shards if choice.spec.shards_parameters else 1
         base["reference"] = -(-copied // shards) * setting.width
     return base
 
@@ -163,42 +164,8 @@ def _setting(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack)
     device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
     width = _WIDTHS[choice.mixed_precision]
     batch, adapter = micro_batch(workload, choice), workload.adapter
-    quantisation, hooked = workload.quantisation, choice.strategy == "zero3"
+    quantisation, hooked = workload.quantisation, choice.spec.hooks_modules
     return Setting(workload.architecture, batch, device, width, adapter is None, adapter, quantisation, stack, hooked)
-
-
-def _flow(held: Inventory, setting: Setting, choice: Choice) -> Flow:
-    width, on_cpu = setting.width, not setting.device.is_gpu
-    if choice.strategy in ("single", "ddp"):
-        return memory_replicated.ReplicatedFlow(held, width, choice.num_processes > 1, setting.stack)
-    if choice.strategy == "fsdp":
-        offload = choice.offload_parameters and not on_cpu
-        reshard, stack = choice.reshard_after_forward, setting.stack
-        return memory_fsdp.FsdpFlow(held, width, choice.shards, reshard, on_cpu, offload, stack)
-    if choice.strategy == "zero3":
-        return memory_zero.Stage3Flow(held, width, on_cpu, setting.stack)
-    stage, offload = int(choice.strategy[-1]), choice.offload_optimizer and not on_cpu
-    return memory_zero.Stage12Flow(held, stage, width, choice.shards, offload, setting.stack)
-
-
-def _base(held: Inventory, setting: Setting, choice: Choice, optimizer: OptimizerName) -> Mapping[str, int]:
-    width, stack = setting.width, setting.stack
-    if choice.strategy in ("single", "ddp"):
-        return memory_replicated.base(held, width, optimizer, stack)
-    if choice.strategy == "fsdp":
-        return memory_fsdp.base(held, width, choice.shards, optimizer, stack)
-    return memory_zero.base(held, int(choice.strategy[-1]), width, choice.shards, stack)
-
-
-def _step(held: Inventory, setting: Setting, choice: Choice) -> int:
-    width = setting.width
-    if choice.strategy in ("single", "ddp"):
-        exchanged, passes_a_step = choice.num_processes > 1, choice.gradient_accumulation_steps
-        return memory_replicated.step(held, width, exchanged, passes_a_step, setting.stack)
-    if choice.strategy == "fsdp":
-        kept = max(width, setting.stack.kept) * (2 if setting.stack.foreach else 1)
-        return kept * sum(unit.own_trained for unit in memory_fsdp.units(held, choice.shards).values())
-    return memory_zero.step(held, int(choice.strategy[-1]), width, choice.shards, not setting.device.is_gpu)
 
 
 def _orthogonalising(held: Inventory, setting: Setting) -> int:
@@ -233,10 +200,9 @@ def _load(
     host: dict[str, int],
 ) -> int:
     """On a device while the weights come in; on a GPU machine they come by way of the host's memory."""
-    whole = choice.strategy not in ("fsdp", "zero3")
     if cluster.device == "cpu":
         if not workload.fresh:
             return 4 * held.numel
         return 4 * max(held.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
-    host["weights while loading"] = max(0, loading(choice, held.numel, whole) - sum(host.values()))
+    host["weights while loading"] = max(0, loading(choice, held.numel) - sum(host.values()))
     return base.get("parameters", 0)

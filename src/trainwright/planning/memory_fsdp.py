@@ -8,13 +8,14 @@ gradients are reduced from stays until the next block's are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from trainwright.planning.memory_inventory import OUTSIDE, Inventory, optimizer_state
+from trainwright.planning.memory_strategy import StrategyMemory
 from trainwright.planning.memory_walk import Flow, Held
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import OptimizerName
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,33 @@ def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
             unit[1] += rows * shards * weight.columns
             unit[3] += rows * weight.columns
     return {number: Unit(*values) for number, values in sums.items()}
+
+
+class FsdpMemory(StrategyMemory):
+    """This rank's rows, which are masters where they are trained; gathered weights beside them."""
+
+    def lasting(self) -> Mapping[str, int]:
+        held, width, stack = self.held, self.width, self.setting.stack
+        found = units(held, self.choice.shards).values()
+        own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
+        return {
+            "parameters": max(width, stack.kept) * trained + width * (own - trained),
+            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer, self.choice.shards)),
+        }
+
+    def flow(self) -> Flow:
+        choice = self.choice
+        offload = choice.offload_parameters and not self.on_cpu
+        reshard, stack = choice.reshard_after_forward, self.setting.stack
+        return FsdpFlow(self.held, self.width, choice.shards, reshard, self.on_cpu, offload, stack)
+
+    def step(self) -> int:
+        stack = self.setting.stack
+        kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
+        return kept * sum(unit.own_trained for unit in units(self.held, self.choice.shards).values())
+
+    def gradients_on_host(self) -> int:
+        return self.step()
 
 
 class FsdpFlow(Flow):
@@ -181,13 +209,3 @@ class FsdpFlow(Flow):
         most = self.held
         self._gradients -= self._width * trained
         return most
-
-
-def base(inventory: Inventory, width: int, shards: int, optimizer: OptimizerName, stack: Stack = OWN) -> dict[str, int]:
-    """What is held between steps: this rank's rows, which are masters where they are trained."""
-    found = units(inventory, shards).values()
-    own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
-    return {
-        "parameters": max(width, stack.kept) * trained + width * (own - trained),
-        "optimizer state": int(stack.state_bytes * optimizer_state(inventory, optimizer, shards)),
-    }

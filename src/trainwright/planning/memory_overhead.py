@@ -14,16 +14,16 @@ _CUDA_CONTEXT = 512 * _MIB
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
 # Blocks that the allocator holds and nobody fills, as a part of what comes and goes.
 _SLACK = {"cuda": 0.04, "cpu": 0.02}
-# Resident: Python, torch, transformers and the mapped code of both; what DeepSpeed brings.
-_PROCESS, _DEEPSPEED = 380 * _MIB, 150 * _MIB
+# Resident: Python, torch, transformers and the mapped code of both.
+_PROCESS = 380 * _MIB
 
 
 def overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[str, int]:
     """By name. ``lasting``: bytes of tensors that stay from step to step, ``most``: of the fullest moment."""
     slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
     if cluster.device == "cpu":
-        process = _PROCESS + _DEEPSPEED * choice.strategy.startswith("zero")
-        return {"process and libraries": process, **slack}
+        library = choice.spec.library
+        return {"process and libraries": _PROCESS + (library.process_bytes if library else 0), **slack}
     several = choice.num_processes > 1
     between = choice.num_processes > cluster.devices_per_node
     nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
@@ -34,22 +34,11 @@ def divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[
     """``base``, what stays from step to step, on the device and in the host's memory, where a strategy moves it."""
     if cluster.device == "cpu":
         return dict(base), {}
-    moved = _moved(choice)
+    moved = choice.offloaded
     host = {name: count for name, count in base.items() if name in moved and count}
     return {name: 0 if name in moved else count for name, count in base.items()}, host
 
 
-def loading(choice: Choice, numel: int, replicated: bool) -> int:
+def loading(choice: Choice, numel: int) -> int:
     """Bytes in the host's memory while a process reads its weights: fp32, whole or its own part of them."""
-    return 4 * numel if replicated else -(-4 * numel // choice.shards)
-
-
-def _moved(choice: Choice) -> frozenset[str]:
-    if choice.strategy == "fsdp" and choice.offload_parameters:
-        return frozenset({"parameters", "master weights", "optimizer state", "gradients"})
-    names = set()
-    if choice.offload_optimizer:
-        names |= {"master weights", "optimizer state", "gradients"}
-    if choice.offload_parameters:
-        names.add("parameters")
-    return frozenset(names)
+    return -(-4 * numel // choice.shards) if choice.spec.shards_parameters else 4 * numel

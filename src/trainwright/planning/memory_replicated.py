@@ -3,27 +3,60 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
 
+from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.planning.memory_inventory import Inventory, optimizer_state
+from trainwright.planning.memory_strategy import StrategyMemory
 from trainwright.planning.memory_walk import Flow, Held
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import OptimizerName
 
-_BUCKET_BYTES = 25 * 2**20
-# Elements converted to fp32 at a time in an optimizer step over low-precision weights.
-_STEP_ELEMENTS = 16 * 2**20
+
+class ReplicatedMemory(StrategyMemory):
+    """The whole model on every rank; fp32 masters of trained weights beside those that compute in less."""
+
+    def lasting(self) -> Mapping[str, int]:
+        held, width, stack = self.held, self.width, self.setting.stack
+        kept = max(width, stack.kept)
+        return {
+            "parameters": held.numel * width,
+            "master weights": held.trained * kept if width < kept else 0,
+            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer)),
+        }
+
+    def flow(self) -> Flow:
+        bucket_bytes = self.choice.spec.bucket_bytes
+        return ReplicatedFlow(self.held, self.width, self._exchanges, self.setting.stack, bucket_bytes)
+
+    def step(self) -> int:
+        width, stack, total, largest = self.width, self.setting.stack, self.held.trained, self.held.largest_trained
+        kept = max(width, stack.kept)
+        if stack.updates_in_backward:
+            return width * largest
+        if stack.foreach:
+            return (width + kept) * total
+        if width == kept or self._exchanges or self.choice.gradient_accumulation_steps > 1:
+            return kept * total
+        part = min(total, STEP_ELEMENTS)
+        return width * (total - part) + kept * part + width * largest
+
+    @property
+    def _exchanges(self) -> bool:
+        return self.choice.num_processes > 1
 
 
 class ReplicatedFlow(Flow):
     """Gradients of a whole model: ``width`` bytes as autograd makes them, fp32 once there is anything to sum."""
 
-    def __init__(self, inventory: Inventory, width: int, exchange: bool, stack: Stack = OWN) -> None:
+    def __init__(
+        self, inventory: Inventory, width: int, exchange: bool, stack: Stack = OWN, bucket_bytes: int | None = None
+    ) -> None:
         self._inventory = inventory
         self._width = width
         self._kept = max(width, stack.kept)
         self._one_by_one = stack.updates_in_backward
-        self._ends = _bucket_ends(inventory, self._kept) if exchange else ()
+        self._ends = _bucket_ends(inventory, self._kept, bucket_bytes) if exchange else ()
         self._own = 0  # bytes in the parameters' own gradients
         self._sums = 0  # bytes in sums of the micro-batches before, or over the ranks
         self._arrived = self._started = 0  # numbers whose gradients are there; buckets that are exchanged
@@ -71,8 +104,10 @@ class ReplicatedFlow(Flow):
 
 
 @lru_cache(maxsize=64)
-def _bucket_ends(inventory: Inventory, kept: int) -> tuple[int, ...]:
+def _bucket_ends(inventory: Inventory, kept: int, bucket_bytes: int | None) -> tuple[int, ...]:
     """Where each bucket ends, in numbers from the last parameter on: about the order in which gradients come."""
+    if bucket_bytes is None:
+        return (inventory.trained,)
     ends: list[int] = []
     room = 0
     for weight in reversed(inventory.weights):
@@ -80,30 +115,7 @@ def _bucket_ends(inventory: Inventory, kept: int) -> tuple[int, ...]:
             size = kept * weight.numel
             if size > room:
                 ends.append(ends[-1] if ends else 0)
-                room = _BUCKET_BYTES
+                room = bucket_bytes
             ends[-1] += weight.numel
             room -= size
     return tuple(ends)
-
-
-def base(inventory: Inventory, width: int, optimizer: OptimizerName, stack: Stack = OWN) -> dict[str, int]:
-    """What is held between steps: the weights, fp32 masters of trained ones, what the optimizer keeps of them."""
-    trained, kept = inventory.trained, max(width, stack.kept)
-    return {
-        "parameters": inventory.numel * width,
-        "master weights": trained * kept if width < kept else 0,
-        "optimizer state": int(stack.state_bytes * optimizer_state(inventory, optimizer)),
-    }
-
-
-def step(inventory: Inventory, width: int, exchange: bool, micro_batches: int, stack: Stack = OWN) -> int:
-    """Most bytes of gradients in an optimizer step."""
-    total, largest, kept = inventory.trained, inventory.largest_trained, max(width, stack.kept)
-    if stack.updates_in_backward:
-        return width * largest
-    if stack.foreach:
-        return (width + kept) * total
-    if width == kept or exchange or micro_batches > 1:
-        return kept * total
-    part = min(total, _STEP_ELEMENTS)
-    return width * (total - part) + kept * part + width * largest

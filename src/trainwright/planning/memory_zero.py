@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+from trainwright.parallel.zero.spec import stage_of
 from trainwright.planning.memory_inventory import OUTSIDE, Inventory, Weight
+from trainwright.planning.memory_strategy import StrategyMemory
 from trainwright.planning.memory_walk import Flow, Held
 from trainwright.planning.stack import OWN, Stack
 
@@ -42,6 +44,26 @@ def _partition(inventory: Inventory, shards: int) -> tuple[int, int]:
                 touched[rank] += numel
             begin += numel
     return own, max(touched)
+
+
+class ZeroMemory(StrategyMemory):
+    """DeepSpeed's flat partitions, and what its stage leaves whole."""
+
+    def lasting(self) -> Mapping[str, int]:
+        return _lasting(self.held, self._stage, self.width, self.choice.shards, self.setting.stack)
+
+    def flow(self) -> Flow:
+        if self._stage == 3:
+            return Stage3Flow(self.held, self.width, self.on_cpu, self.setting.stack)
+        offload = self.choice.offload_optimizer and not self.on_cpu
+        return Stage12Flow(self.held, self._stage, self.width, self.choice.shards, offload, self.setting.stack)
+
+    def step(self) -> int:
+        return _step(self.held, self._stage, self.width, self.choice.shards, self.on_cpu)
+
+    @property
+    def _stage(self) -> int:
+        return stage_of(self.choice.spec)
 
 
 class Stage12Flow(Flow):
@@ -255,7 +277,7 @@ def _largest_vector(inventory: Inventory) -> int:
 
 
 @lru_cache(maxsize=64)
-def base(inventory: Inventory, stage: int, width: int, shards: int, stack: Stack = OWN) -> Mapping[str, int]:
+def _lasting(inventory: Inventory, stage: int, width: int, shards: int, stack: Stack = OWN) -> Mapping[str, int]:
     """What is held between steps."""
     trained = inventory.trained
     if stage < 3:
@@ -279,7 +301,7 @@ def base(inventory: Inventory, stage: int, width: int, shards: int, stack: Stack
 
 
 @lru_cache(maxsize=64)
-def step(inventory: Inventory, stage: int, width: int, shards: int, on_cpu: bool) -> int:
+def _step(inventory: Inventory, stage: int, width: int, shards: int, on_cpu: bool) -> int:
     """Most bytes that an optimizer step takes beside what is held between steps."""
     if stage == 3:
         return _FP32 * sum(-(-w.numel // shards) for w in inventory.weights if w.trainable and w.columns > 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from trainwright.errors import MachineError, RequestError
@@ -25,6 +24,7 @@ from trainwright.planning.ways_out import WayOut, ways_out
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.recipe.strategy_spec import spec_of
 
 # Compiling a block takes about this long on the machines it was measured on, and pays where it saves a few times that.
 _COMPILE_SECONDS = 60.0
@@ -292,9 +292,8 @@ def _can_compile(cluster: Cluster) -> bool:
 
 def installed(strategy: str) -> str | None:
     """Why a strategy does not run with what is installed here; None where it does."""
-    if strategy.startswith("zero") and find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed"
-    return None
+    library = spec_of(strategy).library
+    return f"{library.title} is not installed" if library is not None and library.is_missing else None
 
 
 def _impossible(wishes: Wishes, workload: Workload) -> str:

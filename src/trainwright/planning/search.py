@@ -25,6 +25,7 @@ from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import Rates
 from trainwright.planning.step_time import StepTime, least_seconds, step_time
 from trainwright.planning.workload import Choice, Workload
+from trainwright.registries import STRATEGIES
 
 # Of a host's free memory this part is left to other programs, which take more and less of it.
 LEFT_ALONE = 0.15
@@ -33,6 +34,8 @@ _AS_FAST = 0.02
 # The choice within that layout is the simplest whose step is within this of the fastest of all. On a CPU it is larger,
 # as every further micro-batch takes more time there than is predicted.
 AS_FAST = {"cpu": 0.05, "cuda": _AS_FAST}
+# Keys of a recipe's section train that a strategy may take some values of alone.
+_LIMITED = ("mixed_precision", "compile", "activation_checkpointing", "activation_offload")
 # What is further from fitting than this with all recomputed does not fit with less of it.
 _NEAR = 1.1
 # Micro-batches that are timed for one layout: the largest ones that fit. Where small ones save padding, or stay in a
@@ -184,11 +187,15 @@ class Judge:
         )
 
     def _unfit(self, choice: Choice) -> str | None:
-        if self.workload.quantisation != "none" and choice.strategy.startswith("zero"):
-            return "DeepSpeed does not take quantised weights"
-        if self.workload.optimizer == "muon" and choice.strategy.startswith("zero"):
-            return "Muon works on whole matrices, and DeepSpeed cuts them up flat"
-        return None
+        adapter = self.workload.adapter
+        asked = {
+            "model.adapter.type": "none" if adapter is None else adapter.kind,
+            "model.adapter.quantisation": self.workload.quantisation,
+            "optimizer.name": self.workload.optimizer,
+            **{f"train.{key}": getattr(choice, key) for key in _LIMITED},
+        }
+        limit = choice.spec.refuses(asked)
+        return None if limit is None else limit.short
 
     def timed(self, judged: Judged) -> Judged:
         """With how long it takes."""
@@ -332,7 +339,6 @@ def _fitting(judge: Judge, choices: list[Choice]) -> list[Choice]:
     return [choice for choice in once if judge.fit(choice).fits] + choices[low:]
 
 
-_STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3")
 _RECOMPUTES = ("none", "selective", "full")
 
 
@@ -340,7 +346,7 @@ def _simplicity(choice: Choice) -> tuple[int, ...]:
     recompute = choice.activation_checkpointing
     return (
         int(layout_of(choice).offloads),
-        _STRATEGIES.index(choice.strategy),
+        STRATEGIES.order(choice.strategy),
         choice.num_processes,
         int(choice.replicate_size > 1),
         _RECOMPUTES.index(recompute) if recompute in _RECOMPUTES else 2,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.parallel.zero.spec import BUCKET_ELEMENTS
+
 Loss = Literal["chunked", "full", "narrow", "freed", "fused", "widened"]
 
 
@@ -45,7 +47,7 @@ class Stack:
     fused: bool = False
     compiles_loss: bool = False
     attention: Literal[1, 2, 3] = 2
-    bucket: int = 2**24
+    bucket: int = BUCKET_ELEMENTS
     launch: float = 1.0
     sorted_rows: int | None = None
     saves_inputs: bool = False

@@ -108,7 +108,7 @@ class _Step:
         self.width = _WIDTH[choice.mixed_precision]
         device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
         own, adapter = workload.architecture, workload.adapter
-        quantisation, hooked = workload.quantisation, choice.strategy == "zero3"
+        quantisation, hooked = workload.quantisation, choice.spec.hooks_modules
         self.shapes = Shapes(own, self.batch, device, self.width, adapter is None, adapter, quantisation, stack, hooked)
         self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
 

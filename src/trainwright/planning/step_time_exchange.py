@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from trainwright.planning.rates import CollectiveKind, Group, Rates
 from trainwright.planning.workload import Choice
 
-_BUCKET = 25 * 2**20  # parallel/replicated/gradients.py
 _SMALL = 64  # bytes that the processes tell each other after every step
 # DeepSpeed gathers each matrix by itself, and its hooks around every module take Python's time.
 _MATRICES_OF_A_BLOCK = 7
@@ -49,17 +48,22 @@ class Exchange:
         if choice.num_processes == 1:
             return 0.0
         passes, told = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
-        if choice.strategy == "ddp":
-            return told + self._buckets(units)
-        told += self._all("all_reduce", _SMALL)  # the norm of what is sharded
-        if choice.strategy in ("zero1", "zero2"):
-            gradients = self._all("all_reduce", self.exchanged * sum(unit.trainable for unit in units))
-            times = passes if choice.strategy == "zero2" else 1
-            return told + times * gradients + self._all("all_gather", self.width * sum(u.trainable for u in units))
+        if choice.spec.shards:
+            told += self._all("all_reduce", _SMALL)  # the norm of what is sharded
+        seconds = told
+        for one in choice.spec.collectives:
+            if one.when == "buckets":
+                seconds += self._buckets(units)
+            elif one.when != "passes":
+                width = self.width if one.of == "parameters" else self.exchanged
+                times = passes if one.when == "micro-batch" else 1
+                seconds += times * self._all(one.kind, width * sum(unit.trainable for unit in units))
+        if all(one.when != "passes" for one in choice.spec.collectives):
+            return seconds
         sharded = self._sharded(units)
-        if choice.strategy == "fsdp" and choice.replicate_size > 1:
+        if choice.replicate_size > 1:
             sharded += self._over_replicas(units)
-        return told + sharded
+        return seconds + sharded
 
     def _all(self, kind: CollectiveKind, size: float) -> float:
         return self.rates.collective(kind, size, self._group(self.choice.num_processes))
@@ -73,15 +77,16 @@ class Exchange:
         """Gradients summed bucket by bucket while the last micro-batch's backward pass goes on. What is outside the
         blocks comes last, when there is nothing left to hide it."""
         last, others = self.exchanged * units[0].trainable, self.exchanged * sum(unit.trainable for unit in units[1:])
-        buckets, rest = divmod(others, _BUCKET)
-        before = buckets * self._all("all_reduce", _BUCKET) + self._all("all_reduce", rest)
+        bucket = self.choice.spec.bucket_bytes or max(1, others)
+        buckets, rest = divmod(others, bucket)
+        before = buckets * self._all("all_reduce", bucket) + self._all("all_reduce", rest)
         beside = sum(unit.backward for unit in units[1:])
         return before - self.hidden * min(before, beside) + self._all("all_reduce", last)
 
     def _sharded(self, units: Sequence[Unit]) -> float:
         choice = self.choice
         group = self._group(choice.shards)
-        messages = _MATRICES_OF_A_BLOCK if choice.strategy == "zero3" else 1
+        messages = _MATRICES_OF_A_BLOCK if choice.spec.hooks_modules else 1
 
         def gathered(unit: Unit) -> float:
             part = unit.parameters * self.width / messages
@@ -90,13 +95,13 @@ class Exchange:
         gathers = [gathered(unit) for unit in units]
         scatters = [self.rates.collective("reduce_scatter", self.exchanged * unit.trainable, group) for unit in units]
         forward = self._forward(units, gathers)
-        if choice.strategy == "fsdp" and not choice.reshard_after_forward:
+        if not choice.reshard_after_forward:
             # Gathered once a step, and reduced once.
             return forward + self._backward(units, [0.0] * len(units), scatters)
         # What is outside the blocks stays gathered until the backward pass is over.
         backward = self._backward(units, [0.0, *gathers[1:]], scatters)
         passes = choice.gradient_accumulation_steps
-        if self.sums_whole and choice.strategy == "fsdp":
+        if self.sums_whole:
             before = self._backward(units, [0.0, *gathers[1:]], [0.0] * len(units))
             return passes * forward + (passes - 1) * before + backward
         return passes * (forward + backward)

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainwright.parallel.constants import NORM_ELEMENTS
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time_work import Pricing
 from trainwright.planning.workload import Choice
 
 _FP32 = 4
-_PART = (
-    16 * 2**20
-)  # parallel/replicated/replicated.py: elements that are updated at a time beside low-precision weights
 _ITERATIONS = 5  # engine/muon.py: of three products each
-_CHUNK = 2**18  # parallel/norms.py: elements that a CPU squares at a time
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,11 @@ class Update:
     @property
     def owned(self) -> float:
         """Elements whose optimizer state this process has."""
-        choice = self.choice
-        if choice.strategy in ("single", "ddp"):
-            return self.trainable
-        return self.trainable / (choice.shards if choice.strategy == "fsdp" else choice.num_processes)
+        return self.trainable / self.choice.shards
 
     @property
     def on_host(self) -> bool:
-        choice = self.choice
-        return choice.offload_optimizer or (choice.strategy == "fsdp" and choice.offload_parameters)
+        return "optimizer state" in self.choice.offloaded
 
     def optimizer(self) -> float:
         """Seconds of a step from exchanged gradients to updated weights."""
@@ -81,17 +74,17 @@ class Update:
         whole, width = self.trainable, self.width
         kept = self.kept
         summed = self._traffic("elementwise", 3 * kept * whole)
-        if choice.strategy in ("single", "ddp"):
+        if not choice.spec.shards:
             if width == kept:  # autograd adds up in place
                 seconds = (passes - 1) * summed
             else:
                 first = self._traffic("elementwise", (width + kept) * whole)
                 later = self._traffic("elementwise", (width + 2 * kept) * whole)
                 seconds = 0.0 if passes == 1 else first + (passes - 1) * later
-            if choice.strategy == "ddp":
+            if choice.spec.collectives:
                 seconds += self._traffic("copy", (width + self.stack.exchanged) * whole)
             return seconds
-        if choice.strategy in ("zero1", "zero2"):
+        if not choice.spec.shards_parameters:
             return passes * self._traffic("copy", (width + self.stack.exchanged) * whole)
         return passes * self._sharded_copies()
 
@@ -107,13 +100,13 @@ class Update:
             # Out beside the computing; back when they are wanted, before it.
             seconds += passes * (max(0.0, self._host("from", kept) - forward) + self._host("to", kept))
         if choice.offload_parameters:
-            kept = self.kept if choice.strategy == "fsdp" else self.width
+            kept = self.width if choice.spec.separate_masters else self.kept
             shard = (kept * self.trainable + self.width * (self.parameters - self.trainable)) / choice.shards
-            times = 2 if choice.strategy == "zero3" or choice.reshard_after_forward else 1
+            times = 2 if choice.reshard_after_forward else 1
             seconds += passes * times * self._host("to", shard)
         if self.on_host:
             seconds += passes * self._host("from", self.stack.exchanged * self.owned)
-            if choice.strategy != "fsdp":
+            if choice.spec.separate_masters:
                 seconds += self._host("to", self.width * self.owned)
         return seconds
 
@@ -123,11 +116,12 @@ class Update:
 
     def _casts(self) -> float:
         """Between fp32 masters and the weights that compute, where a process has both."""
-        if self.width == self.kept or self.choice.strategy == "fsdp":
+        spec = self.choice.spec
+        if self.width == self.kept or not spec.separate_masters:
             return 0.0
         given = self._traffic("copy", (self.width + self.kept) * self.owned)
-        summed = self.choice.strategy == "ddp" or self.choice.gradient_accumulation_steps > 1
-        if self.choice.strategy in ("single", "ddp") and not summed:
+        summed = bool(spec.collectives) or self.choice.gradient_accumulation_steps > 1
+        if not spec.shards and not summed:
             return given + self._traffic("copy", (self.width + self.kept) * self.owned)  # of gradients
         return given
 
@@ -135,15 +129,15 @@ class Update:
         if self.pricing.on_gpu:
             return self._traffic("reduction", self.kept * elements)
         # In pieces that stay in the cache: copied, squared, added up.
-        piece = self.pricing.traffic("copy", 2 * _FP32 * _CHUNK, "fp32")
-        piece += self.pricing.traffic("elementwise", 2 * _FP32 * _CHUNK, "fp32")
-        piece += self.pricing.traffic("reduction", _FP32 * _CHUNK, "fp32")
-        return piece * elements / _CHUNK
+        piece = self.pricing.traffic("copy", 2 * _FP32 * NORM_ELEMENTS, "fp32")
+        piece += self.pricing.traffic("elementwise", 2 * _FP32 * NORM_ELEMENTS, "fp32")
+        piece += self.pricing.traffic("reduction", _FP32 * NORM_ELEMENTS, "fp32")
+        return piece * elements / NORM_ELEMENTS
 
     def _sharded_copies(self) -> float:
         """Of FSDP and ZeRO-3, a micro-batch: what was gathered put in its place, gradients laid out to be reduced."""
         choice, width = self.choice, self.width
-        gathers = 2 if choice.strategy == "zero3" or choice.reshard_after_forward else 1
+        gathers = 2 if choice.reshard_after_forward else 1
         kept = self.kept
         cast = self._traffic("copy", (kept + width) * self.trainable / choice.shards) if width != kept else 0.0
         placed = self._traffic("copy", 2 * width * self.parameters)

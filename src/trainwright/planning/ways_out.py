@@ -11,6 +11,7 @@ from trainwright.planning.candidates import Wishes
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge, Judged, search
 from trainwright.planning.workload import Adapter, Workload
+from trainwright.recipe.strategy_spec import spec_of
 
 # What to write or to get, and the judge and the wishes that are left with it.
 _Change = tuple[str, Judge, Wishes]
@@ -20,7 +21,6 @@ _Series = tuple[frozenset[str], Iterator[_Change]]
 _LENGTH, _DEVICES = "length", "devices"
 _RANK = 16
 _SHORTEST = 128
-_OFFLOADING = ("fsdp", "zero1", "zero2", "zero3")
 _USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8xB200", "4x8xH100", "16x8xH100")
 
 
@@ -128,8 +128,9 @@ def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
 
 def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
     """Numbers in the host's memory, where the user said that they are not to be there."""
-    key = {"fsdp": "offload_parameters"}.get(wishes.fixed.get("strategy", ""), "offload_optimizer")
-    if wishes.fixed.get("strategy") in _OFFLOADING and wishes.fixed.get(key) is False and judge.cluster.device != "cpu":
+    asked = wishes.fixed.get("strategy")
+    key = None if asked is None else next(iter(spec_of(asked).offloads), None)
+    if key is not None and wishes.fixed.get(key) is False and judge.cluster.device != "cpu":
         moved = replace(wishes, fixed={**wishes.fixed, key: True})
         yield frozenset([key]), iter([(f"parallel.{key}=true", judge, moved)])
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.planning.architecture import Architecture
+from trainwright.recipe.strategy_spec import StrategySpec, spec_of
 
-StrategyName = Literal["single", "ddp", "fsdp", "zero1", "zero2", "zero3"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "full", "selective"] | int
@@ -126,7 +126,7 @@ class Choice:
     ``threads``: of each process on a CPU; None on GPUs.
     """
 
-    strategy: StrategyName
+    strategy: str
     num_processes: int
     micro_batch_size: int
     gradient_accumulation_steps: int
@@ -141,8 +141,16 @@ class Choice:
     threads: int | None = None
 
     @property
+    def spec(self) -> StrategySpec:
+        """What is known of the strategy."""
+        return spec_of(self.strategy)
+
+    @property
     def shards(self) -> int:
         """Into how many parts the strategy cuts what it shards."""
-        if self.strategy in ("single", "ddp"):
-            return 1
-        return self.num_processes // self.replicate_size
+        return self.num_processes // self.replicate_size if self.spec.shards else 1
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """What is in the host's memory, where a GPU computes."""
+        return self.spec.offloaded(self)

@@ -90,7 +90,7 @@ class StrategySpec:
         separate_masters: whether the optimizer's fp32 masters are copies beside the weights that compute; if not, the
             parameters at rest are the masters.
         collectives: what is exchanged, but for a few bytes that processes tell each other after every step.
-        gathers_per_block: messages in which the parameters of a block are gathered.
+        hooks_modules: whether parameters are gathered module by module, not a block at a time.
         bucket_bytes: of gradients that are exchanged "buckets"; None: all of them are one bucket.
         reads: keys of the recipe's section ``parallel`` that it reads, but for those of ``offloads``.
         offloads: for keys that move numbers to the host's memory, what they move.
@@ -110,7 +110,7 @@ class StrategySpec:
     parameters_by: Literal["rows", "flat"] = "rows"
     separate_masters: bool = True
     collectives: tuple[Collective, ...] = ()
-    gathers_per_block: int = 1
+    hooks_modules: bool = False
     bucket_bytes: int | None = None
     reads: tuple[str, ...] = ()
     offloads: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -63,7 +63,7 @@ ZERO3 = replace(
         Collective("all_gather", "parameters", "passes"),
         Collective("reduce_scatter", "gradients", "passes"),
     ),
-    gathers_per_block=7,  # each matrix by itself, and the hooks around every module take Python's time
+    hooks_modules=True,
     offloads={"offload_optimizer": _OPTIMIZER, "offload_parameters": frozenset({"parameters"})},
     layouts=({}, {"offload_optimizer": True}, {"offload_parameters": True, "offload_optimizer": True}),
 )
