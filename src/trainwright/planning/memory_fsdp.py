@@ -47,12 +47,12 @@ class FsdpMemory(StrategyMemory):
     """This rank's rows, which are masters where they are trained; gathered weights beside them."""
 
     def lasting(self) -> Mapping[str, int]:
-        held, width, stack = self.held, self.width, self.setting.stack
-        found = units(held, self.choice.shards).values()
+        held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
+        found = units(held, shards).values()
         own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
         return {
             "parameters": max(width, stack.kept) * trained + width * (own - trained),
-            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer, self.choice.shards)),
+            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer, shards)),
         }
 
     def flow(self) -> Flow:

@@ -43,8 +43,6 @@ from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.registries import METRICS, STRATEGIES, TASKS
 
-AnswerMetric = Literal["exact_match", "f1", "rouge_l", "rouge_l_recall", "answer", "json_schema"]
-
 
 class OptimizerSection(Section):
     """How the weights are changed."""
