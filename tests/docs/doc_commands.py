@@ -19,7 +19,6 @@ GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").
 # Why a command is not run: the first pattern that is found in it gives the reason. All others are run.
 NOT_RUN = {
     r"^(make|pip|git) ": "installs, or is run by CI itself",
-    r"^python -m pytest": "the tests themselves",
     r"^python bench/": "a bench: minutes, other programs in environments of their own, or rewriting results",
     r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
     r"--rendezvous": "several nodes: tests/launch runs them",
