@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from trainwright import registries
 from trainwright.cli.main import app
+from trainwright.extensions import Registry
 from trainwright.recipe.json_schema import recipe_json_schema
+from trainwright.reinforcement import environments
 
 ROOT = Path(__file__).parents[1]
 # Files of the repository that are pages of the site, with the titles that the site gives them.
@@ -27,6 +32,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     pages = {target: root_page(source) for source, target in ROOT_FILES.items()}
     pages |= {"reference/recipe.md": recipe_reference(), "reference/commands.md": command_reference()}
+    pages["reference/extensions.md"] = extension_reference()
     for target, content in pages.items():
         files.append(File.generated(config, target, content=content))
     return files
@@ -141,8 +147,47 @@ def _plain(value: Any) -> bool:
 
 
 def _text(text: str) -> str:
-    """A description in one line of a table; what Markdown would read as markup is shown as it is."""
-    return re.sub(r"([|<>\[\]*_])", r"\\\1", " ".join(text.split()))
+    """A description in one line of a table; what Markdown would read as markup is shown as it is, outside of code."""
+    parts = re.split(r"`{1,2}([^`]+)`{1,2}", " ".join(text.split()))
+    plain = [re.sub(r"([|<>\[\]*_])", r"\\\1", part) for part in parts[::2]]
+    code = [f"`{_in_table(part)}`" for part in parts[1::2]] + [""]
+    return "".join(text for pair in zip(plain, code, strict=True) for text in pair)
+
+
+def extension_reference() -> str:
+    """Return the reference of every registry: its entry points, what an object needs, and the names there are."""
+    lines = [
+        "# Extensions",
+        "",
+        "Generated from the registries of this version and of the packages installed beside it. In a recipe, a place",
+        "`module:Name` can stand for a name. [Contributing](../contributing.md#add-an-extension): how to add one.",
+    ]
+    for registry in all_registries():
+        required = ", ".join(f"`{name}`" for name in registry.required)
+        lines += ["", f"## {registry.group.rpartition('.')[2].capitalize()}", "", f"Entry points: `{registry.group}`."]
+        lines += [f"An object has {required}."] if required else []
+        lines += ["", "| Name | Description | From |", "| --- | --- | --- |"]
+        for name in registry.names():
+            lines.append(
+                f"| `{name}` | {_text(_summary(registry.get(name)))} | {registry.package(name) or 'built in'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def all_registries() -> list[Registry[Any]]:
+    """Return the registries of the package, in the order of their modules."""
+    values = [value for module in (registries, environments) for value in vars(module).values()]
+    return [value for value in values if isinstance(value, Registry)]
+
+
+def _summary(extension: Any) -> str:
+    """What an object says of itself: a summary, a line, a row as an example, or the first line of its docstring."""
+    for attribute in ("summary", "line"):
+        if isinstance(text := getattr(extension, attribute, None), str):
+            return text
+    if example := getattr(extension, "example", None):
+        return f"rows such as {json.dumps(example)}"
+    return (inspect.getdoc(extension) or "").partition("\n")[0]
 
 
 def command_reference() -> str:

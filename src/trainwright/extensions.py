@@ -41,7 +41,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, group: str, builtin: Mapping[str, str], kind: str, required: tuple[str, ...] = ()) -> None:
-        self.group, self.kind, self._builtin, self._required = group, kind, dict(builtin), required
+        self.group, self.kind, self.required, self._builtin = group, kind, required, dict(builtin)
         self._found: dict[str, T] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Registry(Generic[T]):
         return entries
 
     def _check(self, found: Any, entry: _Entry) -> None:
-        if missing := [attribute for attribute in self._required if not hasattr(found, attribute)]:
+        if missing := [attribute for attribute in self.required if not hasattr(found, attribute)]:
             raise RequestError(f"{entry.described} lacks {', '.join(missing)}")
 
 

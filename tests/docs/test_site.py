@@ -18,6 +18,7 @@ from trainwright.recipe.json_schema import recipe_json_schema
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
+GENERATED = ("recipe", "commands", "extensions")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -64,6 +65,15 @@ def test_the_reference_has_every_option_of_every_command(hooks: Any) -> None:
     assert "## `trainwright train`" in page and "### `trainwright data prepare`" in page
 
 
+def test_the_reference_of_extensions_has_every_registered_name_with_a_description(hooks: Any) -> None:
+    page, registries = hooks.extension_reference(), hooks.all_registries()
+    kinds = {registry.kind for registry in registries}
+    assert {"task", "strategy", "objective", "metric", "source", "environment"} <= kinds
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*) \| (.*) \|$", page, re.M)
+    assert [name for name, _, _ in rows] == [name for registry in registries for name in registry.names()]
+    assert [name for name, summary, package in rows if not summary.strip() or not package] == []
+
+
 def test_pages_of_the_root_link_to_pages_of_the_site(hooks: Any) -> None:
     for name, target in hooks.ROOT_FILES.items():
         for link in _LINK.findall(hooks.root_page(name)):
@@ -74,7 +84,7 @@ def test_pages_of_the_root_link_to_pages_of_the_site(hooks: Any) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    generated = {DOCS / "reference" / "recipe.md", DOCS / "reference" / "commands.md"}
+    generated = {DOCS / "reference" / f"{name}.md" for name in GENERATED}
     for link in _LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         path, _, anchor = link.partition("#")
         if "://" in link:
@@ -89,7 +99,7 @@ def test_the_navigation_has_every_page(hooks: Any) -> None:
     text = re.sub(r"!!python/name:\S+", "null", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
     written = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert listed == written | set(hooks.ROOT_FILES.values()) | {"reference/recipe.md", "reference/commands.md"}
+    assert listed == written | set(hooks.ROOT_FILES.values()) | {f"reference/{name}.md" for name in GENERATED}
 
 
 def _anchors(page: Path) -> set[str]:
