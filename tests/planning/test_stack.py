@@ -101,3 +101,36 @@ def test_a_tied_embedding_makes_a_gradient_of_its_own_only_where_it_cannot_be_jo
     peaks = [moment.peak for moment in embedding_pass(made).moments]
     assert len(peaks) == (made.trainable is True)
     assert all((peak < whole) is joined for peak in peaks)
+
+
+def test_what_enters_frozen_blocks_stays_where_the_first_fsdp_has_hold_of_it() -> None:
+    lora = replace(WORKLOAD, adapter=Adapter("lora", 8))
+    holding, plain = Stack(holds_inputs=True, loss="chunked"), Stack(loss="chunked")
+    inputs = ARCHITECTURE.layers * 2 * 2 * 1024 * ARCHITECTURE.hidden
+    choice = replace(SHARDED, micro_batch_size=2, gradient_accumulation_steps=1)
+    more = held(holding, choice, lora).phases["backward"] - held(plain, choice, lora).phases["backward"]
+    # Of the first block's backward pass, when all inputs but its own and all gradients but its own are there.
+    assert more <= 2 * inputs
+    assert held(holding, choice, lora).phases["backward"] >= 2 * inputs * (1 - 1 / ARCHITECTURE.layers)
+    for same in (replace(choice, strategy="zero3"), replace(choice, activation_checkpointing="none")):
+        assert held(holding, same, lora) == held(plain, same, lora)
+    assert held(holding, choice) == held(plain, choice)
+
+
+def test_early_kernels_of_amd_are_slower_backwards_alone() -> None:
+    mi300x = parse_machine("1xMI300X")
+    alone = Choice("single", 1, 2, 4, "bf16")
+    stacks = OWN, Stack(attention="early")
+    usual, early = (step_time(WORKLOAD, alone, mi300x, rates_of(mi300x), stack).parts for stack in stacks)
+    curves = rates_of(mi300x).setting(1).curves
+    assert curves["attention/bf16/forwardearly"].seconds(4096) == curves["attention/bf16/forward"].seconds(4096)
+    assert curves["attention/bf16/backwardearly"].seconds(4096) > 5 * curves["attention/bf16/backward"].seconds(4096)
+    assert early["attention"] > usual["attention"]
+
+
+def test_keys_and_values_that_are_cached_stay_to_the_end_of_the_step() -> None:
+    choice = replace(SHARDED, gradient_accumulation_steps=1)
+    cached = ARCHITECTURE.layers * 2 * 1024 * 2 * ARCHITECTURE.key_value_width * 2
+    more = [held(Stack(caches_keys=True), choice).phases[name] - held(OWN, choice).phases[name]
+            for name in ("forward", "backward", "optimizer")]  # fmt: skip
+    assert more == [cached, cached, 0]

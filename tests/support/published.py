@@ -10,7 +10,7 @@ without masters, all logits at once) is told to the model of memory and time (pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tests.support.published_figures import architecture_of
 from trainwright.errors import RequestError
@@ -20,14 +20,14 @@ from trainwright.planning.errors import Interval, classes_of, errors_of
 from trainwright.planning.memory import Memory, memory_of
 from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Verdict
-from trainwright.planning.stack import Stack
+from trainwright.planning.stack import Attention, Stack
 from trainwright.planning.step_time import step_time
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
 
 # Of what comes and goes in a step, that torch's allocator reserves beyond what is live.
 _HELD = 0.15
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
-_ATTENTION: dict[str, Literal[1, 2, 3]] = {"flash1": 1, "flash3": 3}
+_ATTENTION: dict[str, Attention] = {"flash1": 1, "flash3": 3, "aotriton": "early"}
 # Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024),
 # under autocast.
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
@@ -163,6 +163,8 @@ def _stack(figure: dict[str, Any]) -> Stack:
         alternates=figure["stack"] == "torchtitan",
         sums_whole=figure["stack"] in _SUM_WHOLE,
         cuts_scales=figure["stack"] == "torchtune",
+        caches_keys=bool(figure.get("caches_keys")),
+        holds_inputs=figure["stack"] in _ON_PEFT and figure.get("fsdp", 1) == 1,
     )
 
 

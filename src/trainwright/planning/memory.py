@@ -101,7 +101,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         batch = micro_batch(workload, choice, later=True)
         after = passes(replace(setting, batch=batch), recompute)
     moved = _moved(choice, cluster)
-    walk = Walk(parts, after, workload.architecture.tied, setting.width, moved)
+    frozen = choice.strategy == "fsdp" and setting.adapter is not None
+    holds = stack.holds_inputs and frozen and choice.activation_checkpointing == "full"
+    walk = Walk(parts, after, workload.architecture.tied, setting.width, moved, holds, _cached(setting))
     model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)
     flow = model.flow()
     if workload.trained is not None:
@@ -139,6 +141,12 @@ def _moved(choice: Choice, cluster: Cluster) -> Moved:
     if not choice.activation_offload or cluster.device == "cpu":
         return "nothing"
     return "inputs" if choice.activation_checkpointing == "selective" else "everything"
+
+
+def _cached(setting: Setting) -> int:
+    """Bytes of a block's keys and values where a program keeps them as if it generated text."""
+    each = 2 * setting.architecture.key_value_width * setting.width
+    return setting.batch.tokens * each if setting.stack.caches_keys else 0
 
 
 def _recomputed(choice: Choice, cluster: Cluster) -> str | int:

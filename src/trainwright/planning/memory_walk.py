@@ -103,6 +103,8 @@ class Walk:
     tied: bool
     width: int
     moved: Moved = "nothing"
+    holds: bool = False
+    beside: int = 0
     forward: Peak = field(default_factory=Peak)
     backward: Peak = field(default_factory=Peak)
     evaluation: Peak = field(default_factory=Peak)
@@ -163,27 +165,28 @@ class Walk:
                 work = held - embedding.output if unit == 0 and held >= embedding.output else held
                 peak.note(most, kept, held + block.output)
                 peak.note(flow.held, kept, work + block.forward_peak)
-            kept += self._stays(block)
+            kept += self._stays(block) + self.beside
         peak.note(flow.head(), kept, parts.head.forward_peak, loss=True)
         flow.forward_ended()
 
     def _backwards(self, flow: Flow, parts: Passes) -> None:
         peak = self.backward
-        kept = parts.embedding.kept + sum(self._stays(block) for block in parts.blocks)
+        kept = parts.embedding.kept + sum(self._stays(block) + self.beside for block in parts.blocks)
         peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
         waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)
         looked_at = set(self._looked_at())
         for unit in range(len(parts.blocks) - 1, -1, -1):
             block = parts.blocks[unit]
             kept -= self._stays(block)
+            before, kept = kept, kept + (2 * block.output if self.holds else 0)
             if unit not in looked_at:
                 flow.backward(unit)
                 flow.arrive(unit, "", block.gradients)
                 flow.unit_ended(unit)
                 continue
-            peak.note(_with(flow.backward(unit), waiting), kept, block.kept + block.output)
-            self._moments(flow, unit, block, kept, waiting)
-            peak.note(_with(flow.unit_ended(unit), waiting), kept, block.output)
+            peak.note(_with(flow.backward(unit), waiting), before, block.kept + block.output)
+            self._moments(flow, unit, block, before, waiting)
+            peak.note(_with(flow.unit_ended(unit), waiting), before, block.output)
         kept -= parts.embedding.kept
         self._moments(flow, -1, parts.embedding, kept, waiting)
         peak.note(flow.unit_ended(-1), 0, 0)

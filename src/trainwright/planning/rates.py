@@ -110,7 +110,8 @@ class Rates:
         return setting.exchange.waited + setting.exchange.factor * alone
 
     def _by_links(self, kind: CollectiveKind, size: float, group: Group) -> float:
-        """A ring inside each node beside rings between nodes, of which the slower decides (nccl, graph/tuning.cc)."""
+        """Rings over all ranks, as many as a node has adapters: the slowest of their links decides (nccl,
+        graph/tuning.cc)."""
         times, messages = steps_of(kind, group.ranks)
         link = self.cluster.link
         inside = times * size / self._bandwidth(link) if group.per_node > 1 else 0.0
@@ -118,9 +119,9 @@ class Rates:
             return _START + inside + messages * link.latency
         network = self.cluster.network
         assert network is not None, "several nodes have a network"
-        # Each node's adapters carry what the other nodes have; all its ranks share them.
-        between, hops = steps_of(kind, group.nodes)
-        across = between * size / (self._bandwidth(network) * group.per_node)
+        # The rings share the adapters of a node, each of which carries what every other link of its ring does.
+        _, hops = steps_of(kind, group.nodes)
+        across = times * size / (self._bandwidth(network) * group.per_node)
         ring = hops * network.latency + (messages - hops) * link.latency
         rounds = 2 if kind == "all_reduce" else 1
         tree = rounds * ((group.per_node - 1) * link.latency + math.log2(group.nodes) * network.latency)

@@ -34,7 +34,8 @@ class _Units:
 # products on an RTX PRO 6000: 350 of 504 (github.com/zzc0721/torch-performance-test-data, issues 160 and 161); GeForce
 # cards have the power for twice the products that they are sold with.
 # Attention: figures of github.com/Dao-AILab/flash-attention for FlashAttention-2, which makes no use of what Hopper has
-# for it.
+# for it; on an MI300X 353 TFLOP/s forward and 194 to 207 backward (github.com/ROCm/flash-attention/issues/142), on a
+# die of an MI250X 47 to 55 forward (github.com/ROCm/triton/issues/507), backward in the same proportion.
 _UNITS: dict[tuple[str, int, int], _Units] = {
     ("NVIDIA", 7, 0): _Units(0.80, 2.4, (0.60, 0.50)),
     ("NVIDIA", 7, 5): _Units(0.60, 1.08, (0.60, 0.50)),
@@ -45,9 +46,9 @@ _UNITS: dict[tuple[str, int, int], _Units] = {
     ("NVIDIA", 10, 0): _Units(0.72, 0.44, (0.35, 0.30)),
     ("NVIDIA", 10, 3): _Units(0.73, 0.49, (0.35, 0.30)),
     ("NVIDIA", 12, 0): _Units(0.70, 1.19, (0.75, 0.68)),
-    ("AMD", 9, 0): _Units(0.60, 1.46, (0.50, 0.40)),
-    ("AMD", 9, 4): _Units(0.52, 0.57, (0.60, 0.45)),
-    ("AMD", 9, 5): _Units(0.62, 0.56, (0.60, 0.45)),  # attention: as on the generation before
+    ("AMD", 9, 0): _Units(0.60, 1.46, (0.43, 0.25)),
+    ("AMD", 9, 4): _Units(0.52, 0.57, (0.52, 0.30)),
+    ("AMD", 9, 5): _Units(0.62, 0.56, (0.52, 0.30)),  # attention: as on the generation before
     ("Intel", 2, 0): _Units(0.92, 1.39, (0.50, 0.43)),  # attention: as on others
     ("Intel", 3, 0): _Units(0.74, 0.54, (0.50, 0.43)),
 }
@@ -56,6 +57,8 @@ _UNITS: dict[tuple[str, int, int], _Units] = {
 # Hopper (648 TFLOP/s for 370 forward: arXiv 2407.08608, figure 5), cuDNN on Blackwell (1605 / 1.3 TFLOP/s forward:
 # together.ai/blog/flashattention-4).
 _FIRST_ATTENTION = (0.62, 0.50)
+# torch's own kernels on AMD in 2024: 20 TFLOP/s backward on an MI300X (github.com/pytorch/pytorch/issues/135431).
+_EARLY_AMD_ATTENTION = (1.0, 0.10)
 _THIRD_ATTENTION = {(9, 0): (1.75, 1.7), (10, 0): (2.2, 2.2), (10, 3): (2.2, 2.2)}
 _OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
 # With less power the clock falls, and the voltage with it, so rates fall more slowly than power does.
@@ -126,7 +129,8 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
             curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
         first = _FIRST_ATTENTION
         third = _THIRD_ATTENTION.get(card.capability, (1.0, 1.0))
-        for suffix, factors in (("", (1.0, 1.0)), ("1", first), ("3", third)):
+        kernels = {"": (1.0, 1.0), "1": first, "3": third, "early": _EARLY_AMD_ATTENTION}
+        for suffix, factors in kernels.items():
             rates = [rate * part * factor for part, factor in zip(units.attention, factors, strict=True)]
             _add_attention(curves, precision, rates, _LENGTH_OF_HALF_RATE, suffix)
     for precision in ("fp32", "bf16", "fp16"):

@@ -11,6 +11,7 @@ from typing import Literal
 
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS
 
+Attention = Literal[1, 2, 3, "early"]
 Loss = Literal["chunked", "full", "narrow", "freed", "fused", "widened"]
 
 
@@ -26,7 +27,8 @@ class Stack:
     is there; "fused": all of them, which become their own gradient; "widened": the same with a copy of them in fp32.
     ``updates_in_backward``: each weight as soon as its gradient is there. ``fused``: norms, rotary positions and
     activations are kernels of their own (Liger, Transformer Engine). ``compiles_loss``: with the
-    blocks. ``attention``: generation of FlashAttention. ``bucket``: elements that DeepSpeed reduces at a time.
+    blocks. ``attention``: generation of FlashAttention; "early": torch's kernels on AMD in 2024. ``bucket``: elements
+    that DeepSpeed reduces at a time.
     ``launch``: factor on the time that Python takes to start a kernel. ``sorted_rows``: how many rows are sorted by
     length before they are cut into micro-batches; None: those of a step. ``saves_inputs``: products with quantised
     matrices keep what enters them (github.com/bitsandbytes-foundation/bitsandbytes/issues/642). ``expert_linears``:
@@ -37,6 +39,10 @@ class Stack:
     (torchtitan, distributed/activation_checkpoint.py). ``sums_whole``: micro-batches but the last of a step leave
     their gradients where they are, whole on every rank and as wide as they are exchanged (FSDP's
     set_requires_gradient_sync). ``cuts_scales``: those of a quantised base are sharded with it (torchao's NF4Tensor).
+    ``holds_inputs``: what enters a recomputed block of frozen weights, and its gradient, stay until the backward pass
+    is over (the first FSDP's _register_post_backward_reshard_only_hook, which has hold of the inputs). ``caches_keys``:
+    keys and values of all blocks are kept, as for generating text (transformers' use_cache, which its own
+    recomputation switches off and that of others does not).
     """
 
     kept: int = 4
@@ -46,7 +52,7 @@ class Stack:
     updates_in_backward: bool = False
     fused: bool = False
     compiles_loss: bool = False
-    attention: Literal[1, 2, 3] = 2
+    attention: Attention = 2
     bucket: int = BUCKET_ELEMENTS
     launch: float = 1.0
     sorted_rows: int | None = None
@@ -57,6 +63,8 @@ class Stack:
     alternates: bool = False
     sums_whole: bool = False
     cuts_scales: bool = False
+    holds_inputs: bool = False
+    caches_keys: bool = False
 
     @property
     def state_bytes(self) -> float:
