@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PORT = 29500
-_STRATEGIES = {
-    "ddp": "every process has the whole model",
-    "fsdp": "weights, gradients and optimizer state sharded by torch: for models too large for one device",
-    "zero1": "optimizer state sharded by DeepSpeed",
-    "zero2": "gradients too, by DeepSpeed",
-    "zero3": "weights too, by DeepSpeed",
-}
 
 
 def setup(
@@ -95,6 +88,9 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
 
 
 def _questions(answers: Answers, machine: Machine) -> Answers:
+    from trainwright.launch.accelerate.writing import offered
+    from trainwright.recipe.strategy_spec import spec_of
+
     gpus = len(machine.gpus)
     if gpus:
         device = _ask("device: gpu or cpu", "gpu", _one_of(("gpu", "cpu")), f"{gpus} found here")
@@ -112,9 +108,9 @@ def _questions(answers: Answers, machine: Machine) -> Answers:
     each = _ask("processes on this machine", str(answers.processes), _count(1, most), why)
     answers = replace(answers, processes=each * machines)
     if answers.device == "gpu" or answers.processes > 1:
-        explained = "; ".join(f"{name}: {text}" for name, text in _STRATEGIES.items())
+        explained = "; ".join(f"{name}: {spec.summary}" for name, spec in offered().items())
         answers = replace(answers, strategy=_ask("strategy", answers.strategy, _strategy, explained))
-    if answers.device == "gpu" and answers.strategy != "ddp":
+    if answers.device == "gpu" and spec_of(answers.strategy).offloads:
         offload = _ask("offload to the host's memory", "no", _yes_or_no, "fits more, and is much slower")
         answers = replace(answers, offload=offload)
     why = "bf16 is multiplied in hardware here" if machine.has_bf16 else "no bf16 units here"
@@ -147,9 +143,10 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def _strategy(text: str) -> str:
+    from trainwright.launch.accelerate.writing import offered
     from trainwright.recipe.strategy_spec import check_library
 
-    name = _one_of(tuple(_STRATEGIES))(text)
+    name = _one_of(tuple(offered()))(text)
     try:
         check_library(name)
     except MachineError as error:

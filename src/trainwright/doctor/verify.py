@@ -102,7 +102,7 @@ def reference_of(recipe: Recipe) -> Recipe:
     """
     processes, train = _processes(recipe), recipe.train
     one = ParallelSection(strategy="single", num_processes=1)
-    if recipe.parallel.strategy == one.strategy:
+    if recipe.parallel.is_one_process:
         raise RequestError(
             "parallel.strategy: this recipe runs on one process here (single), which is what others are compared "
             "with; choose one to compare, for instance parallel.strategy=fsdp parallel.num_processes=2"

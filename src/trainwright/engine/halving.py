@@ -168,7 +168,8 @@ def remedy(recipe: Recipe, rows: int) -> str:
     keys = []
     if recipe.train.activation_checkpointing != "full":
         keys.append("train.activation_checkpointing=full")
-    if recipe.parallel.strategy in ("single", "ddp"):
+    spec = recipe.parallel.spec
+    if spec is not None and not spec.shards:
         keys.append("a strategy that shards (parallel.strategy=fsdp on several processes)")
     else:
         keys.append("more processes to shard over (parallel.num_processes)")

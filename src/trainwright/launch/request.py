@@ -100,10 +100,10 @@ def for_started(request: Request, processes: int, launcher: str) -> Request:
     """
     parallel = request.recipe.parallel
     reasons = request.reasons
-    if parallel.strategy == "single" and processes > 1:
+    if processes > 1 and parallel.is_one_process:
         raise RequestError(
-            f"parallel.strategy: single runs one process, but {launcher} started {processes}; start one, or set "
-            "parallel.strategy to auto"
+            f"parallel.strategy: {parallel.strategy} runs one process, but {launcher} started {processes}; start one, "
+            "or set parallel.strategy to auto"
         )
     if parallel.num_processes == "auto":
         reasons += (f"parallel.num_processes {processes}: as many as {launcher} started",)
@@ -124,11 +124,13 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
     """
     if nodes == 1:
         return request
-    if request.recipe.parallel.strategy == "single":
+    parallel = request.recipe.parallel
+    if parallel.is_one_process:
         raise RequestError(
-            f"parallel.strategy: single runs one process, but --nodes is {nodes}; set it to auto, or leave --nodes out"
+            f"parallel.strategy: {parallel.strategy} runs one process, but --nodes is {nodes}; set it to auto, or "
+            "leave --nodes out"
         )
-    processes = request.recipe.parallel.num_processes
+    processes = parallel.num_processes
     reasons = request.reasons
     if processes == "auto":
         each, why = choose_processes(request.recipe, machine, nodes)

@@ -16,7 +16,9 @@ from trainwright.launch import run_directory
 from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+from trainwright.registries import STRATEGIES
 
 # Sections and keys that may be another when a run is continued.
 _FREE = (
@@ -36,8 +38,6 @@ _DIRECTORY = ("logging", "run_directory")
 _PROCESSES = ("parallel", "num_processes")
 _STRATEGY = ("parallel", "strategy")
 _ACCUMULATION = ("train", "gradient_accumulation_steps")
-# What is chosen by the number of processes alone, and so anew for another one.
-_BY_PROCESSES = ("single", "ddp")
 # What is chosen by the strategy and the number of processes.
 _LAYOUT = tuple(
     ("parallel", key) for key in ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
@@ -158,11 +158,12 @@ def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[K
     spread = _asked(said, _PROCESSES, parallel.num_processes)
     strategy = _asked(said, _STRATEGY, parallel.strategy)
     if spread:
-        if parallel.strategy in _BY_PROCESSES and _value(said, _STRATEGY) == "auto":
+        # What shards nothing is chosen by the number of processes alone, and so anew for another one.
+        if not spec_of(parallel.strategy).shards and _value(said, _STRATEGY) == "auto":
             yield _STRATEGY, "auto"
         if _value(said, _ACCUMULATION) == "auto":
             yield _ACCUMULATION, "auto"
-    from_or_to_one = "single" in (parallel.strategy, _value(said, _STRATEGY))
+    from_or_to_one = any(_is_one_process(name) for name in (parallel.strategy, _value(said, _STRATEGY)))
     if strategy and not spread and from_or_to_one and dotted(_PROCESSES) in chosen:
         yield _PROCESSES, "auto"
     if not (spread or strategy):
@@ -170,6 +171,10 @@ def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[K
     for key in _LAYOUT:
         if dotted(key) in chosen and key not in said.origins:
             yield key, type(parallel).model_fields[key[1]].default
+
+
+def _is_one_process(strategy: object) -> bool:
+    return strategy in STRATEGIES.names() and spec_of(str(strategy)).is_one_process
 
 
 def _asked(said: Tree, key: KeyPath, before: object) -> bool:

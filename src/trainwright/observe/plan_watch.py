@@ -15,6 +15,8 @@ from trainwright.machine.cache import keep
 from trainwright.machine.detect import detect
 from trainwright.machine.own_runs import remember, run_of
 from trainwright.machine.waiting import Waiting
+from trainwright.recipe.strategy_spec import spec_of
+from trainwright.registries import STRATEGIES
 
 # Where a run that is to go on in another way says which.
 REPLAN = "replan.json"
@@ -29,8 +31,6 @@ _KEYS = {
     "train": ("micro_batch_size", "activation_checkpointing"),
     "parallel": ("strategy", "num_processes", "replicate_size", "reshard_after_forward"),
 }
-# Between these a checkpoint can be taken up as it is.
-_SAME_RUN = ("single", "ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     """Whether losses stay the same, and a checkpoint can be taken up."""
     strategies = {one["strategy"], chosen.get("strategy")}
-    return one["mixed_precision"] == chosen.get("mixed_precision") and strategies <= set(_SAME_RUN)
+    kept = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
+    return kept and one["mixed_precision"] == chosen.get("mixed_precision")
 
 
 def _in_words(offer: Mapping[str, Any], found: float) -> str:

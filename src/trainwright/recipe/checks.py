@@ -224,8 +224,7 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _batch(recipe: Recipe) -> Iterator[Contradiction]:
     train = recipe.train
-    spec = recipe.parallel.spec
-    processes = 1 if spec is not None and spec.is_one_process else recipe.parallel.num_processes
+    processes = 1 if recipe.parallel.is_one_process else recipe.parallel.num_processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     if micro != "auto" and micro > size:
         yield Contradiction(

@@ -194,6 +194,11 @@ class ParallelSection(Section):
         """What is known of the strategy; None where it is auto."""
         return None if self.strategy == "auto" else spec_of(self.strategy)
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether the strategy is one that runs a single process."""
+        return self.spec is not None and self.spec.is_one_process
+
 
 class CheckpointSection(Section):
     """When the run's state is saved, and how many of the saved states are kept."""

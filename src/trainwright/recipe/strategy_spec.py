@@ -100,7 +100,7 @@ class StrategySpec:
         library: what has to be installed.
         changes_in_run: whether a run may go on from its checkpoint under another strategy of which that is true too,
             to the same losses.
-        accelerate_type: the ``distributed_type`` of Accelerate's files that ask for it; None: none does.
+        accelerate_type: the ``distributed_type`` of Accelerate's files that ask for it, where it is not a plain one.
     """
 
     summary: str

@@ -9,6 +9,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.accelerate.draft import Draft
 from trainwright.launch.accelerate.reading import Source, read_json
 from trainwright.launch.accelerate.values import Part
+from trainwright.recipe.strategy_spec import spec_of
 
 _DEVICES = ("NONE", "CPU", "NVME")
 _DEFAULT_STAGE = 2  # Accelerate's, where neither the file nor a JSON file says
@@ -81,7 +82,9 @@ def _offload(part: Part, draft: Draft) -> None:
             draft.set(recipe_key, device == "CPU", part.place(key))
     strategy = draft.settings.get("parallel.strategy")
     offload = draft.settings.get("parallel.offload_parameters")
-    if strategy is not None and offload is not None and offload.value and strategy.value != "zero3":
+    if strategy is None or offload is None or not offload.value:
+        return
+    if "offload_parameters" not in spec_of(strategy.value).keys:
         draft.problem(f"{offload.origin} contradicts {strategy.origin}: only ZeRO stage 3 offloads parameters")
 
 

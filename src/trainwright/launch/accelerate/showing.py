@@ -9,17 +9,10 @@ from trainwright.launch.accelerate.machine import SHARDING, becomes_ddp, lacking
 from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous
 from trainwright.launch.accelerate.reading import Source
 from trainwright.machine.detect import Machine
+from trainwright.recipe.strategy_spec import spec_of
 from trainwright.text import plural
 
 _LABEL = 12
-_STRATEGIES = {
-    "single": "one process has the whole model",
-    "ddp": "every process has the whole model and its share of each batch",
-    "fsdp": "parameters, gradients and optimizer state are sharded (torch's FSDP2)",
-    "zero1": "optimizer state is sharded (DeepSpeed)",
-    "zero2": "optimizer state and gradients are sharded (DeepSpeed)",
-    "zero3": "parameters, gradients and optimizer state are sharded (DeepSpeed)",
-}
 _SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mixed_precision")
 
 
@@ -60,7 +53,7 @@ def commands(meaning: Meaning, machine: Machine) -> list[str]:
 def _rows(source: Source, meaning: Meaning, machine: Machine) -> Iterator[tuple[str, str]]:
     yield "processes", _processes(meaning)
     strategy = meaning.strategy
-    yield "strategy", f"{strategy}: {_STRATEGIES[strategy]}" if strategy else "not known"
+    yield "strategy", f"{strategy}: {spec_of(strategy).summary}" if strategy else "not known"
     yield "precision", str(meaning.value("train.mixed_precision") or "as the recipe says")
     others = [
         f"{key}={as_yaml(setting.value)}"

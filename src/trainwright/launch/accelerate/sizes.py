@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trainwright.launch.accelerate.draft import Draft
 from trainwright.launch.accelerate.values import Part
+from trainwright.recipe.strategy_spec import spec_of
 
 PREFIX = "parallelism_config_"
 _DATA = ("dp_replicate_size", "dp_shard_size")
@@ -56,6 +57,7 @@ def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: D
 
     What they cannot mean goes to the draft's problems.
     """
+    spec = spec_of(strategy)
     if sizes.processes != processes:
         whole = processes // sizes.replicas * sizes.replicas == processes
         fix = f"write dp_shard_size: {processes // sizes.replicas}" if whole else "change one of them"
@@ -63,14 +65,14 @@ def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: D
             f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} makes "
             f"{sizes.processes} processes, but {said}; {fix}"
         )
-    elif strategy == "fsdp" and sizes.shards == 1:
+    elif "replicate_size" in spec.keys and sizes.shards == 1:
         draft.problem(
             f"{sizes.origin}: {sizes.replicas} replicas on as many processes shard nothing, which is ddp; write "
             "distributed_type: MULTI_GPU (on a CPU MULTI_CPU), or fewer replicas and a dp_shard_size"
         )
-    elif strategy == "fsdp":
+    elif "replicate_size" in spec.keys:
         draft.set("parallel.replicate_size", sizes.replicas, sizes.origin)
-    elif strategy.startswith("zero"):
+    elif spec.shards:
         draft.problem(f"{sizes.origin}: ZeRO spreads over all processes; these sizes are for distributed_type: FSDP")
     elif sizes.shards > 1:
         draft.problem(f"{sizes.origin}: {strategy} has the whole model in every process; to shard it takes FSDP")

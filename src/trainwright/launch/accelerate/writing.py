@@ -11,7 +11,10 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate.machine import default_processes
 from trainwright.machine.detect import Machine
+from trainwright.parallel.zero.spec import stage_of
+from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.yaml_text import to_yaml
+from trainwright.registries import STRATEGIES
 
 _HEADER = "# Written by `trainwright setup`; `trainwright setup --show` says what it means on this machine.\n"
 
@@ -26,7 +29,7 @@ class Answers:
     main_ip: str | None
     main_port: int | None
     processes: int
-    strategy: str  # ddp, fsdp, zero2 or zero3
+    strategy: str  # of those that are offered
     offload: bool
     precision: str
 
@@ -44,6 +47,12 @@ def suggested(machine: Machine) -> Answers:
         offload=False,
         precision="bf16" if machine.has_bf16 else "no",
     )
+
+
+def offered() -> dict[str, StrategySpec]:
+    """The strategies that a file can ask for, by name: none of another package, and none of one process."""
+    found = all_specs().items()
+    return {name: spec for name, spec in found if STRATEGIES.package(name) is None and not spec.is_one_process}
 
 
 def file_values(answers: Answers) -> dict[str, Any]:
@@ -114,17 +123,15 @@ def file_text(path: Path, values: dict[str, Any]) -> str:
 
 
 def _distributed_type(answers: Answers) -> str:
-    if answers.strategy == "fsdp":
-        return "FSDP"
-    if answers.strategy.startswith("zero"):
-        return "DEEPSPEED"
+    if (kind := spec_of(answers.strategy).accelerate_type) is not None:
+        return kind
     if answers.processes == 1:
         return "NO"
     return "MULTI_CPU" if answers.device == "cpu" else "MULTI_GPU"
 
 
 def _deepspeed(answers: Answers) -> dict[str, Any]:
-    stage = int(answers.strategy.removeprefix("zero"))
+    stage = stage_of(spec_of(answers.strategy))
     device = "cpu" if answers.offload else "none"
     return {
         "deepspeed_multinode_launcher": "standard",

@@ -14,7 +14,6 @@ SINGLE = StrategySpec(
     implementation="trainwright.parallel.replicated.replicated:Replicated",
     memory="trainwright.planning.memory_replicated:ReplicatedMemory",
     most_processes=1,
-    accelerate_type="NO",
 )
 DDP = replace(
     SINGLE,
@@ -22,5 +21,4 @@ DDP = replace(
     most_processes=None,
     collectives=(Collective("all_reduce", "gradients", "buckets"),),
     bucket_bytes=25 * 2**20,  # as torch's DDP: large enough to use the links, small enough to overlap
-    accelerate_type="MULTI_GPU",
 )
