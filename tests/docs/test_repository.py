@@ -1,0 +1,62 @@
+"""The files by which other programs know the repository: CI, pre-commit, templates of issues, the changelog."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.commands import ROOT
+from trainwright import __version__
+
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def _yaml(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_both_hosts_run_what_ci_runs() -> None:
+    steps = _yaml(".github/workflows/ci.yml")["jobs"]["check"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert _yaml(".gitlab-ci.yml")["check"]["script"] == [".ci/run"]
+    targets = re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert {"lint", "test"} <= set(targets) <= set(_targets())
+
+
+def test_pre_commit_runs_the_tools_of_lint() -> None:
+    hooks = _yaml(".pre-commit-config.yaml")["repos"][0]["hooks"]
+    lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    for hook in hooks:
+        program, *words = shlex.split(hook["entry"])
+        script = next((word for word in words if word.endswith(".py")), None)
+        name = program.removeprefix(".venv/bin/") if script is None else script
+        assert name in lint and hook["language"] == "system", hook["id"]
+        assert script is None or (ROOT / script).is_file()
+    assert {"ruff", "mypy", "import-linter"} <= {hook["id"] for hook in hooks}
+
+
+@pytest.mark.parametrize("template", [each for each in TEMPLATES if each.stem != "config"], ids=lambda path: path.stem)
+def test_templates_of_issues_are_as_github_wants_them(template: Any) -> None:
+    content = yaml.safe_load(template.read_text())
+    assert content["name"] and content["description"]
+    ids = [field["id"] for field in content["body"]]
+    assert len(ids) == len(set(ids)) > 1
+    for field in content["body"]:
+        assert field["type"] in ("textarea", "checkboxes") and field["attributes"]["label"]
+
+
+def test_the_changelog_is_one_of_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[?([^\]\s]+)\]?(?: - \d{4}-\d\d-\d\d)?$", text, re.M)
+    assert versions[0] == "Unreleased" and len(versions) == len(set(versions))
+    kinds = set(re.findall(r"^### (.*)$", text, re.M))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def _targets() -> list[str]:
+    return re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
