@@ -14,7 +14,6 @@ from trainwright import registries
 from trainwright.cli.main import app
 from trainwright.extensions import Registry
 from trainwright.recipe.json_schema import recipe_json_schema
-from trainwright.reinforcement import environments
 
 ROOT = Path(__file__).parents[1]
 # Files of the repository that are pages of the site, with the titles that the site gives them.
@@ -175,9 +174,8 @@ def extension_reference() -> str:
 
 
 def all_registries() -> list[Registry[Any]]:
-    """Return the registries of the package, in the order of their modules."""
-    values = [value for module in (registries, environments) for value in vars(module).values()]
-    return [value for value in values if isinstance(value, Registry)]
+    """Return the registries of the package."""
+    return [value for value in vars(registries).values() if isinstance(value, Registry)]
 
 
 def _summary(extension: Any) -> str:

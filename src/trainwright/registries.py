@@ -84,3 +84,28 @@ STRATEGIES: Registry[Any] = Registry(
     kind="strategy",
     required=("summary", "implementation", "memory", "shards", "collectives", "reads", "offloads", "layouts", "limits"),
 )
+
+# A subclass of reinforcement.environments.Environment each.
+ENVIRONMENTS: Registry[Any] = Registry(
+    "trainwright.environments",
+    {
+        "darkroom": "trainwright.reinforcement.environments.grid:Darkroom",
+        "darkroom-hard": "trainwright.reinforcement.environments.grid:DarkroomHard",
+        "darkroom-permuted": "trainwright.reinforcement.environments.grid:DarkroomPermuted",
+        "key-to-door": "trainwright.reinforcement.environments.key_to_door:KeyToDoor",
+        "bandit": "trainwright.reinforcement.environments.bandit:Bandit",
+        "gymnasium": "trainwright.reinforcement.environments.user:UserEnvironment",
+    },
+    kind="environment",
+    required=("tasks", "describe", "optimal_return", "vector"),
+)
+
+# The keys of a recipe that name something registered.
+KEYS: dict[str, Registry[Any]] = {
+    "task": TASKS,
+    "parallel.strategy": STRATEGIES,
+    "data.train": SOURCES,
+    "unlearn.objective": OBJECTIVES,
+    "evaluate.metrics": METRICS,
+    "algorithm_distillation.environment": ENVIRONMENTS,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ import torch
 
 from tests.reinforcement.plain_environments import ROOMS
 from trainwright.errors import RequestError
-from trainwright.reinforcement.environments import ENVIRONMENTS, Environment, make
+from trainwright.registries import ENVIRONMENTS
+from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.random_numbers import uniform
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
@@ -254,7 +255,6 @@ def test_every_environment_is_registered_with_gymnasium() -> None:
     from trainwright.reinforcement.registered import IDS
 
     assert set(IDS.values()) == set(ENVIRONMENTS.names()) - {"gymnasium"}
-    assert get_args(AlgorithmDistillationSection.model_fields["environment"].annotation) == ENVIRONMENTS.names()
     for name, environment in IDS.items():
         family = make(environment)
         copies = gymnasium.make_vec(f"trainwright.reinforcement.registered:{name}", num_envs=5)
@@ -272,3 +272,15 @@ def test_every_environment_is_registered_with_gymnasium() -> None:
             assert ("final_obs" in infos) == bool(truncated.any())
             if truncated.any():
                 assert (infos["final_obs"] == direct.final_observations.numpy()).all()
+
+
+def test_an_environment_is_named_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = "from trainwright.reinforcement.environments.grid import Darkroom\n"
+    (tmp_path / "a_room_of_mine.py").write_text(f"{base}class Room(Darkroom): pass\nclass Nothing: pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path)])
+    section = AlgorithmDistillationSection(environment="a_room_of_mine:Room", environment_options={"size": 3})
+    made = make(section.environment, **section.environment_options)
+    assert (made.name, len(made.tasks())) == ("a_room_of_mine:Room", 9)
+    with pytest.raises(RequestError, match="environment a_room_of_mine:Nothing lacks tasks, describe, optimal_return"):
+        make("a_room_of_mine:Nothing")

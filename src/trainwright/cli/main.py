@@ -17,6 +17,7 @@ from trainwright.cli import (
     generate,
     launch,
     machine,
+    named,
     plan,
     publish,
     push,
@@ -41,7 +42,7 @@ app = typer.Typer(
 app.command("train", cls=train.TrainCommand)(train.train)
 app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)
-app.command("plan")(plan.plan)
+app.command("plan", cls=named.NamesInHelp)(plan.plan)
 app.command("verify")(verify.verify)
 app.command("eval")(evaluate.evaluate)
 app.command("unlearn-study")(study.unlearn_study)

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from trainwright.activity import Activity
+from trainwright.cli.named import NamesInHelp
 from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.planning.resolve import Resolved
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(NamesInHelp):
     """Lets --resume stand without a value, which typer's options cannot."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ def registered_source(name: str) -> Source | None:
     """
     if name not in SOURCES.names():
         path, head = Path(name).expanduser(), Path(name.partition(":")[0]).expanduser()
-        if path.exists() or head.is_dir():
+        if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
     found: Source | None = SOURCES.find(name)
     return found

@@ -18,6 +18,7 @@ from pydantic import (
 from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.fields import Count, Positive, Section, Text, ValidationRows, whole
+from trainwright.registries import SOURCES
 
 DataFormat = Literal[
     "auto",
@@ -71,7 +72,8 @@ class DataSection(Section):
         "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
         "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each. "
         "Documents of text, Markdown, code or Word are read whole. A list of {source, weight, format, limit} is a "
-        "mixture.",
+        "mixture. Or a source of another package by its name, or module:Name.",
+        json_schema_extra=lambda schema: schema.update(examples=[*SOURCES.names()]),
     )
     benchmark: Text | None = Field(
         None,

@@ -20,12 +20,15 @@ _PLACE = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 class Registered:
     """With ``Annotated[str, Registered(registry)]``: a name of the registry, or a place ``module:Name``.
 
-    ``others``: further values. What is not built in is imported when the recipe is read, so that a faulty extension is
-    refused there.
+    Args:
+        others: further values.
+        imports: import what is not built in when the recipe is read, so that a faulty extension is refused there; not
+            where it needs torch.
     """
 
     registry: Registry[Any]
     others: tuple[str, ...] = ()
+    imports: bool = True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_wrap_validator_function(
@@ -42,7 +45,7 @@ class Registered:
         place = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
         name: str = value if place else handler(value)
         try:
-            if name not in self.others:
+            if self.imports and name not in self.others:
                 self.registry.check(name)
         except RequestError as error:
             raise PydanticCustomError("extension", "{reason}", {"reason": str(error)}) from None

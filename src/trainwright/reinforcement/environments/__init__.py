@@ -6,24 +6,10 @@ import inspect
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.extensions import Registry
+from trainwright.registries import ENVIRONMENTS
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
 
-__all__ = ["ENVIRONMENTS", "Environment", "VectorEnvironment", "make"]
-
-ENVIRONMENTS: Registry[type[Environment]] = Registry(
-    "trainwright.environments",
-    {
-        "darkroom": f"{__name__}.grid:Darkroom",
-        "darkroom-hard": f"{__name__}.grid:DarkroomHard",
-        "darkroom-permuted": f"{__name__}.grid:DarkroomPermuted",
-        "key-to-door": f"{__name__}.key_to_door:KeyToDoor",
-        "bandit": f"{__name__}.bandit:Bandit",
-        "gymnasium": f"{__name__}.user:UserEnvironment",
-    },
-    kind="environment",
-    required=("tasks", "describe", "optimal_return", "vector"),
-)
+__all__ = ["Environment", "VectorEnvironment", "make"]
 
 
 def make(name: str, **options: Any) -> Environment:
@@ -42,6 +28,6 @@ def make(name: str, **options: Any) -> Environment:
     missing = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty and key not in options]
     if missing:
         raise RequestError(f"environment {name}: needs the option {missing[0]}")
-    made = kind(**options)
+    made: Environment = kind(**options)
     made.name = name
     return made

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.fields import BelowOne, Count, NotNegative, Section, Text, whole
+from trainwright.recipe.registered import Registered
+from trainwright.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 
 # What stands in the sections that speak of texts; it is not written out.
@@ -54,8 +56,8 @@ class TrialSection(Section):
 class AlgorithmDistillationSection(Section):
     """What a model learns from the histories of a reinforcement-learning algorithm (arXiv 2210.14215)."""
 
-    environment: Literal["darkroom", "darkroom-hard", "darkroom-permuted", "key-to-door", "bandit", "gymnasium"] = (
-        Field("darkroom", description="What is acted in; gymnasium: a class of your own, by its entry_point.")
+    environment: Annotated[str, Registered(ENVIRONMENTS, imports=False)] = Field(
+        "darkroom", description="What is acted in; gymnasium: a class of your own, by its entry_point."
     )
     environment_options: dict[str, Any] = Field({}, description="What the environment is made with, by its names.")
     histories: Text = Field(

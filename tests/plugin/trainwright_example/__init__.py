@@ -1,0 +1,52 @@
+"""What recipes and plans know of the extensions. Imports no torch; the task and the loss are in training.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from trainwright.data.registered import Source
+from trainwright.recipe.fields import NotNegative, Section
+from trainwright.recipe.task_spec import TaskSpec
+from trainwright.tasks.unlearn.objective import Objective
+
+
+class FocalSection(Section):
+    """What the loss of a token counts."""
+
+    gamma: NotNegative = Field(2.0, description="The power of 1 less the token's probability. 0: plain fine-tuning.")
+
+
+FOCAL = TaskSpec(
+    name="focal",
+    summary="supervised fine-tuning by the focal loss (arXiv 1708.02002)",
+    module="trainwright_example.training",
+    section=FocalSection,
+    section_description="The focal loss; only with `task: focal`.",
+    also_called=("focal_loss",),
+)
+
+BOUNDED_ASCENT = Objective(
+    "gradient ascent on forget tokens until their loss is beta",
+    "an example",
+    "trainwright_example.training:bounded_ascent",
+    defaults={"beta": 5.0},
+)
+
+
+def length_ratio(reference: str, answer: str) -> float:
+    """Return the length of the shorter text over that of the longer one."""
+    longer = max(len(reference), len(answer))
+    return min(len(reference), len(answer)) / longer if longer else 1.0
+
+
+def _sums() -> Iterator[dict[str, str]]:
+    for number in range(100):
+        first, second = number % 10, number // 10
+        yield {"question": f"What is {first} + {second}?", "answer": str(first + second)}
+
+
+SUMS = Source(
+    rows=_sums, key=lambda: "sums of digits, version 1", example={"question": "What is 1 + 1?", "answer": "2"}
+)
