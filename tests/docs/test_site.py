@@ -95,6 +95,15 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in _anchors(target), link
 
 
+@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_the_descriptions_of_the_code_name_are_there(name: str) -> None:
+    text = (ROOT / name).read_text()
+    named = re.findall(r"[`>]([\w.-]+/[\w./*-]+)(?=[`\"<])", text)
+    assert len(named) > 5
+    roots = (ROOT, ROOT / "src" / "trainwright")
+    assert [path for path in named if not any(any(root.glob(path.rstrip("/"))) for root in roots)] == []
+
+
 def test_the_navigation_has_every_page(hooks: Any) -> None:
     text = re.sub(r"!!python/name:\S+", "null", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
