@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import typer
 
 from tests.docs.doc_commands import GUIDES, NOT_RUN, TUTORIALS, Command, commands_of
-from tests.support.commands import ROOT, trainwright
+from tests.support.commands import ROOT, environment, trainwright
 from trainwright.cli.main import app
 from trainwright.evaluation.unlearning.study.file import load_study
 from trainwright.recipe.loading import load_recipe, recipe_of
@@ -83,6 +85,18 @@ def test_a_tutorials_commands_run_in_order(file: Path, checkout: Path) -> None:
     assert len(run) > 1
     for command in run:
         _run(command, checkout)
+
+
+@pytest.mark.slow
+def test_the_python_of_the_reference_runs(checkout: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "reference" / "api.md").read_text(), re.M | re.S)
+    file = checkout / "example.py"
+    file.write_text(code)
+    command = [sys.executable, str(file)]
+    result = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    fits, finished = result.stdout.splitlines()
+    assert fits == "True" and finished.startswith("finished ") and "final" in finished
 
 
 def _check_trainwright(words: list[str]) -> None:
