@@ -19,32 +19,31 @@ def _latent(values: Values) -> dict[str, Any]:
     """Of DeepSeek's attention and experts; the multi-token prediction of the published weights is not trained."""
     from trainwright.planning.architecture import Latent
 
-    first, blocks, shared = (
-        values["first_k_dense_replace"] or 0,
-        values["num_hidden_layers"],
-        values["n_shared_experts"],
-    )
     return {
-        **experts(values),
+        **_after_dense(values),
         "latent": Latent(
             values["q_lora_rank"] or 0, values["kv_lora_rank"], values["qk_rope_head_dim"], values["v_head_dim"]
         ),
         "key_value_heads": values["num_attention_heads"],
         "head_dim": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
         "rotary": values["qk_rope_head_dim"] / (values["qk_nope_head_dim"] + values["qk_rope_head_dim"]),
-        "shared_intermediate": (shared or 0) * values["moe_intermediate_size"],
-        "first_dense": min(first, blocks),
-        "sparse_layers": max(0, blocks - first),
     }
 
 
 def _glm4_moe(values: Values) -> dict[str, Any]:
-    first, blocks = values["first_k_dense_replace"], values["num_hidden_layers"]
     return {
-        **experts(values),
+        **_after_dense(values),
         "output_bias": False,
         "qk_norm": "head" if values["use_qk_norm"] else "none",
-        "shared_intermediate": values["n_shared_experts"] * values["moe_intermediate_size"],
+    }
+
+
+def _after_dense(values: Values) -> dict[str, Any]:
+    """Experts in all blocks but the first, with shared ones beside them."""
+    first, blocks = values["first_k_dense_replace"] or 0, values["num_hidden_layers"]
+    return {
+        **experts(values),
+        "shared_intermediate": (values["n_shared_experts"] or 0) * values["moe_intermediate_size"],
         "first_dense": min(first, blocks),
         "sparse_layers": max(0, blocks - first),
     }
@@ -96,6 +95,25 @@ def _granitemoe(values: Values) -> dict[str, Any]:
     }
 
 
+def _deepseek(positions: int, shared: int, dense: int) -> Family:
+    """What DeepSeek's families have in common. ``shared``: experts; ``dense``: blocks without any."""
+    return Family(
+        names=_DEEPSEEK,
+        absent={
+            "max_position_embeddings": positions,
+            "n_shared_experts": shared,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "first_k_dense_replace": dense,
+        },
+        more=_latent,
+        sizes=(*SIZES, *EXPERT_SIZES, *_LATENT_SIZES),
+    )
+
+
 SPARSE: dict[str, Family] = {
     "olmoe": Family(
         names=_MIXTRAL,
@@ -131,36 +149,8 @@ SPARSE: dict[str, Family] = {
         more=experts,
         sizes=(*NO_INTERMEDIATE, *EXPERT_SIZES),
     ),
-    "deepseek_v3": Family(
-        names=_DEEPSEEK,
-        absent={
-            "max_position_embeddings": 4096,
-            "n_shared_experts": 1,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "qk_nope_head_dim": 128,
-            "first_k_dense_replace": 3,
-        },
-        more=_latent,
-        sizes=(*SIZES, *EXPERT_SIZES, *_LATENT_SIZES),
-    ),
-    "deepseek_v2": Family(
-        names=_DEEPSEEK,
-        absent={
-            "max_position_embeddings": 2048,
-            "n_shared_experts": 2,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "qk_nope_head_dim": 128,
-            "first_k_dense_replace": 0,
-        },
-        more=_latent,
-        sizes=(*SIZES, *EXPERT_SIZES, *_LATENT_SIZES),
-    ),
+    "deepseek_v3": _deepseek(positions=4096, shared=1, dense=3),
+    "deepseek_v2": _deepseek(positions=2048, shared=2, dense=0),
     "glm4_moe": Family(
         names=_DEEPSEEK,
         absent={

@@ -53,12 +53,11 @@ def sdpa_attention(
     tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device, masked: bool
 ) -> Tensor:
     """transformers' sdpa over padded rows; ``masked``: by a mask of bytes, else causal. Gives [B, L, H, D]."""
+    mask = batch.rows * batch.length**2 if masked else 0
     if heads.broadcast:
-        mask = batch.rows * batch.length**2 if masked else 0
         return tokens_first(tape, _sdpa_math(tape, q, k, v, heads, batch.rows, batch.length, mask), heads)
     if heads.group > 1 and (masked or (device.is_gpu and heads.size > 256)):
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
-    mask = batch.rows * batch.length**2 if masked else 0
     out = _sdpa(tape, q, k, v, heads, batch.rows, batch.length, mask, device)
     return tokens_first(tape, out, heads)
 

@@ -11,19 +11,16 @@ from trainwright.planning.operations.elementary import (
     contiguous,
     from_input,
     from_result,
-    mean,
     mul,
     neg,
     plus,
     scale,
-    shift,
     slices,
     split,
-    square,
     to,
     view,
 )
-from trainwright.planning.operations.layers import project, rms_norm
+from trainwright.planning.operations.layers import normalised, project, rms_norm
 from trainwright.planning.operations.scores import product, repeat
 from trainwright.planning.operations.shapes import MicroBatch
 from trainwright.planning.operations.tape import Tape, Tensor
@@ -89,7 +86,7 @@ def _rule(
     if heads != delta.key_heads:
         query, key = (repeat(tape, x, heads // delta.key_heads) for x in (query, key))
     query, key, value, write, decay = (to(tape, contiguous(tape, x), _FP32) for x in (query, key, value, write, decay))
-    query, key = scale(tape, _unit(tape, query, rows)), _unit(tape, key, rows)
+    query, key = scale(tape, normalised(tape, query, rows)), normalised(tape, key, rows)
     written_values, written_keys = mul(tape, value, write), mul(tape, key, write)
     total = plus(tape, decay, 0)  # the sum up to each token
     pairs = _between(tape, total, count)
@@ -128,11 +125,6 @@ def _scan(
         update = product(tape, k_part, new, k, v, _CHUNK, count, 1)
         state = add(tape, scale(tape, state), update)
     return cat(tape, made)
-
-
-def _unit(tape: Tape, x: Tensor, rows: int) -> Tensor:
-    """Of length 1."""
-    return mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
 
 
 def _between(tape: Tape, total: Tensor, count: int) -> Tensor:

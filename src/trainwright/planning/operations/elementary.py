@@ -58,6 +58,24 @@ def view(tape: Tape, x: Tensor, numel: int | None = None) -> Tensor:
     return out
 
 
+def broadcast(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """``x`` seen as ``numel`` numbers, without memory of its own; gradients are summed up."""
+    seen = Tensor(tape, x.storage, numel, x.width, x.heads_first)
+    seen.base = x
+    if tape.wants(x):
+        own = x.numel
+
+        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
+            grad = grads[0]
+            assert grad is not None
+            total = tape.new(own, grad.width)
+            tape.launch("reduction", grad.bytes, total.bytes)
+            return [total]
+
+        tape.record([seen], [x], apply)
+    return seen
+
+
 def slices(tape: Tape, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Parts of ``x`` taken one by one (x[..., a:b]); each gives back a gradient of the whole size."""
     return [_slice(tape, x, size) for size in sizes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainwright.planning.architecture import Architecture, Latent
-from trainwright.planning.operations.elementary import cat, split, view
+from trainwright.planning.operations.elementary import broadcast, cat, split, view
 from trainwright.planning.operations.layers import project, rms_norm, rotate_pairs
 from trainwright.planning.operations.tape import Tape, Tensor
 from trainwright.planning.operations.weights import Weights
@@ -35,23 +35,5 @@ def latent_projections(
     expanded = view(tape, project(tape, narrow, weights, "key_value_b"))
     keys, values = split(tape, expanded, [tokens * heads * plain, tokens * heads * latent.value])
     tape.operation = "rotary"
-    keys = cat(tape, [keys, _of_every_head(tape, shared, heads)], heads_first=True)
+    keys = cat(tape, [keys, broadcast(tape, shared, heads * shared.numel)], heads_first=True)
     return queries, keys, values
-
-
-def _of_every_head(tape: Tape, x: Tensor, heads: int) -> Tensor:
-    """One head's numbers seen as those of all heads, without memory of its own; gradients are summed up."""
-    seen = Tensor(tape, x.storage, x.numel * heads, x.width, x.heads_first)
-    seen.base = x
-    if tape.wants(x):
-        numel = x.numel
-
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            total = tape.new(numel, grad.width)
-            tape.launch("reduction", grad.bytes, total.bytes)
-            return [total]
-
-        tape.record([seen], [x], apply)
-    return seen

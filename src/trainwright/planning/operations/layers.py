@@ -161,33 +161,26 @@ def _expanded_linear(
     return out
 
 
-def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
-    """LlamaRMSNorm: normalised in fp32, then in the dtype of ``x`` times the weight."""
+def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int, in_fp32: bool = False) -> Tensor:
+    """LlamaRMSNorm: normalised in fp32, then in the dtype of ``x`` times the weight; ``in_fp32``: Olmo2RMSNorm, times
+    the weight before it goes back to the dtype of ``x``."""
     width = x.width
     x = to(tape, x, _FP32)
     variance = mean(tape, square(tape, x), rows)
     x = mul(tape, x, from_result(tape, shift(tape, variance), temporaries=2))
-    return mul(tape, to(tape, x, width), weight)
-
-
-def rms_norm_in_fp32(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
-    """Olmo2RMSNorm: times the weight before it goes back to the dtype of ``x``."""
-    width = x.width
-    x = to(tape, x, _FP32)
-    variance = mean(tape, square(tape, x), rows)
-    x = mul(tape, x, from_result(tape, shift(tape, variance), temporaries=2))
-    return to(tape, mul(tape, x, weight), width)
+    return to(tape, mul(tape, x, weight), width) if in_fp32 else mul(tape, to(tape, x, width), weight)
 
 
 def rms_norm_of_gemma(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
     """GemmaRMSNorm: times one plus the weight, in fp32."""
-
-    def normalised(x: Tensor) -> Tensor:
-        return mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
-
-    output = normalised(to(tape, x, _FP32))
+    output = normalised(tape, to(tape, x, _FP32), rows)
     output = mul(tape, output, shift(tape, as_tensor(tape, weight, _FP32)))
     return to(tape, output, x.width)
+
+
+def normalised(tape: Tape, x: Tensor, rows: int) -> Tensor:
+    """Each of ``rows`` over the root of its mean square."""
+    return mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
 
 
 def layer_norm_of_cohere(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
@@ -241,7 +234,7 @@ def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, ro
         return layer_norm(tape, x, weight, weights.bias(name), rows)
     if a.family.startswith("gemma") or a.family == "qwen3_next":
         return rms_norm_of_gemma(tape, x, weight, rows)
-    return rms_norm_in_fp32(tape, x, weight, rows) if a.post_norm else rms_norm(tape, x, weight, rows)
+    return rms_norm(tape, x, weight, rows, in_fp32=a.post_norm)
 
 
 def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainwright.planning.operations.elementary import (
     add,
     as_tensor,
+    broadcast,
     cat,
     contiguous,
     dropout,
@@ -37,7 +38,7 @@ def eager_attention(
     if heads.group > 1:
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     length, count = batch.length, batch.rows * heads.queries
-    scores = scale(tape, product(tape, q, k, length, length, heads.size, count, batch.rows))
+    scores = _scores(tape, q, k, heads, length, batch.rows)
     if heads.softcap:
         scores = scale(tape, from_result(tape, scale(tape, scores)))
     scores = plus(tape, scores, batch.rows * length**2 * scores.width)
@@ -58,7 +59,7 @@ def alibi_attention(
 ) -> Tensor:
     """Scores that fall with distance, over padded rows, in single operations. Gives [B, L, H, D]."""
     length, count = batch.length, batch.rows * heads.queries
-    scores = scale(tape, product(tape, q, k, length, length, heads.size, count, batch.rows))
+    scores = _scores(tape, q, k, heads, length, batch.rows)
     scores = plus(tape, scores, heads.queries * length * scores.width)
     scores = plus(tape, scores, batch.rows * length**2)  # the mask, which is there for all blocks
     weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
@@ -67,23 +68,14 @@ def alibi_attention(
     return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, batch.rows), heads)
 
 
+def _scores(tape: Tape, q: Tensor, k: Tensor, heads: Heads, length: int, rows: int) -> Tensor:
+    """Of all pairs of tokens in each of ``rows``."""
+    return scale(tape, product(tape, q, k, length, length, heads.size, rows * heads.queries, rows))
+
+
 def _with_sinks(tape: Tape, scores: Tensor, sinks: Parameter, rows: int, width: int) -> Tensor:
     """The scores with one more in each of ``rows`` rows, the same for all rows of a head."""
-    learnt = as_tensor(tape, sinks, width)
-    expanded = Tensor(tape, learnt.storage, rows, width)
-    expanded.base = learnt
-    if tape.wants(learnt):
-        numel = learnt.numel
-
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            total = tape.new(numel, grad.width)
-            tape.launch("reduction", grad.bytes, total.bytes)
-            return [total]
-
-        tape.record([expanded], [learnt], apply)
-    return cat(tape, [scores, expanded], heads_first=True)
+    return cat(tape, [scores, broadcast(tape, as_tensor(tape, sinks, width), rows)], heads_first=True)
 
 
 def _without_sinks(tape: Tape, weights: Tensor, rows: int) -> Tensor:
@@ -102,7 +94,7 @@ def scores_attention(
     sinks: Parameter | None,
 ) -> Tensor:
     count = rows * heads.queries
-    scores = to(tape, scale(tape, product(tape, q, k, length, length, heads.size, count, rows)), _FP32)
+    scores = to(tape, _scores(tape, q, k, heads, length, rows), _FP32)
     if heads.softcap:
         scores = scale(tape, from_result(tape, scale(tape, scores)))
     scores = _masked_fill(tape, scores, length**2)
