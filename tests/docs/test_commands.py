@@ -88,15 +88,17 @@ def test_a_tutorials_commands_run_in_order(file: Path, checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_of_the_reference_runs(checkout: Path) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "reference" / "api.md").read_text(), re.M | re.S)
+@pytest.mark.parametrize(
+    ("page", "shown"), [("reference/api", r"True\nfinished [\d.]+ .*final\n"), ("getting-started", r"True\n\[.*\]\n")]
+)
+def test_python_of_the_pages_runs(page: str, shown: str, checkout: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / f"{page}.md").read_text(), re.M | re.S)
     file = checkout / "example.py"
     file.write_text(code)
     command = [sys.executable, str(file)]
     result = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    fits, finished = result.stdout.splitlines()
-    assert fits == "True" and finished.startswith("finished ") and "final" in finished
+    assert re.fullmatch(shown, result.stdout), result.stdout
 
 
 def _check_trainwright(words: list[str]) -> None:
