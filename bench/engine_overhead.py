@@ -28,10 +28,10 @@ from support.processes import busy_seconds
 from support.runs import Spread, write_results
 from support.trainwright_side import RECIPE
 
-from trainwright.data.stream import GlobalBatch
 from trainwright.engine.checkpoint import Checkpoints
-from trainwright.engine.events import EventLog
+from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.policy import Gradients
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _Said
 from trainwright.launch.local import launch
@@ -137,10 +137,9 @@ class Paired(Trainer):
         self.times["others"].append(max(0.0, others) / (ranks[0][2] * CORES))
         return said._replace(stop=len(quiet_pairs(self.times)) >= self.pairs)
 
-    def _gradients(self, step: int, batch: GlobalBatch) -> tuple[float, float, list[list[float]], list[float]]:
-        found = super()._gradients(step, batch)
-        self.loss = found[0]
-        return found
+    def _metrics(self, step: int, found: Gradients) -> dict[str, float]:
+        self.loss = found.loss
+        return super()._metrics(step, found)
 
 
 def measure(work: Path, pairs: int) -> int:

@@ -33,7 +33,7 @@ from support.runs import Spread, write_results
 from trainwright.data.windows import WindowDataset
 from trainwright.engine.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
-from trainwright.engine.events import EventLog
+from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _Said

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import Runs
-from trainwright.engine.events import EventLog
+from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import Evaluate, Finish, Generate
 from trainwright.observe.reader import read_events
 
 FIELDS = {
@@ -72,7 +73,7 @@ def test_what_is_announced_reaches_the_observers_and_not_the_file(tmp_path: Path
 def test_floats_are_written_to_the_last_digit(tmp_path: Path) -> None:
     values = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0**53 + 2, math.nan, math.inf, -math.inf]
     log = EventLog(tmp_path / "events.jsonl")
-    log.emit("evaluate", step=1, metrics={str(i): value for i, value in enumerate(values)})
+    log.emit(Evaluate(step=1, metrics={str(i): value for i, value in enumerate(values)}, seconds=1.0))
     log.close()
     (event,) = read_events(tmp_path / "events.jsonl")
     read = list(event["metrics"].values())
@@ -85,7 +86,7 @@ def test_a_cut_last_line_is_dropped_before_anything_is_added(tmp_path: Path) -> 
     for cut in ("", '{"event": "step", "step": 2, "lo'):
         path.write_text('{"event": "start"}\n{"event": "step", "step": 1}\n' + cut)
         log = EventLog(path)
-        log.emit("finish", status="finished")
+        log.emit(Finish(status="finished", step=1, seconds=1.0, path=None, measured={}))
         log.close()
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert [line["event"] for line in lines] == ["start", "step", "finish"]
@@ -95,13 +96,13 @@ def test_a_cut_last_line_is_dropped_before_anything_is_added(tmp_path: Path) -> 
 def test_a_disk_that_fills_up_reaches_the_observers_and_not_the_run(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     log = EventLog(tmp_path / "events.jsonl", [seen.append])
-    log.emit("step", step=1)
+    log.emit(Generate(step=1, prompt="", text=""))
     assert log._file is not None
     descriptor, full = log._file.fileno(), os.open("/dev/full", os.O_WRONLY)
     kept = os.dup(descriptor)
     os.dup2(full, descriptor)
-    log.emit("step", step=2)
-    log.emit("step", step=3)
+    log.emit(Generate(step=2, prompt="", text=""))
+    log.emit(Generate(step=3, prompt="", text=""))
     assert [event["step"] for event in seen] == [1, 2, 3]
     assert [("No space left" in event.get("write_error", "")) for event in seen] == [False, True, True]
     log.close()

@@ -14,9 +14,10 @@ import torch
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics
-from trainwright.engine.events import Event
+from trainwright.engine.events import Record
 from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.memory import Shortage
+from trainwright.engine.policy import Gradients, Report, StepPolicy
 from trainwright.engine.progress import EVALUATION, Progress
 from trainwright.engine.trainer import Trainer
 from trainwright.parallel.world import World
@@ -24,7 +25,7 @@ from trainwright.parallel.world import World
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
 NO_DROPOUT = "model.dropout=0"
 
-Make = Callable[..., tuple[Trainer, list[Event]]]
+Make = Callable[..., tuple[Trainer, list[Record]]]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
     directories = (tmp_path / f"run-{number}" for number in itertools.count())
 
-    def made(*overrides: str) -> tuple[Trainer, list[Event]]:
+    def made(*overrides: str) -> tuple[Trainer, list[Record]]:
         trainer, seen = trainer_of(ALONE, [*FEW, *overrides], next(directories))
         trainer.strategy.module.train()
         return trainer, seen
@@ -56,17 +57,17 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=1e-6, msg=name)
 
 
-def test_shares_of_ranks_add_up_to_the_batch_with_the_passes_that_keep_others_company(make: Make) -> None:
+def test_shares_of_ranks_add_up_to_the_batch_with_zero_weight_passes(make: Make) -> None:
     trainer, _ = make("train.micro_batch_size=1", "data.pack_length=null", "train.global_batch_size=4")
     batch = trainer.task.stream.global_batch(0)
     assert len(batch.micro_batches) == 4
-    whole, norm, _ = trainer._passes(1, batch)
+    whole, norm, _ = trainer._passes.share(1, batch)
     expected = gradients(trainer)
     losses: list[float] = []
     trainer.strategy.discard_gradients()
     for rank in range(3):  # four micro-batches: two of the three ranks have one that counts nothing
-        trainer.world = World(rank, 3, rank, 3, torch.device("cpu"))
-        found, _, _ = trainer._passes(1, batch)
+        trainer.strategy.world = World(rank, 3, rank, 3, torch.device("cpu"))
+        found, _, _ = trainer._passes.share(1, batch)
         losses += found
     assert sum(losses) == pytest.approx(sum(whole), rel=1e-5)
     assert_close(gradients(trainer), expected)
@@ -82,7 +83,7 @@ def test_the_gradient_of_a_batch_is_that_of_the_mean_over_its_targets_however_it
         batch = trainer.task.stream.global_batch(0)
         assert len(batch.micro_batches) == 4 // rows
         assert len({micro.weight for micro in batch.micro_batches}) == len(batch.micro_batches)
-        trainer._passes(1, batch)
+        trainer._passes.share(1, batch)
         found.append(gradients(trainer))
     for other in found[1:]:
         assert_close(other, found[0])
@@ -107,11 +108,11 @@ def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path:
         NO_DROPOUT,
     )
     batch = trainer.task.stream.global_batch(0)
-    _, _, whole = trainer._passes(1, batch)
+    _, _, whole = trainer._passes.share(1, batch)
     sums = [0.0, 0.0]
     for rank in range(3):
-        trainer.world = World(rank, 3, rank, 3, torch.device("cpu"))
-        sums = [a + b for a, b in zip(sums, trainer._passes(1, batch)[2], strict=True)]
+        trainer.strategy.world = World(rank, 3, rank, 3, torch.device("cpu"))
+        sums = [a + b for a, b in zip(sums, trainer._passes.share(1, batch)[2], strict=True)]
     assert sums == pytest.approx(whole)
 
 
@@ -160,7 +161,7 @@ def test_dropout_is_drawn_anew_for_every_step_and_micro_batch(make: Make) -> Non
 
     def loss(step: int, index: int) -> float:
         only = replace(batch, micro_batches=(replace(first, index=index),))
-        found, _, _ = trainer._passes(step, only)
+        found, _, _ = trainer._passes.share(step, only)
         trainer.strategy.discard_gradients()
         return found[0]
 
@@ -195,7 +196,7 @@ def measured(trainer: Trainer) -> bool:
     return trainer._evaluate()
 
 
-def last(seen: list[Event], kind: str) -> Event:
+def last(seen: list[Record], kind: str) -> Record:
     return [event for event in seen if event["event"] == kind][-1]
 
 
@@ -237,7 +238,7 @@ def test_gradients_are_clipped_by_their_norm_whatever_the_loss_scale(make: Make,
     trainer, seen = make(*settings, "optimizer.eps=1.0")
     before = weights(trainer)
     plain, _ = make(*settings)
-    _, norm, _ = plain._passes(1, plain.task.stream.global_batch(0))
+    _, norm, _ = plain._passes.share(1, plain.task.stream.global_batch(0))
     grads = gradients(plain)
     trainer.progress.loss_scale = scale
     trainer._step()
@@ -257,9 +258,14 @@ def test_gradients_below_the_limit_stay_as_they_are(make: Make) -> None:
     assert make(NO_DROPOUT, "optimizer.max_grad_norm=null")[0]._clip(4.0) == 1.0
 
 
-def test_a_skipped_spike_leaves_no_gradient_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+class _SkipsTheFirst(StepPolicy):
+    def skips(self, step: int, found: Gradients) -> bool:
+        return step == 1
+
+
+def test_a_skipped_spike_leaves_no_gradient_behind(make: Make) -> None:
     trainer, plain = (make(NO_DROPOUT, "train.skip_loss_spikes=6")[0] for _ in range(2))
-    monkeypatch.setattr(trainer, "_is_spike", lambda step, loss: step == 1)
+    trainer._policies.append(_SkipsTheFirst(trainer._training))
     before = weights(trainer)
     trainer._step()
     assert_close(weights(trainer), before)
@@ -272,12 +278,15 @@ def test_a_skipped_spike_leaves_no_gradient_behind(make: Make, monkeypatch: pyte
 def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:
     trainer, seen = make(NO_DROPOUT, "data.pack_length=null", "train.micro_batch_size=4", "train.global_batch_size=4")
     batch = trainer.task.stream.global_batch(0)
-    trainer._passes(1, batch)
+    losses, norm, statistics = trainer._passes.share(1, batch)
     expected = gradients(trainer)
-    divided = trainer._halving.again(1, batch, Shortage("memory ran out elsewhere"))
+    short = [Report(loss=0.0, stop=0.0, memory=0.0, short=1.0, save=0.0)]
+    shortage = Shortage("memory ran out elsewhere")
+    divided = trainer._halving.again(1, Gradients(batch, 0.0, norm, short, losses, statistics, shortage))
+    assert divided is not None
     assert last(seen, "fault")["kind"] == "out_of_memory"
     assert divided.rows == 2
-    trainer._passes(1, divided)
+    trainer._passes.share(1, divided)
     assert_close(gradients(trainer), expected)
 
 
@@ -293,7 +302,7 @@ def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
 def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT)
     trainer._step()
-    trainer.progress = Progress(
+    trainer._training.progress = Progress(
         step=3,
         tokens=7,
         target_tokens=5,

@@ -15,7 +15,8 @@ import torch
 
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.events import Event, EventLog
+from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import Record
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
@@ -52,7 +53,7 @@ class Case:
 class Trained:
     """What a training gave: its events, and the bytes each rank had of parameters and optimizer state."""
 
-    events: list[Event]
+    events: list[Record]
     bytes: list[float]
 
     def column(self, name: str) -> list[float]:
@@ -61,7 +62,7 @@ class Trained:
     def metrics(self) -> list[dict[str, float]]:
         return [event["metrics"] for event in self.events if event["event"] == "evaluate"]
 
-    def faults(self) -> list[Event]:
+    def faults(self) -> list[Record]:
         return [event for event in self.events if event["event"] == "fault"]
 
     def texts(self) -> list[str]:
@@ -109,7 +110,7 @@ def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strateg
 
 def trainer_of(
     world: World, overrides: Iterable[str], run: Path, until: int | None = None, directory: Path | None = None
-) -> tuple[Trainer, list[Event]]:
+) -> tuple[Trainer, list[Record]]:
     """A trainer of `tiny` with these overrides, and the list that its events go to.
 
     Args:
@@ -117,7 +118,7 @@ def trainer_of(
         directory: of the checkpoints; the run's if None.
     """
     recipe, task, strategy = built(world, [f"logging.run_directory={run}", *overrides])
-    seen: list[Event] = []
+    seen: list[Record] = []
     trainer = Trainer(
         recipe=recipe,
         recipe_text="",

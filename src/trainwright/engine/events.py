@@ -1,104 +1,185 @@
-"""The run's events: one JSON object a line in ``events.jsonl``, and the same objects to the observers."""
+"""The events of a run: what a line of ``events.jsonl`` holds, by kind.
+
+This is the one place for their fields. ``FORMAT`` counts up whenever a field changes its meaning or goes; a field that
+is added leaves it as it is.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from trainwright.errors import TrainingError
+FORMAT = 1
 
-Event = dict[str, Any]
-Observer = Callable[[Event], None]
+# An event as it is written and read back: ``event`` (its kind), ``time``, and its fields.
+Record = dict[str, Any]
+# What is shown every event of a run while it runs.
+Observer = Callable[[Record], None]
+
+_LEFT_OUT: dict[str, Any] = {"left out": True}  # where it is None or empty
 
 
-class EventLog:
-    """Appends events to a file and shows each to the observers. Only rank 0 has a path; elsewhere it is mute.
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """The base of all kinds of event."""
 
-    A line is written in one call and flushed, so a killed run leaves at most one cut line, which is removed when
-    the run goes on. Floats are written with full precision; a number JSON does not have becomes its name.
+    kind_of_event: ClassVar[str]
+
+    def record(self) -> Record:
+        """Return the fields by name, without those that have nothing to say."""
+        found: Record = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not each.metadata or value not in (None, {}):
+                found[each.name] = value
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Event):
+    """A launch begins, or goes on from a checkpoint.
+
+    Attributes:
+        resumed_from: the step of the checkpoint; None: a fresh run.
+        pending: what the launch before broke off after that step, `evaluation` or `generation`.
+        details: fields that only the task has.
     """
 
-    def __init__(self, path: Path | None, observers: Sequence[Observer] = ()) -> None:
-        self._observers = list(observers)
-        self._path = path
-        self._file = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(path)
-            self._file = path.open("a", encoding="utf-8")
+    kind_of_event = "start"
 
-    def follow(self, observer: Observer) -> None:
-        """Show events to one more observer, which may emit some itself."""
-        self._observers.append(observer)
+    task: str
+    world_size: int
+    strategy: str
+    mixed_precision: str
+    device: str
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    parameters: int
+    trainable_parameters: int
+    resumed_from: int | None
+    pending: str | None
+    max_steps: int
+    batch_varies: bool
+    accumulation_asked: int | None
+    evaluate_every: int | None
+    checkpoint_every: int | None
+    threads: int
+    run_directory: str
+    reasons: Sequence[str]
+    predicted: Mapping[str, float]
+    layout: str
+    details: Mapping[str, Any] = field(default_factory=dict)
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Record one event, with the time in seconds since the epoch.
-
-        Raises:
-            TrainingError: the file is not there any more, and with it, as a rule, the run's directory.
-        """
-        if self._file is None or self._path is None:
-            return
-        if _is_gone(self._path):
-            raise TrainingError(
-                f"{self._path} is gone: the run's directory was deleted or moved, or its file system is no longer "
-                "mounted; put it back, or --resume the run in its new place"
-            )
-        record: Event = {"event": event, "time": time.time(), **fields}
-        try:
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            # A full disk must not end a run that can still train; the observers say so on the console.
-            record = {**record, "write_error": str(error)}
-        self._show(record)
-
-    def announce(self, doing: str, step: int | None = None) -> None:
-        """Tell the observers what is being done until the next event, which may be a while; nothing is recorded."""
-        if self._file is not None:
-            self._show({"event": "phase", "time": time.time(), "doing": doing, "step": step})
-
-    def _show(self, event: Event) -> None:
-        for observer in self._observers:
-            with suppress(OSError):  # curves, or a console that is a file, on a disk that is full
-                observer(event)
-
-    def close(self) -> None:
-        """What could not be written until now, for want of space, is lost, and the observers know."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+    def record(self) -> Record:
+        """Return the fields by name, those of the task among them."""
+        found = super().record()
+        predicted, layout, details = (found.pop(name) for name in ("predicted", "layout", "details"))
+        return {**found, **details, "predicted": dict(predicted), "layout": layout}
 
 
-def _is_gone(path: Path) -> bool:
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:  # a file system that does not answer now may do so later
-        return False
-    return False
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
+    """One optimizer step. ``tokens`` and ``target_tokens`` count from the beginning of the run, without padding.
+
+    Attributes:
+        step_time: seconds.
+        memory_bytes: the peak on the worst rank up to this step.
+        metrics: of the task and of step policies.
+    """
+
+    kind_of_event = "step"
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    target_tokens: int
+    tokens_per_second: float
+    step_time: float
+    memory_bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict, metadata=_LEFT_OUT)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return repr(value)
-    return str(value) if isinstance(value, os.PathLike) else value
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Event):
+    """The validation split was measured, in ``seconds``."""
+
+    kind_of_event = "evaluate"
+
+    step: int
+    metrics: Mapping[str, float]
+    seconds: float
 
 
-def _drop_cut_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+@dataclass(frozen=True, kw_only=True)
+class Generate(Event):
+    """A sample: what the model answers to one of the recipe's prompts."""
+
+    kind_of_event = "generate"
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWritten(Event):
+    """A checkpoint is whole on disk. ``blocked_seconds``: how long training waited for it."""
+
+    kind_of_event = "checkpoint"
+
+    step: int
+    path: Path
+    seconds: float
+    blocked_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Event):
+    """Something went wrong; ``action`` says what the run does about it. ``rank``: the first that met it."""
+
+    kind_of_event = "fault"
+
+    kind: str
+    rank: int
+    detail: str
+    action: str
+    step: int | None = field(default=None, metadata=_LEFT_OUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event):
+    """A line for the user. The other fields are of a plan that proved wrong (observe/plan_watch.py)."""
+
+    kind_of_event = "notice"
+
+    message: str
+    kind: str | None = field(default=None, metadata=_LEFT_OUT)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self) -> Record:
+        """Return the fields by name, the details among them."""
+        found = super().record()
+        return {**found, **found.pop("details")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish(Event):
+    """A launch ends. ``status``: `finished` or `stopped`; ``measured``: see ``engine.measured``."""
+
+    kind_of_event = "finish"
+
+    status: str
+    step: int
+    seconds: float
+    path: Path | None
+    measured: Mapping[str, float]
+
+
+KINDS: dict[str, type[Event]] = {
+    each.kind_of_event: each for each in (Start, Step, Evaluate, Generate, CheckpointWritten, Fault, Notice, Finish)
+}

@@ -10,42 +10,28 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from trainwright.data.stream import GlobalBatch
-from trainwright.engine.events import EventLog
+from trainwright.engine.events import Fault
 from trainwright.engine.memory import OutOfMemory, Shortage, attempt, release
-from trainwright.engine.task import Task
-from trainwright.parallel.strategy import Independent, Strategy
+from trainwright.engine.policy import Gradients, StepPolicy, Training
+from trainwright.parallel.strategy import Independent
+from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 
 T = TypeVar("T")
 
 
-class Halving:
-    """What a run knows of the memory of its machines. All methods but ``passes`` and ``update`` ask every rank.
-
-    Args:
-        keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
+class Halving(StepPolicy):
+    """Does a step in which memory ran out on some rank again in micro-batches of half the rows.
 
     Attributes:
         enabled: whether a step may be done again; false where it is to be known whether it fits.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        recipe_text: str,
-        task: Task,
-        strategy: Strategy,
-        events: EventLog,
-        keep_recipe: Callable[[Recipe, str], str],
-    ) -> None:
-        self.recipe = recipe
-        self.recipe_text = recipe_text
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
         self.enabled = True
-        self._task = task
-        self._strategy = strategy
-        self._world = strategy.world
-        self._events = events
-        self._keep_recipe = keep_recipe
+        self._task = training.task
+        self._strategy = training.strategy
 
     def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | Shortage:
         """What ``work``, this rank's passes of a step, returns; or how memory ran out in it.
@@ -67,15 +53,18 @@ class Halving:
         if isinstance(done := attempt(work), Shortage):
             raise self._error(step, batch, self._world.rank, done)
 
-    def again(self, step: int, batch: GlobalBatch, own: Shortage | None) -> GlobalBatch:
-        """The batch of a step in which memory ran out on some rank, in micro-batches of half the rows.
+    def again(self, step: int, found: Gradients) -> GlobalBatch | None:
+        """Return the batch of a step in which memory ran out on some rank, in micro-batches of half the rows.
 
         Raises:
             OutOfMemory: they have one row each.
         """
+        if not any(rank.short for rank in found.reports):
+            return None
+        batch = found.batch
         self._strategy.discard_gradients()
         release()
-        rank, shortage = self._first(own)
+        rank, shortage = self._first(found.shortage)
         if batch.rows == 1:
             self._tell(step, rank, shortage, "stop")
             raise self._error(step, batch, rank, shortage)
@@ -87,8 +76,9 @@ class Halving:
         before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
         change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
         self._tell(step, rank, shortage, f"{change}; step {step} is done again")
-        self.recipe = with_rows(self.recipe, rows)
-        self.recipe_text = self._keep_recipe(self.recipe, reason(rows, batch.rows, step))
+        training = self.training
+        training.recipe = with_rows(training.recipe, rows)
+        training.recipe_text = training.keep_recipe(training.recipe, reason(rows, batch.rows, step))
         return divided
 
     def evaluation(self, step: int, own: Shortage | None) -> bool:
@@ -115,9 +105,13 @@ class Halving:
         self._tell(step, rank, shortage, action)
         return True
 
+    @property
+    def _world(self) -> World:
+        return self._strategy.world
+
     def _tell(self, step: int, rank: int, shortage: Shortage, action: str) -> None:
-        detail = shortage.detail
-        self._events.emit("fault", kind="out_of_memory", rank=rank, detail=detail, action=action, step=step)
+        fault = Fault(kind="out_of_memory", rank=rank, detail=shortage.detail, action=action, step=step)
+        self.training.events.emit(fault)
 
     def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
         """The lowest rank where memory ran out, and how."""
@@ -125,10 +119,11 @@ class Halving:
         return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
 
     def _error(self, step: int, batch: GlobalBatch, rank: int, shortage: Shortage) -> OutOfMemory:
-        rows = rows_of(self.recipe, batch.rows)
+        recipe = self.training.recipe
+        rows = rows_of(recipe, batch.rows)
         message = (
             f"memory ran out on rank {rank} at step {step} with micro-batches of {rows} row{'s' * (rows > 1)}: "
-            f"{shortage.detail}; {remedy(self.recipe, rows)}"
+            f"{shortage.detail}; {remedy(recipe, rows)}"
         )
         return OutOfMemory(message, detail=shortage.detail, step=step, rows=rows)
 

@@ -14,7 +14,8 @@ import torch
 
 from trainwright.activity import Activity, doing
 from trainwright.engine.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.events import EventLog, Observer
+from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import Fault, Notice, Observer, Start
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
@@ -123,15 +124,14 @@ def run_worker(
             updating=lambda: set_fresh(False),
             change_asked=functools.partial(replan.is_asked, run) if may_change else None,
         )
-        task.begin(strategy, lambda message: events.emit("notice", message=message))
+        task.begin(strategy, lambda message: events.emit(Notice(message=message)))
         checkpoint = _latest(checkpoints, world, events) if resume else None
         if checkpoint is not None:
             events.announce(f"loading {checkpoint.path}")
             trainer.resume(checkpoint)
-        started = _start(recipe, task, strategy, trainer, run, sizes, reasons)
-        events.emit("start", **started, predicted=dict(predicted or {}), layout=layout.line())
+        events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout))
         if fault is not None:
-            events.emit("fault", **fault)
+            events.emit(Fault(**fault))
         with open_files_in_words():
             finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse, fullest=fullest)
         events.close()
@@ -162,7 +162,7 @@ def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpo
         events.announce("checking the newest checkpoint")
         found, refused = checkpoints.latest()
         for reason in refused:
-            events.emit("fault", kind="checkpoint", rank=0, detail=reason, action="use the one before it")
+            events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action="use the one before it"))
         chosen = None if found is None else str(found.path)
         if found is None and refused:
             chosen = ""
@@ -184,37 +184,40 @@ def _keep_recipe(run: Path, world: World, recipe: Recipe, reason: str) -> str:
 def _start(
     recipe: Recipe,
     task: Task,
-    strategy: Strategy,
     trainer: Trainer,
     run: Path,
     sizes: tuple[int, int],
     reasons: Sequence[str],
-) -> dict[str, object]:
-    world = strategy.world
+    predicted: Mapping[str, float],
+    layout: Layout,
+) -> Start:
+    world = trainer.world
     first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
-    return {
-        "task": recipe.task,
-        "world_size": world.size,
-        "strategy": strategy.name,
-        "mixed_precision": recipe.train.mixed_precision,
-        "device": _device_name(world),
-        "micro_batch_size": first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
-        "gradient_accumulation_steps": len(first.for_rank(0, world.size)),
-        "global_batch_size": recipe.train.global_batch_size,
-        "parameters": sizes[0],
-        "trainable_parameters": sizes[1],
-        "resumed_from": trainer.progress.step or None,
-        "pending": trainer.progress.pending,
-        "max_steps": trainer.max_steps,
-        "batch_varies": recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
-        "accumulation_asked": None if steps == "auto" else steps,
-        "evaluate_every": recipe.evaluate.every,
-        "checkpoint_every": recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
-        "threads": torch.get_num_threads(),
-        "run_directory": str(run),
-        "reasons": list(reasons),
-        **task.describe(),
-    }
+    return Start(
+        task=recipe.task,
+        world_size=world.size,
+        strategy=trainer.strategy.name,
+        mixed_precision=recipe.train.mixed_precision,
+        device=_device_name(world),
+        micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
+        gradient_accumulation_steps=len(first.for_rank(0, world.size)),
+        global_batch_size=recipe.train.global_batch_size,
+        parameters=sizes[0],
+        trainable_parameters=sizes[1],
+        resumed_from=trainer.progress.step or None,
+        pending=trainer.progress.pending,
+        max_steps=trainer.max_steps,
+        batch_varies=recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
+        accumulation_asked=None if steps == "auto" else steps,
+        evaluate_every=recipe.evaluate.every,
+        checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
+        threads=torch.get_num_threads(),
+        run_directory=str(run),
+        reasons=list(reasons),
+        predicted=predicted,
+        layout=layout.line(),
+        details=task.describe(),
+    )
 
 
 def _device_name(world: World) -> str:

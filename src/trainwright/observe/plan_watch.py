@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import keep
 from trainwright.machine.detect import detect
 from trainwright.machine.own_runs import remember, run_of
@@ -63,7 +64,7 @@ class Watched:
 class PlanWatch:
     """An observer of rank 0's events; ``emit`` records one more."""
 
-    def __init__(self, watched: Watched, emit: Callable[..., None]) -> None:
+    def __init__(self, watched: Watched, emit: Callable[[Event], None]) -> None:
         self._watched = watched
         self._emit = emit
         self._seconds: list[float] = []
@@ -97,9 +98,8 @@ class PlanWatch:
             if self._watched.replan:
                 said += "; the run goes on so after its next checkpoint (train.replan: auto)"
                 keep(self._watched.run / REPLAN, json.dumps(offer))
-        self._emit(
-            "notice", message=said, kind="plan", step=step, predicted=expected, measured=found, cause=cause, offer=offer
-        )
+        details = {"step": step, "predicted": expected, "measured": found, "cause": cause, "offer": offer}
+        self._emit(Notice(message=said, kind="plan", details=details))
 
     def _inside(self) -> str:
         if self._watched.chosen.get("compile"):

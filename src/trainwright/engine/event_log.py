@@ -1,0 +1,102 @@
+"""Writes a run's events, one JSON object a line in ``events.jsonl``, and shows the same objects to the observers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.events import Event, Observer, Record
+from trainwright.errors import TrainingError
+
+
+class EventLog:
+    """Appends events to a file and shows each to the observers. Only rank 0 has a path; elsewhere it is mute.
+
+    A line is written in one call and flushed, so a killed run leaves at most one cut line, which is removed when
+    the run goes on. Floats are written with full precision; a number JSON does not have becomes its name.
+    """
+
+    def __init__(self, path: Path | None, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self._path = path
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(path)
+            self._file = path.open("a", encoding="utf-8")
+
+    def follow(self, observer: Observer) -> None:
+        """Show events to one more observer, which may emit some itself."""
+        self._observers.append(observer)
+
+    def emit(self, event: Event) -> None:
+        """Record an event, with the time in seconds since the epoch.
+
+        Raises:
+            TrainingError: the file is not there any more, and with it, as a rule, the run's directory.
+        """
+        if self._file is None or self._path is None:
+            return
+        if _is_gone(self._path):
+            raise TrainingError(
+                f"{self._path} is gone: the run's directory was deleted or moved, or its file system is no longer "
+                "mounted; put it back, or --resume the run in its new place"
+            )
+        record: Record = {"event": event.kind_of_event, "time": time.time(), **event.record()}
+        try:
+            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A full disk must not end a run that can still train; the observers say so on the console.
+            record = {**record, "write_error": str(error)}
+        self._show(record)
+
+    def announce(self, doing: str, step: int | None = None) -> None:
+        """Tell the observers what is being done until the next event, which may be a while; nothing is recorded."""
+        if self._file is not None:
+            self._show({"event": "phase", "time": time.time(), "doing": doing, "step": step})
+
+    def _show(self, event: Record) -> None:
+        for observer in self._observers:
+            with suppress(OSError):  # curves, or a console that is a file, on a disk that is full
+                observer(event)
+
+    def close(self) -> None:
+        """What could not be written until now, for want of space, is lost, and the observers know."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # a file system that does not answer now may do so later
+        return False
+    return False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return repr(value)
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def _drop_cut_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,111 @@
+"""The passes of a step: forward and backward over this rank's share of a global batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trainwright.data.stream import GlobalBatch
+from trainwright.engine.events import Fault
+from trainwright.engine.halving import Halving
+from trainwright.engine.memory import Shortage, peak_memory
+from trainwright.engine.policy import Gradients, Report, StepPolicy, Training
+from trainwright.engine.seeding import seed_dropout
+from trainwright.errors import TrainingError
+
+
+class Passes:
+    """Computes the gradients of global batches.
+
+    Args:
+        policies: say whether a batch is to be done again.
+        asked: for a step, whether this rank was asked to stop, and whether a checkpoint is due after it.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        halving: Halving,
+        policies: Sequence[StepPolicy],
+        asked: Callable[[int], tuple[bool, bool]],
+    ) -> None:
+        self._training = training
+        self._halving = halving
+        self._policies = policies
+        self._asked = asked
+
+    def gradients(self, step: int, batch: GlobalBatch) -> Gradients:
+        """Return the gradients of a global batch, done again as often as a policy asks for it.
+
+        Raises:
+            TrainingError: the loss or the norm is not a finite number, or memory ran out for good.
+        """
+        while True:
+            found = self._attempt(step, batch)
+            divided = (policy.again(step, found) for policy in self._policies)
+            again = next((other for other in divided if other is not None), None)
+            if again is None:
+                break
+            batch = again
+        if not (math.isfinite(found.loss) and math.isfinite(found.norm)):
+            self._refuse(step, found)
+        return found
+
+    def _attempt(self, step: int, batch: GlobalBatch) -> Gradients:
+        world = self._training.strategy.world
+        done = self._halving.passes(step, batch, functools.partial(self.share, step, batch))
+        shortage = done if isinstance(done, Shortage) else None
+        losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, Shortage) else done
+        memory, (stop, save) = peak_memory(world.device), self._asked(step)
+        own = Report(sum(losses), float(stop), memory, float(shortage is not None), float(save))
+        reports = [Report(*rank) for rank in world.gather_floats(list(own))]
+        loss = sum(rank.loss for rank in reports) / batch.weight
+        return Gradients(batch, loss, norm, reports, losses, statistics, shortage)
+
+    def share(self, step: int, batch: GlobalBatch) -> tuple[list[float], float, list[float]]:
+        """Add the gradients of this rank's share of a global batch to the model.
+
+        Returns:
+            The summed loss of each of the rank's micro-batches, the norm of what the ranks' gradients make together,
+            and the task's statistics of the share.
+        """
+        task, strategy, progress = self._training.task, self._training.strategy, self._training.progress
+        world, seed = strategy.world, self._training.recipe.train.seed
+        micro_batches = batch.for_rank(world.rank, world.size)
+        task.before_passes(strategy, batch, validation=False)
+        totals, statistics = [], []
+        for position, micro in enumerate(micro_batches, 1):
+            # By the micro-batch and not by the rank: dropout is the same on any number of processes.
+            seed_dropout(world.device, seed, step, micro.index)
+            part = task.loss(strategy.module, micro, world.device)
+            assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
+            # A zero-weight pass runs so that collectives match, and adds nothing.
+            total = part.total if micro.weight else part.total * 0.0
+            strategy.backward(total * (progress.loss_scale / batch.weight), last=position == len(micro_batches))
+            totals.append(total.detach())
+            if part.statistics is not None:
+                statistics.append(part.statistics * float(micro.weight > 0))
+        norm = strategy.gradient_norm() / progress.loss_scale
+        return torch.stack(totals).tolist(), norm, torch.stack(statistics).sum(0).tolist() if statistics else []
+
+    def _refuse(self, step: int, found: Gradients) -> None:
+        """Stop before a loss or gradient that is no number reaches the weights, naming the examples."""
+        task, strategy = self._training.task, self._training.strategy
+        world, batch = strategy.world, found.batch
+        share = batch.for_rank(world.rank, world.size)
+        own = [e for m, value in zip(share, found.losses, strict=True) if not math.isfinite(value) for e in m.examples]
+        by_rank = world.gather(own)
+        bad = sorted({example for of_rank in by_rank for example in of_rank})
+        examples = bad or sorted(example for micro in batch.micro_batches for example in micro.examples)
+        shown = "; ".join(f"{index}: {task.describe_example(index)}" for index in examples[:4])
+        detail = (
+            f"loss {found.loss} and gradient norm {found.norm} at step {step}; the weights are those of step "
+            f"{step - 1}. Examples in the batch: {', '.join(map(str, examples))} ({shown})"
+        )
+        strategy.discard_gradients()
+        rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
+        self._training.events.emit(Fault(kind="non_finite", rank=rank, detail=detail, action="stop", step=step))
+        raise TrainingError(f"training stopped: {detail}")
