@@ -129,15 +129,15 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 def _observers(run: Path) -> list[Observer]:
     from trainwright.observe.console import ConsoleObserver
-    from trainwright.observe.tensorboard import TensorBoardObserver
+    from trainwright.observe.registry import OBSERVERS, observers_named
     from trainwright.recipe.loading import load_recipe
 
-    observers: list[Observer] = []
-    if (stream := console()) is not None:
-        observers.append(ConsoleObserver(stream))
-    if load_recipe(run / RECIPE).logging.tensorboard:
-        # First, so that the console's last word comes when the curves are written.
-        observers.insert(0, TensorBoardObserver(run / "tensorboard"))
+    section, stream = load_recipe(run / RECIPE).logging, console()
+    observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
+    if section.tensorboard:
+        observers.append(OBSERVERS.get("tensorboard")(run))
+    if stream is not None:
+        observers.append(ConsoleObserver(stream))  # last, so that its last word comes when the others have finished
     return observers
 
 

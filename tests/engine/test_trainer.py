@@ -143,7 +143,7 @@ def test_a_run_that_is_resumed_sees_the_same_rows_at_the_same_rates(make: Make) 
     first, _ = make(*settings)
     for _ in range(2):
         first._step()
-    first._checkpoint(last_chance=True)
+    first._checkpointing.save(last_chance=True)
     resumed, seen = make(*settings)
     resumed.resume(Checkpoint.open(first.checkpoints.path(2)))
     for _ in range(3):
@@ -316,7 +316,7 @@ def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> Non
     saved = json.loads(json.dumps(asdict(trainer.progress)))
     assert Progress.of(saved) == trainer.progress
     trainer.task.state["alpha"] = 0.25
-    trainer._checkpoint(last_chance=True)
+    trainer._checkpointing.save(last_chance=True)
     other, _ = make(NO_DROPOUT)
     other.resume(Checkpoint.open(trainer.checkpoints.path(3)))
     assert other.progress == trainer.progress

@@ -37,6 +37,11 @@ class TensorBoardObserver:
         self._purge_step = 0
         self._closed = False
 
+    @classmethod
+    def of_run(cls, run: Path) -> TensorBoardObserver:
+        """Return an observer that writes where ``trainwright tensorboard`` looks."""
+        return cls(run / "tensorboard")
+
     def __call__(self, event: Event) -> None:
         if self._closed:
             return

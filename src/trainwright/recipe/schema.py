@@ -139,6 +139,11 @@ class TrainSection(Section):
         description="Leave out the update of a step whose loss is so many standard deviations above the mean of those "
         "before it. null: never.",
     )
+    step_policies: list[Text] = Field(
+        [],
+        description="Step policies of installed packages by name, or module:Name: each may skip a step's update, have "
+        "its gradients computed again, or add metrics.",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(whole)] = Field(
         0, description="Seeds the split, the order of the examples, dropout and fresh weights."
     )
@@ -249,6 +254,9 @@ class LoggingSection(Section):
         "auto", description="Directory of the run; must be new. auto: a name of its own under runs/."
     )
     tensorboard: bool = Field(True, description="Write the run's curves for TensorBoard.")
+    observers: list[Text] = Field(
+        [], description="Observers of installed packages by name, or module:Name: each is shown the run's events."
+    )
 
 
 S = TypeVar("S", bound=Section)

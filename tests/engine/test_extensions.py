@@ -1,0 +1,120 @@
+"""Step policies and observers of somebody else's package, and of a module beside the recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import MACHINE, PATIENCE, environment
+from tests.support.runs import ON_ROWS, TINY, Runs, column, events
+
+MODULE = """
+    import json
+    from trainwright.engine.policy import StepPolicy
+
+
+    class EverySecond(StepPolicy):
+        def skips(self, step, found):
+            self.state["skipped"] = self.state.get("skipped", 0) + (step % 2 == 0)
+            return step % 2 == 0
+
+        def metrics(self, step, found):
+            return {"skipped_before": self.state.get("skipped", 0.0)}
+
+
+    class Lines:
+        def __init__(self, run):
+            self.file = run / "seen.txt"
+
+        def __call__(self, event):
+            with self.file.open("a") as file:
+                file.write(event["event"] + "\\n")
+
+
+    class Breaks:
+        def __init__(self, run):
+            pass
+
+        def __call__(self, event):
+            raise ValueError("no such tracker")
+
+
+    class Lacks:
+        pass
+"""
+SHORT = (ON_ROWS, "train.max_steps=4", "checkpoint.every=2", "parallel.num_processes=1")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a package that is installed in it, and registers what its module has."""
+    site = tmp_path / "site"
+    metadata = site / "somebody-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "somebody.py").write_text(textwrap.dedent(MODULE))
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[trainwright.step_policies]\nevery-second = somebody:EverySecond\nlacks = somebody:Lacks\n"
+        "[trainwright.observers]\nlines = somebody:Lines\n"
+    )
+    return site
+
+
+def started(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, which has the package on its path from the beginning."""
+    found = environment(TRAINWRIGHT_CACHE=str(site.parent / "cache"), TRAINWRIGHT_MACHINE=str(MACHINE))
+    found["PYTHONPATH"] += os.pathsep + str(site)
+    command = [sys.executable, "-m", "trainwright", *words]
+    return subprocess.run(command, env=found, cwd=site.parent, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def train(site: Path, *overrides: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    run = site.parent / "run"
+    fixed = (f"logging.run_directory={run}", "logging.tensorboard=false", *SHORT)
+    return run, started(site, "train", str(TINY), *fixed, *overrides)
+
+
+def test_a_policy_and_an_observer_come_in_by_entry_points(runs: Runs, place: Path) -> None:
+    run, ended = train(place, "train.step_policies=[every-second]", "logging.observers=[lines]")
+    assert ended.returncode == 0, ended.stderr
+    assert column(run, "metrics") == [{"skipped_before": n} for n in (0.0, 0.0, 1.0, 1.0)]
+    losses, plain = column(run, "loss"), column(runs.trained(*SHORT), "loss")
+    assert losses[:2] == plain[:2] and losses[2:] != plain[2:]
+    written = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [seen for seen in (run / "seen.txt").read_text().split() if seen != "phase"] == written
+
+
+def test_a_policy_goes_on_with_its_state(place: Path) -> None:
+    run, ended = train(place, "train.step_policies=['somebody:EverySecond']", "train.max_steps=2")
+    assert ended.returncode == 0, ended.stderr
+    ended = started(place, "train", "--resume", str(run), "train.max_steps=4")
+    assert ended.returncode == 0, ended.stderr
+    assert column(run, "metrics")[2:] == [{"skipped_before": 1.0}] * 2
+
+
+def test_an_observer_that_fails_ends_no_run(place: Path) -> None:
+    run, ended = train(place, "logging.observers=['somebody:Breaks']")
+    assert ended.returncode == 0, ended.stderr
+    assert (ended.stdout + ended.stderr).count("observer somebody:Breaks failed at") == 1
+    assert events(run, "finish")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step_policies=[lacks]", "train.step_policies: package somebody: step policy lacks (entry point "),
+        ("train.step_policies=[every-secnd]", "unknown step policy 'every-secnd'; did you mean every-second?"),
+        ("logging.observers=['somebody:Gone']", "logging.observers: observer somebody:Gone cannot be imported: "),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_written(place: Path, override: str, message: str) -> None:
+    run, ended = train(place, override)
+    assert ended.returncode == 2
+    assert message in " ".join(ended.stderr.split())
+    assert not run.exists()
