@@ -144,7 +144,9 @@ def _quantisation(adapter: dict[str, Any]) -> Quantisation:
 def _stack(figure: dict[str, Any]) -> Stack:
     """What the program that was measured does in another way than this one."""
     kept = 4 if figure["master_weights"] else 2
-    exchanged = figure.get("exchanged") or ("fp32" if figure["master_weights"] else "bf16")
+    # Accelerate has FSDP reduce in the precision that is computed in (utils/dataclasses.py, set_mixed_precision).
+    narrow = not figure["master_weights"] or (figure["strategy"] == "fsdp" and figure["stack"] in _ON_PEFT)
+    exchanged = figure.get("exchanged") or ("bf16" if narrow else "fp32")
     return Stack(
         kept=kept,
         state=_BYTES[figure.get("optimizer_states") or "fp32"],
