@@ -117,7 +117,9 @@ def test_the_objective_is_what_is_minimised(installed: Path, tmp_path: Path) -> 
         (("task=focal_loss",), "did you mean focal?"),
         (("focal.gama=1",), "focal.gama: unknown key; did you mean gamma?"),
         (("task=sft", "focal.gamma=1"), "focal: has no effect with task sft; remove it, or set task to focal"),
-        (("task=trainwright_example:FOCUS",), "module 'trainwright_example' has no attribute 'FOCUS'"),
+        (("task=trainwright_example:FOCUS",), "task: task trainwright_example:FOCUS cannot be imported: module 'train"),
+        (("task=trainwright_example:length_ratio",), "task trainwright_example:length_ratio lacks name, summary"),
+        (("task=trainwright_example:FOCAL", "focal.gamma=high"), "focal.gamma: expected a number, not"),
         (("evaluate.metrics=[length_ration]",), "did you mean length_ratio?"),
     ],
 )
@@ -131,8 +133,14 @@ def test_without_the_package_its_place_does(installed: Path, tmp_path: Path) -> 
     shutil.copytree(installed / "trainwright_example", tmp_path / "trainwright_example")
     places = ("task=trainwright_example:FOCAL", "data.train=trainwright_example:SUMS", "data.limit=null")
     metric = "evaluate.metrics=['trainwright_example:length_ratio']"
-    shown = run(tmp_path / "nothing", tmp_path, "recipe", "check", recipe(tmp_path, "sft"), *places, metric)
+    asked = ("recipe", "check", recipe(tmp_path, "sft"), *places, metric)
+    shown = run(tmp_path / "nothing", tmp_path, *asked)
     assert "trainwright_example:FOCAL of a fresh llama on trainwright_example:SUMS" in shown
+    assert "focal.gamma: expected a number, not" in run(
+        tmp_path / "nothing", tmp_path, *asked, "focal.gamma=high", code=2
+    )
+    said = run(tmp_path / "nothing", tmp_path, *asked, "data.train=trainwright_example:PRODUCTS", code=2)
+    assert said.startswith("error: data.train: source trainwright_example:PRODUCTS cannot be imported:")
 
 
 def test_a_name_that_two_packages_register_is_refused(installed: Path, tmp_path: Path) -> None:
@@ -163,7 +171,11 @@ def test_an_extension_that_cannot_be_imported_is_named(installed: Path, tmp_path
             "FOCAL = object()",
             "(entry point trainwright_example:FOCAL of trainwright.tasks) lacks name, summary, module",
         ),
-        ("SUMS = None", "source sums (entry point trainwright_example:SUMS of trainwright.sources) lacks rows, key"),
+        (
+            "SUMS = None",
+            "data.train: package trainwright-example: source sums (entry point trainwright_example:SUMS of "
+            "trainwright.sources) lacks rows, key",
+        ),
         ("length_ratio = 1", "(entry point trainwright_example:length_ratio of trainwright.metrics) lacks __call__"),
         ("BOUNDED_ASCENT = 1", "(entry point trainwright_example:BOUNDED_ASCENT of trainwright.objectives) lacks line"),
     ],
@@ -177,4 +189,4 @@ def test_what_an_extension_lacks_is_said(installed: Path, tmp_path: Path, line: 
     if line.startswith(("SUMS", "length_ratio")):
         asked = (recipe(tmp_path, "sft"), *ON_SUMS, *([metric] if "ratio" in line else []))
     shown = run(broken, tmp_path, "recipe", "check", *asked, code=2)
-    assert "package trainwright-example" in shown and said in shown
+    assert "package trainwright-example" in shown and said in shown and "Value error" not in shown

@@ -77,6 +77,10 @@ class Registry(Generic[T]):
             return None
         return self.get(name)
 
+    def is_built_in(self, name: str) -> bool:
+        """Whether the package itself has it."""
+        return name in self._builtin
+
     def check(self, name: str) -> None:
         """Import ``name`` unless it is built in. Raises RequestError as ``get``."""
         if name not in self._builtin:

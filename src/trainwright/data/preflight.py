@@ -48,7 +48,7 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
 
 def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
     source, documents = section.source, section.format == "documents"
-    registered = registered_source(source)
+    registered = registered_source(source, key)
     rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
     rows = rows[: section.limit]
     if not rows:

@@ -43,8 +43,11 @@ PYDOC_PAIRS = Source(
 STDLIB = Source(stdlib_rows, pydoc_key, {"text": "import this"})
 
 
-def registered_source(name: str) -> Source | None:
+def registered_source(name: str, key: str = "data.train") -> Source | None:
     """The source of that name, or at that place ``module:Name``; None for files and datasets of the Hub.
+
+    Args:
+        key: the recipe key that names the source, for messages.
 
     Raises:
         RequestError: it is another package's and cannot be used.
@@ -53,7 +56,10 @@ def registered_source(name: str) -> Source | None:
         path, head = Path(name).expanduser(), Path(name.partition(":")[0]).expanduser()
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
-    found: Source | None = SOURCES.find(name)
+    try:
+        found: Source | None = SOURCES.find(name)
+    except RequestError as error:
+        raise RequestError(f"{key}: {error}") from error
     return found
 
 
@@ -73,7 +79,12 @@ def registered_rows(name: str) -> list[Row]:
             return kept
         except (OSError, ValueError):
             pass
-    rows = [dict(row) for row in source.rows()]
+    try:
+        rows = [dict(row) for row in source.rows()]
+    except Exception as error:  # whatever the code of another package does
+        if SOURCES.is_built_in(name):
+            raise
+        raise RequestError(f"source {name}: its rows cannot be made: {type(error).__name__}: {error}") from error
     if not rows:
         raise RequestError(f"source {name} holds no rows")
     if source.keep:

@@ -43,7 +43,7 @@ def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
 
 def look(source: SourceSection, key: str) -> Any:
     """What tells a source from a changed one without reading it."""
-    if (registered := registered_source(source.source)) is not None:
+    if (registered := registered_source(source.source, key)) is not None:
         return [source.source, registered.key()]
     if is_shards(source.source):
         files: Sequence[Path] = sorted(Path(source.source).expanduser().iterdir())
@@ -58,7 +58,7 @@ def look(source: SourceSection, key: str) -> Any:
 
 def content_of(source: SourceSection, key: str) -> Any:
     """What a source holds, wherever it lies."""
-    if registered_source(source.source) is not None:
+    if registered_source(source.source, key) is not None:
         return look(source, key)
     found = files_of(source.source, key, source.format == "documents")
     if found is None:

@@ -54,7 +54,7 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
     """
-    if registered_source(source) is not None:
+    if registered_source(source, key) is not None:
         from datasets import Dataset
 
         return Dataset.from_list(registered_rows(source)[:limit])
@@ -149,7 +149,7 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> F
     Raises:
         RequestError: there is no such file, or what is there is no rows and no documents.
     """
-    if registered_source(source) is not None:
+    if registered_source(source, key) is not None:
         return None
     _refuse_shards(source, key)
     found = find(source, key, documents)

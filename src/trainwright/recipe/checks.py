@@ -38,7 +38,8 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
 
 def _task(recipe: Recipe) -> Iterator[Contradiction]:
     """Sections and keys of other tasks, which would have no effect."""
-    own, others = recipe.spec, {name: TASKS.get(name) for name in TASKS.names() if name != recipe.task}
+    own, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
+    others = {name: spec for name, spec in specs.items() if spec != own}
     for name, other in others.items():
         if other.section is not None and getattr(recipe, name) is not None:
             why = f"has no effect with task {recipe.task}; remove it, or set task to {name}"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from trainwright.errors import RequestError
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.problems import explain, explain_hidden, unknown_keys
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import Recipe, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, to_yaml
 
 _MOST_LINES = 100  # of a message
@@ -59,6 +59,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
         if tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
     problems = list(tree.problems)
+    recipe_model()  # what is wrong with an installed package is no fault of the recipe
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
@@ -83,7 +84,7 @@ def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None)
 
 def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     """Contradictions that a mistyped key hides: they are looked for only in what is valid so far."""
-    unknown = unknown_keys(error)
+    unknown = unknown_keys(error, tree)
     for path in unknown:
         parent = tree.values
         for part in path[:-1]:

@@ -11,8 +11,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
-from trainwright.recipe.schema import recipe_model
+from trainwright.recipe.schema import model_of, recipe_model
 from trainwright.recipe.synonyms import our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 
@@ -48,18 +49,19 @@ _EXPECTED = {
 
 def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     """Every problem of a recipe that did not validate; ``file`` is the place of what is written nowhere."""
-    details = error.errors(include_url=False)
+    model, details = _model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
-    suggested = {path: _nearest(path) for path in (field_path(item["loc"]) for item in unknown[:_MOST_UNKNOWN])}
+    paths = [field_path(item["loc"], model) for item in unknown[: _MOST_UNKNOWN + 1]]
+    suggested = {path: _nearest(path, model) for path in paths[:_MOST_UNKNOWN]}
     problems = [
-        Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near)}")
+        Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near, model)}")
         for path, near in suggested.items()
     ]
     if len(unknown) > _MOST_UNKNOWN:
-        next_ = field_path(unknown[_MOST_UNKNOWN]["loc"])
+        next_ = paths[_MOST_UNKNOWN]
         more = f"{dotted(next_)}: and {len(unknown) - _MOST_UNKNOWN:,} more unknown keys"
         problems.append(Problem(origin_of(next_, tree, file), more))
-    problems += _mistaken_values(details, set(suggested.values()), tree, file)
+    problems += _mistaken_values(details, set(suggested.values()), tree, file, model)
     return problems + [_located(item, tree, file) for item in contradictions_in(error)]
 
 
@@ -79,15 +81,16 @@ def contradictions_in(error: ValidationError) -> list[Contradiction]:
     return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.found]
 
 
-def unknown_keys(error: ValidationError) -> list[KeyPath]:
+def unknown_keys(error: ValidationError, tree: Tree) -> list[KeyPath]:
     """The paths of all keys that the schema does not have."""
-    return [field_path(item["loc"]) for item in error.errors() if item["type"] == "extra_forbidden"]
+    model = _model(tree)
+    return [field_path(item["loc"], model) for item in error.errors() if item["type"] == "extra_forbidden"]
 
 
-def field_path(loc: tuple[int | str, ...]) -> KeyPath:
+def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
     """The path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
     path: KeyPath = ()
-    model: type[BaseModel] | None = recipe_model()
+    model: type[BaseModel] | None = whole
     items: type[BaseModel] | None = None  # of the list that may be at `path`
     for part in loc:
         if items is not None and not isinstance(part, int):
@@ -112,17 +115,26 @@ def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
     return file
 
 
+def _model(tree: Tree) -> type[BaseModel]:
+    try:
+        return model_of(tree.values)
+    except RequestError:  # of the task, which is one of the problems
+        return recipe_model()
+
+
 def _mistaken_values(
-    details: list[ErrorDetails], suggested: set[KeyPath | None], tree: Tree, file: Origin
+    details: list[ErrorDetails], suggested: set[KeyPath | None], tree: Tree, file: Origin, model: type[BaseModel]
 ) -> Iterator[Problem]:
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for item in details:
         if item["type"] != "extra_forbidden" and not isinstance(item.get("ctx", {}).get("error"), Contradictions):
-            by_path.setdefault(field_path(item["loc"]), []).append(item)
+            by_path.setdefault(field_path(item["loc"], model), []).append(item)
     for path, items in by_path.items():
         if items[0]["type"] == "missing":
             if path not in suggested:  # else its mistyped name is reported already
-                yield Problem(origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path)}".rstrip())
+                yield Problem(
+                    origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path, model)}".rstrip()
+                )
             continue
         yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {expected_and_found(*items, key=dotted(path))}")
 
@@ -168,21 +180,21 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
 
 
-def _meant(path: KeyPath, near: KeyPath | None) -> str:
+def _meant(path: KeyPath, near: KeyPath | None, model: type[BaseModel]) -> str:
     ours = our_key(str(path[-1])) if near is not None else None
     if near is None:
-        known = ", ".join(_keys(path[:-1]))
+        known = ", ".join(_keys(path[:-1], model))
         return f"; known here: {known}" if known else ""
     shown = str(near[-1] if near[:-1] == path[:-1] else dotted(near))
     return f"; did you mean {ours.shown(shown) if ours is not None and ours.key == dotted(near) else shown}?"
 
 
-def _nearest(path: KeyPath) -> KeyPath | None:
+def _nearest(path: KeyPath, model: type[BaseModel]) -> KeyPath | None:
     """The known key that an unknown one most likely stands for, here or in another section."""
     *above, key = path
-    here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above))}
-    sections = recipe_model().model_fields
-    elsewhere: dict[str, KeyPath] = {name: (section, name) for section in sections for name in _keys((section,))}
+    here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above), model)}
+    sections = model.model_fields
+    elsewhere: dict[str, KeyPath] = {name: (section, name) for section in sections for name in _keys((section,), model)}
     elsewhere |= {name: (name,) for name in sections}
     if str(key) in elsewhere:
         return elsewhere[str(key)]
@@ -194,8 +206,8 @@ def _nearest(path: KeyPath) -> KeyPath | None:
     return None
 
 
-def _keys(path: KeyPath) -> list[str]:
-    section = _section_at(path)
+def _keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
+    section = _section_at(path, model)
     keys = list(section.model_fields) if section is not None else []
     return keys if path else [*keys, "include"]
 
@@ -208,8 +220,8 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     return next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
-def _section_at(path: KeyPath) -> type[BaseModel] | None:
-    section: type[BaseModel] | None = recipe_model()
+def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
+    section: type[BaseModel] | None = model
     items: type[BaseModel] | None = None
     for part in path:
         section, items = (items, None) if isinstance(part, int) else (_section(section, part), _items(section, part))
@@ -229,8 +241,8 @@ def _listed(kind: Any) -> type[BaseModel] | None:
     return next((found for part in inside if (found := _listed(part)) is not None), None)
 
 
-def _description(path: KeyPath) -> str:
+def _description(path: KeyPath, model: type[BaseModel]) -> str:
     *above, key = path
-    section = _section_at(tuple(above))
+    section = _section_at(tuple(above), model)
     field = section.model_fields.get(str(key)) if section is not None else None
     return (field.description or "") if field is not None else ""

@@ -22,7 +22,7 @@ from pydantic import (
 
 from trainwright.errors import RequestError
 from trainwright.recipe.checks import contradictions
-from trainwright.recipe.contradiction import Contradictions
+from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.data_schema import DataSection
 from trainwright.recipe.fields import (
     Auto,
@@ -288,8 +288,11 @@ class Recipe(Section):
     def _with_the_sections_of_tasks(cls, values: Any, handler: ModelWrapValidatorHandler[Recipe]) -> Recipe:
         if cls is not Recipe:
             return handler(values)
-        task = values.get("task") if isinstance(values, dict) else None
-        return recipe_model(task if isinstance(task, str) and ":" in task else None).model_validate(values)
+        try:
+            model = model_of(values)
+        except RequestError as error:
+            raise Contradictions([Contradiction(("task",), str(error))]) from None
+        return model.model_validate(values)
 
     @model_validator(mode="before")
     @classmethod
@@ -335,6 +338,18 @@ class Recipe(Section):
         if found := contradictions(self):
             raise Contradictions(found)
         return self
+
+
+def model_of(values: Any) -> type[Recipe]:
+    """A recipe with the sections that ``values`` may have.
+
+    Raises:
+        RequestError: a task of another package cannot be used.
+    """
+    task = values.get("task") if isinstance(values, dict) else None
+    if not isinstance(task, str) or ":" not in task or _spec(task) in map(_spec, TASKS.names()):
+        return recipe_model()
+    return recipe_model(task)
 
 
 @cache
