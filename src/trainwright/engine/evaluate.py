@@ -29,7 +29,13 @@ def evaluate(
         if not again(sums if isinstance(sums, Shortage) else None):
             break
     assert not isinstance(sums, Shortage)
-    return task.metrics(strategy.world.sum(sums)) | task.answer_metrics(strategy, tell)
+    metrics = task.metrics(strategy.world.sum(sums))
+    if task.answers:
+        with strategy.whole() as (module, in_step):
+            if in_step is not None:
+                tell(in_step)
+            metrics |= task.answer_metrics(module, strategy.world, together=in_step is not None)
+    return metrics
 
 
 def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:

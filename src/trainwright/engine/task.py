@@ -13,6 +13,7 @@ from torch import nn
 from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.models.weights import Weights
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Task(Protocol):
     stream: Stream
     validation: Stream | None
     prompts: Sequence[str]
+    answers: bool  # whether an evaluation has metrics of the model's answers
     start: str | None  # fingerprint of the weights of the start, known once begun; None: no loss asks for them later
     base: str | None  # fingerprint of the frozen weights that an adapter is trained on; None: all weights are trained
 
@@ -70,11 +72,12 @@ class Task(Protocol):
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Called on every rank when the weights have been updated, with the metrics of the step."""
 
-    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
-        """Metrics of the model's answers to validation rows; none where none are wanted. Every rank calls this.
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+        """Metrics of the model's answers to validation rows, where ``answers`` says so. Every rank calls this.
 
         Args:
-            tell: gets the reason where the ranks generate in step, which is slower.
+            module: whole, for generation.
+            together: every rank answers everything, as each pass of the module takes all of them.
         """
 
     def generate(self, module: nn.Module, prompt: str) -> str:

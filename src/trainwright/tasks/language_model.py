@@ -35,6 +35,7 @@ from trainwright.models.save import save_model
 from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
+from trainwright.parallel.world import World
 from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import spec_of
@@ -169,6 +170,7 @@ class LanguageModelTask:
         for prompt in self.prompts:
             _check_prompt(model, self._asked(prompt), self._sampling)
         self._questions = _questions(recipe, prepared, tokenizer)
+        self.answers = self._questions is not None
 
     def _stream(self, dataset: TokenDataset, total: int, *, shuffle: bool) -> Stream:
         weight = self._example_weight(dataset)
@@ -204,15 +206,10 @@ class LanguageModelTask:
         """What every example counts in the loss; None: as much as it has targets."""
         return None
 
-    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
-        if self._questions is None:
-            return {}
-        with strategy.whole() as (module, in_step):
-            if in_step is not None:
-                tell(in_step)
-            assert isinstance(module, CausalLM)
-            with module.for_generation() as model:
-                return self._questions.metrics(model, self._stop, strategy.world, together=in_step is not None)
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+        assert self._questions is not None and isinstance(module, CausalLM)
+        with module.for_generation() as model:
+            return self._questions.metrics(model, self._stop, world, together=together)
 
     def generate(self, module: nn.Module, prompt: str) -> str:
         assert isinstance(module, CausalLM)

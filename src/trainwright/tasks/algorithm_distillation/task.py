@@ -16,6 +16,7 @@ from trainwright.models.history_files import save_history_model
 from trainwright.models.history_model import HistoryModel, HistoryShape
 from trainwright.models.history_objective import SUMS, HistoryObjective, Weights
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
@@ -56,6 +57,7 @@ class AlgorithmDistillation:
 
     weights = None
     prompts: Sequence[str] = ()
+    answers = True
     start: str | None = None
     base: str | None = None
 
@@ -136,32 +138,29 @@ class AlgorithmDistillation:
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Nothing but the weights is changed by a step."""
 
-    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
         """Returns of the agent on the tasks held back, in its first episode and at the end; drawn, and greedy."""
         trial = self._section.trial
         metrics: dict[str, float] = {}
-        with strategy.whole() as (module, in_step):
-            if in_step is not None:
-                tell(in_step)
-            assert isinstance(module, HistoryObjective)
-            for prefix, temperature in dict.fromkeys([("", trial.temperature), ("greedy_", 0.0)]):
-                returns = self._try(module, strategy, temperature, together=in_step is not None)
-                strategy.world.break_point()
-                metrics |= {
-                    f"{prefix}return_first": float(returns[..., 0].mean()),
-                    f"{prefix}return_last": float(mean_over_last(returns, trial.last_episodes).mean()),
-                }
+        assert isinstance(module, HistoryObjective)
+        for prefix, temperature in dict.fromkeys([("", trial.temperature), ("greedy_", 0.0)]):
+            returns = self._try(module, world, temperature, together=together)
+            world.break_point()
+            metrics |= {
+                f"{prefix}return_first": float(returns[..., 0].mean()),
+                f"{prefix}return_last": float(mean_over_last(returns, trial.last_episodes).mean()),
+            }
         best = float(self._environment.optimal_return(self._goals.tried).mean())
         if best == best and best:  # not known of every environment
             metrics["share_of_optimum"] = metrics["return_last"] / best
         return metrics
 
-    def _try(self, module: HistoryObjective, strategy: Strategy, temperature: float, *, together: bool) -> Any:
+    def _try(self, module: HistoryObjective, world: World, temperature: float, *, together: bool) -> Any:
         trial = self._section.trial
         asked = Trial(trial.episodes, trial.copies, temperature, self._recipe.train.seed)
         module.eval()
         try:
-            return try_out(module, self._environment, self._goals.tried, asked, strategy.world, together=together)
+            return try_out(module, self._environment, self._goals.tried, asked, world, together=together)
         finally:
             module.train()
 

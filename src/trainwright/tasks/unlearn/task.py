@@ -23,6 +23,7 @@ from trainwright.models.cut import layer_count
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.weights import empty_model
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask, prepare_model
@@ -94,6 +95,7 @@ class Unlearning(LanguageModelTask):
             steered = direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
         self._losses = Losses(self._unlearn, self._log_probabilities, steered)
         self._watch = self._watched(recipe)
+        self.answers = self._watch is not None
 
     def _watched(self, recipe: Recipe) -> Watch | None:
         """What of the recipe's benchmark is measured beside the losses, on as many rows as they are."""
@@ -104,14 +106,9 @@ class Unlearning(LanguageModelTask):
         rows = len(self._prepared.validation)
         return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
-    def answer_metrics(self, strategy: Strategy, tell: Callable[[str], None]) -> dict[str, float]:
-        if self._watch is None:
-            return {}
-        with strategy.whole() as (module, in_step):
-            if in_step is not None:
-                tell(in_step)
-            assert isinstance(module, CausalLM)
-            return self._watch.metrics(module, strategy.world, together=in_step is not None)
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+        assert self._watch is not None and isinstance(module, CausalLM)
+        return self._watch.metrics(module, world, together=together)
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
