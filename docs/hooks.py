@@ -12,7 +12,9 @@ import typer
 
 from trainwright import registries
 from trainwright.cli.main import app
+from trainwright.engine.policies import POLICIES
 from trainwright.extensions import Registry
+from trainwright.observe.registry import OBSERVERS
 from trainwright.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -163,9 +165,15 @@ def extension_reference() -> str:
     ]
     for registry in all_registries():
         required = ", ".join(f"`{name}`" for name in registry.required)
-        lines += ["", f"## {registry.group.rpartition('.')[2].capitalize()}", "", f"Entry points: `{registry.group}`."]
+        lines += [
+            "",
+            f"## {registry.group.rpartition('.')[2].replace('_', ' ').capitalize()}",
+            "",
+            f"Entry points: `{registry.group}`.",
+        ]
         lines += [f"An object has {required}."] if required else []
-        lines += ["", "| Name | Description | From |", "| --- | --- | --- |"]
+        if registry.names():
+            lines += ["", "| Name | Description | From |", "| --- | --- | --- |"]
         for name in registry.names():
             lines.append(
                 f"| `{name}` | {_text(_summary(registry.get(name)))} | {registry.package(name) or 'built in'} |"
@@ -175,7 +183,8 @@ def extension_reference() -> str:
 
 def all_registries() -> list[Registry[Any]]:
     """Return the registries of the package."""
-    return [value for value in vars(registries).values() if isinstance(value, Registry)]
+    ours = [value for value in vars(registries).values() if isinstance(value, Registry)]
+    return [*ours, OBSERVERS, POLICIES]
 
 
 def _summary(extension: Any) -> str:
