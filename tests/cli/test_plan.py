@@ -154,5 +154,5 @@ def test_planning_a_known_model_imports_nothing_heavy() -> None:
         "print({'torch', 'transformers', 'numpy', 'rich', 'pynvml', 'huggingface_hub'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, encoding="utf-8", check=True)
     assert done.stdout.endswith("set()\n")

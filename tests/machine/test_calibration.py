@@ -130,10 +130,13 @@ def test_processes_are_measured_from_one_to_one_a_core(cores: int, counts: tuple
 @pytest.mark.usefixtures("this_machine")
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     machine = detect()
-    try:
-        found = calibrate(machine, seconds=0.0, limit=120.0)  # one round over everything, in haste
-    except MachineError:
-        pytest.skip("other programs leave too little of this machine to measure it")
+    for _ in range(3):  # of whole passes, other programs can spoil all that is held out
+        try:
+            found = calibrate(machine, seconds=0.0, limit=120.0)  # one round over everything, in haste
+        except MachineError:
+            pytest.skip("other programs leave too little of this machine to measure it")
+        if all(passes.errors for passes in found.settings[0].in_step.values()):
+            break
     assert found.outdated(machine) == ()
     assert [setting.processes for setting in found.settings] == list(process_counts(machine))
     for setting in found.settings:

@@ -161,7 +161,7 @@ class TokenDataset:
     @classmethod
     def open(cls, directory: Path) -> TokenDataset:
         """Map a saved dataset; pages are read as they are needed and shared between processes."""
-        about = json.loads((directory / "dataset.json").read_text())
+        about = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
         arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
         arrays["offsets"] = np.asarray(arrays["offsets"])
         mixture = tuple(Part(*part) for part in about["mixture"]) if about["mixture"] else None
@@ -174,4 +174,4 @@ def write_about(
     """Write what makes a directory of ``arrays`` a dataset."""
     parts = None if mixture is None else [astuple(part) for part in mixture]
     about = {"fingerprint": fingerprint, "report": report, "arrays": arrays, "mixture": parts}
-    (directory / "dataset.json").write_text(json.dumps(about))
+    (directory / "dataset.json").write_text(json.dumps(about), encoding="utf-8")

@@ -110,7 +110,7 @@ def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
 def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
     """The datasets of ``directory`` and the layout of their rows; None if it is not there or not whole."""
     try:
-        about = json.loads((directory / "about.json").read_text())
+        about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
         train = TokenDataset.open(directory / "train")
         validation = TokenDataset.open(directory / "validation") if about["validation"] else None
         summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
@@ -149,7 +149,7 @@ def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         about = tokenize_and_split(scratch, data, tokenizer, kind, seed)
-        (scratch / "about.json").write_text(json.dumps(about))
+        (scratch / "about.json").write_text(json.dumps(about), encoding="utf-8")
         scratch.chmod(0o755)  # mkdtemp's own is private, and a cache may be shared
         if directory.exists():  # what is there is not whole, or it would have been used
             shutil.rmtree(directory)
@@ -164,7 +164,7 @@ def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase
 
 def _write_atomically(path: Path, text: str) -> None:
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.write_text(text)
+    scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
 
 

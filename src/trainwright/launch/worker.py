@@ -75,7 +75,7 @@ def run_worker(
         The exit code: finished, or stopped on a signal after a checkpoint.
     """
     set_fresh(True)
-    recipe_text = (run / "recipe.yaml").read_text()
+    recipe_text = (run / "recipe.yaml").read_text(encoding="utf-8")
     recipe = load_recipe(run / "recipe.yaml")
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of libraries too that use a GPU where they find one

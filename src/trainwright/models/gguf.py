@@ -91,11 +91,11 @@ def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) ->
     identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
     memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     if memo.exists():
-        return memo.read_text()
+        return memo.read_text(encoding="utf-8")
     made = make()
     memo.parent.mkdir(parents=True, exist_ok=True)
     temporary = memo.with_suffix(f".{os.getpid()}")
-    temporary.write_text(made)
+    temporary.write_text(made, encoding="utf-8")
     temporary.rename(memo)
     return made
 
@@ -252,5 +252,5 @@ def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Te
 def _stored_precision(directory: Path) -> str:
     import json
 
-    dtype = json.loads((directory / "config.json").read_text())["dtype"]
+    dtype = json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"]
     return {"float32": "fp32", "bfloat16": "bf16"}[dtype]

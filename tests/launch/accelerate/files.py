@@ -113,7 +113,7 @@ def gpus(count: int) -> Machine:
 def written(directory: Path, text: str, name: str = "accelerate.yaml") -> Path:
     """The file, and beside it the DeepSpeed file that some of the above name."""
     (directory / "zero3.json").write_text(json.dumps(ZERO_3))
-    (directory / name).write_text(text)
+    (directory / name).write_text(text, encoding="utf-8")
     return directory / name
 
 
