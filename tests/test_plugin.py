@@ -100,6 +100,10 @@ def test_the_task_the_source_and_the_metric_are_planned_and_train(installed: Pat
     assert of_steps(tmp_path / "focal", "loss") == pytest.approx(of_steps(tmp_path / "sft", "loss"), rel=1e-5)
     measured = [event["metrics"] for event in events(tmp_path / "focal", "evaluate")]
     assert all(0 <= metrics["length_ratio"] <= 1 for metrics in measured) and len(measured) == 2
+    run(installed, tmp_path, "train", "--resume", "focal", "train.max_steps=3")
+    assert len(of_steps(tmp_path / "focal", "loss")) == 3
+    asked = ("--data", "sums", "--metrics", "length_ratio", "--limit", "2", "--max-new-tokens", "2")
+    assert "length_ratio" in run(installed, tmp_path, "eval", "focal", *asked)
 
 
 def test_the_objective_is_what_is_minimised(installed: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from trainwright.tasks.registry import prepare_task
 
 def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:
     with pytest.raises(RequestError) as caught:
-        found = load_recipe(recipe, overrides)
+        # What is prepared is a resolved recipe.
+        found = load_recipe(recipe, (*overrides, *(["parallel.strategy=single"] if prepared else [])))
         check_data(found)
         if prepared:
             prepare_task(found, recipe.parent / "cache")
