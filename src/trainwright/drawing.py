@@ -9,7 +9,7 @@ from trainwright.errors import MachineError, RequestError
 
 
 def new_figure(width: float, height: float, what: str) -> Any:
-    """A matplotlib figure of so many inches, which belongs to no window.
+    """Return a matplotlib figure of so many inches, which belongs to no window.
 
     Args:
         what: needs it, for the message.

@@ -49,7 +49,7 @@ class Stopped(TrainwrightError):
 
 
 def error_of(exit_code: int, message: str) -> TrainwrightError:
-    """The error of the class that ``exit_code`` stands for."""
+    """Return the error of the class that ``exit_code`` stands for."""
     kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, Stopped)}
     error = kinds.get(exit_code, TrainingError)(message)
     error.exit_code = exit_code

@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         self._found: dict[str, T] = {}
 
     def names(self) -> tuple[str, ...]:
-        """The names that are built in or registered, built-in ones first.
+        """Return the names that are built in or registered, built-in ones first.
 
         Raises:
             RequestError: a name is registered twice.
@@ -53,12 +53,12 @@ class Registry(Generic[T]):
         return (*self._builtin, *sorted(self._registered()))
 
     def order(self, name: str) -> int:
-        """The index of ``name`` in ``names()``; of a place ``module:Name`` that of the end."""
+        """Return the index of ``name`` in ``names()``; of a place ``module:Name`` that of the end."""
         names = self.names()
         return names.index(name) if name in names else len(names)
 
     def get(self, name: str) -> T:
-        """The object of that name, or at that place ``module:Name``.
+        """Return the object of that name, or at that place ``module:Name``.
 
         Raises:
             RequestError: there is none of that name, it is registered twice, cannot be imported, or lacks what is
@@ -87,7 +87,7 @@ class Registry(Generic[T]):
             self.get(name)
 
     def package(self, name: str) -> str | None:
-        """The name of the installed package that registered ``name``; None where none did."""
+        """Return the name of the installed package that registered ``name``; None where none did."""
         return self._entry(name).package
 
     def describe(self, name: str) -> str:
@@ -130,7 +130,7 @@ class Registry(Generic[T]):
 
 
 def load(place: str, described: str) -> Any:
-    """What stands at ``place``, ``package.module:Name``; ``described`` names who asks for it in messages.
+    """Return what stands at ``place``, ``package.module:Name``; ``described`` names who asks for it in messages.
 
     Modules in the directory that the command runs in are found, as ``python -m`` finds them.
 

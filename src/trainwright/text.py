@@ -33,12 +33,16 @@ def count(value: float) -> str:
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
-    """A number and what is counted: '1 row', '1,200 rows', '3 batches' (``nouns`` where it is not noun and s)."""
+    """Return a number and what is counted: '1 row', '1,200 rows', '3 batches' (``nouns`` where it is not noun and
+    s).
+    """
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def they(number: int, noun: str, do: str) -> str:
-    """What some do, begun with the verb of several: they(1, "row", "have no answer") -> '1 row has no answer'."""
+    """Return what some do, begun with the verb of several: they(1, "row", "have no answer") -> '1 row has no
+    answer'.
+    """
     verb, space, rest = do.partition(" ")
     if number == 1:
         verb = {"have": "has", "are": "is", "were": "was", "do": "does"}.get(verb, f"{verb}s")
@@ -46,7 +50,7 @@ def they(number: int, noun: str, do: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio in two digits or in full: 0.38, 2.6, 421."""
+    """Return a ratio in two digits or in full: 0.38, 2.6, 421."""
     return f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
 
 
@@ -89,7 +93,7 @@ def span(seconds: float) -> str:
 
 
 def metric(value: object) -> str:
-    """A loss, a perplexity or an accuracy in as many digits as tell runs apart."""
+    """Return a loss, a perplexity or an accuracy in as many digits as tell runs apart."""
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
     return str(value)

@@ -69,7 +69,7 @@ class Plan:
         draw(self.details, Path(path))
 
     def lines(self, compare: bool = False, width: int | None = None) -> Iterator[str]:
-        """The plan as text.
+        """Yield the plan as text.
 
         Args:
             compare: with every candidate, and not only the best of each strategy.
@@ -166,7 +166,7 @@ def _asked(
     global_batch_size: int,
     steps: int | None,
 ) -> schema.Recipe:
-    """What is planned; of a model by itself, a recipe that says no more than what was given."""
+    """Return what is planned; of a model by itself, a recipe that says no more than what was given."""
     from trainwright.recipe.loading import load_recipe, recipe_of
 
     if recipe is not None and model is None:

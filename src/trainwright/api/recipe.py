@@ -136,12 +136,12 @@ class Recipe:
 
 
 def source_of(recipe: Recipe | str | PathLike[str]) -> Tree | Path:
-    """What reads a recipe: its file, or what a `Recipe` has read."""
+    """Return what reads a recipe: its file, or what a `Recipe` has read."""
     return recipe._tree if isinstance(recipe, Recipe) else Path(recipe)
 
 
 def _plain(value: Any) -> Any:
-    """Mappings, lists and texts, as YAML has them."""
+    """Return mappings, lists and texts, as YAML has them."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

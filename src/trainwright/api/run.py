@@ -83,7 +83,7 @@ class Run:
         return final if final.is_dir() else None
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """The rows of ``events.jsonl``, each a dict, without what a resumed run did over.
+        """Return the rows of ``events.jsonl``, each a dict, without what a resumed run did over.
 
         Args:
             kind: only these: ``start``, ``step``, ``evaluate``, ``generate``, ``checkpoint``, ``fault``, ``finish``.
@@ -97,13 +97,15 @@ class Run:
         return [event for event in events if kind in (None, event["event"])]
 
     def columns(self, kind: str = "step") -> dict[str, list[Any]]:
-        """The events of one kind as columns by field, metrics as fields of their own; None where a row lacks one."""
+        """Return the events of one kind as columns by field, metrics as fields of their own; None where a row lacks
+        one.
+        """
         rows = [_flat(event) for event in self.events(kind)]
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: [row.get(name) for row in rows] for name in names}
 
     def to_pandas(self, kind: str = "step") -> Any:
-        """The events of one kind as a ``pandas.DataFrame``, which takes pandas to be installed."""
+        """Return the events of one kind as a ``pandas.DataFrame``, which takes pandas to be installed."""
         try:
             import pandas
         except ImportError:

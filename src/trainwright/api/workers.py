@@ -47,7 +47,7 @@ def process_count(machine: Machine, wanted: int | None) -> int:
 
 
 def dtype_name(wanted: str, machine: Machine) -> str:
-    """What to compute in. Raises RequestError for a word that is none."""
+    """Return what to compute in. Raises RequestError for a word that is none."""
     if wanted == "auto":
         return "bf16" if machine.gpus and machine.has_bf16 else "fp32"
     if wanted not in ("fp32", "bf16", "fp16"):
@@ -57,7 +57,7 @@ def dtype_name(wanted: str, machine: Machine) -> str:
 
 @contextmanager
 def work_directory(command: str) -> Iterator[Path]:
-    """A directory for what processes hand each other; it is kept where a worker fails, for its logs."""
+    """Make a directory in which processes exchange files; it is kept if a worker fails, for its logs."""
     directory = Path(tempfile.mkdtemp(prefix=f"trainwright-{command}-"))
     kept = False
     try:
@@ -147,7 +147,7 @@ def _work(entry: Callable[[World], None]) -> int:
 
 
 def counted(world: World, label: str, total: int) -> Done:
-    """Shows how many rows are done: on rank 0, which speaks for all, as all have as much to do."""
+    """Show how many rows are done, on rank 0 only, because all ranks have about as many."""
     stream = console()
     if stream is None or not total:
         return lambda examples: None

@@ -188,7 +188,7 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
 
 
 def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
-    """The recipe that is asked for, or one around a file of rows."""
+    """Return the recipe that is asked for, or one around a file of rows."""
     import json
 
     from trainwright.recipe.loading import load_recipe, recipe_of

@@ -116,7 +116,7 @@ def _written(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[_Shown]:
-    """What shows how far it is; on a terminal its line is gone in the end, for what is said next."""
+    """Show how far the work is; on a terminal the line disappears at the end."""
     try:
         yield _Shown()
     finally:

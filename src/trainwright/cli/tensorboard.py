@@ -58,7 +58,7 @@ def _wait(server: subprocess.Popen[bytes]) -> int:
 
 
 def _port(wanted: int) -> int:
-    """A port that is free now: ``wanted``, or any for 0."""
+    """Return a port that is free now: ``wanted``, or any for 0."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

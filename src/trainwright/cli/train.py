@@ -20,6 +20,7 @@ class TrainCommand(NamesInHelp):
     """Lets --resume stand without a value, which typer's options cannot."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, with ``--resume`` allowed to stand without a value."""
         return super().parse_args(ctx, [_bare_resume(args, i) for i in range(len(args))])
 
 

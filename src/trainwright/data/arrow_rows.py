@@ -43,7 +43,7 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
 
 
 def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
-    """The next rows, few where they hold long texts."""
+    """Return the next rows, few where they hold long texts."""
     chunk: list[PlacedRow] = []
     characters = 0
     for placed in islice(rows, _CHUNK_ROWS):
@@ -69,7 +69,7 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def _spill(table: pa.Table) -> pa.Table:
-    """The same table mapped from a file that has no name any more and goes with its last reader."""
+    """Return the same table mapped from a file that has no name any more and goes with its last reader."""
     import pyarrow as pa
 
     handle, name = tempfile.mkstemp(prefix="trainwright-rows-")

@@ -35,11 +35,13 @@ class Batch:
     target_counts: tuple[int, ...]  # [D]; targets are in the order of the documents
 
     def by_document(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums of the targets' ``values`` [N] over each document [D], in float64 and always in the same order."""
+        """Return the sums of the targets' ``values`` [N] over each document [D], in float64 and always in the same
+        order.
+        """
         return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on ``device``."""
+        """Return the same batch on ``device``."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
 
 
 def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> Layout:
-    """A document a row: tokens, positions, targets and mask [B, L]."""
+    """Return a document a row: tokens, positions, targets and mask [B, L]."""
     shape = (len(pairs), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     position_ids = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape).copy()

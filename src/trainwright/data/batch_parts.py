@@ -26,7 +26,7 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
 
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
-    """The batch of the documents alone that have one of ``roles``, of which there must be one."""
+    """Return the batch of the documents alone that have one of ``roles``, of which there must be one."""
     kept = [place for place, role in enumerate(batch.roles) if role in roles]
     if len(kept) == len(batch.roles):
         return batch

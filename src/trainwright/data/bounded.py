@@ -37,7 +37,7 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **option
 
 
 def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
-    """What ``call`` of a tokenizer returns for a text of so many characters.
+    """Return what ``call`` of a tokenizer returns for a text of so many characters.
 
     It must release the interpreter while it computes, as ``encode_batch`` does.
 

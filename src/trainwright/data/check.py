@@ -47,12 +47,13 @@ class Checked:
     notes: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
+        """Count a wrong row, and keep the message of the first ones."""
         self.wrong += 1
         if len(self.problems) < _SHOWN:
             self.problems.append(text)
 
     def lines(self, max_length: int | None) -> list[str]:
-        """The counts as lines for people."""
+        """Return the counts as lines for people."""
         counted = f", {plural(self.tokens, 'token')}" if self.tokens else ""
         if self.layout == _CORPUS:
             documents = plural(self.examples, "document")

@@ -25,7 +25,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__
 
 
 def of_the_hub(source: str) -> str:
-    """What a corpus is called on the Hub; any other source, and a path that is there, as it is."""
+    """Return what a corpus is called on the Hub; any other source, and a path that is there, as it is."""
     return source if source not in _OF_THE_HUB or Path(source).exists() else _OF_THE_HUB[source]
 
 
@@ -46,7 +46,8 @@ def whole_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tu
 
 
 def stdlib_rows() -> Iterator[dict[str, str]]:
-    """The standard library as rows ``{"text"}``: every module's source, then the topics of the language reference.
+    """Yield the standard library as rows ``{"text"}``: every module's source, then the topics of the language
+    reference.
 
     In the order of their names; equal for equal interpreters.
     """

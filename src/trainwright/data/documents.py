@@ -24,7 +24,7 @@ SUFFIXES = frozenset((*ALONE, ".txt", ".md"))
 
 
 def document_files(directory: Path) -> list[Path]:
-    """The documents in ``directory`` and those in it, in the order of their paths; hidden ones are left out."""
+    """Return the documents in ``directory`` and those in it, in the order of their paths; hidden ones are left out."""
     found = []
     for place, inside, names in os.walk(directory):
         inside[:] = [name for name in inside if not name.startswith(".") and name != "__pycache__"]
@@ -33,7 +33,7 @@ def document_files(directory: Path) -> list[Path]:
 
 
 def read_document(path: Path) -> Iterator[LocatedRow]:
-    """The file as one row.
+    """Yield the file as one row.
 
     Raises:
         RequestError: it is no UTF-8 text, or no Word file.

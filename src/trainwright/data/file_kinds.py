@@ -28,14 +28,14 @@ LONGEST_FILE = 8 * 2**30
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix that says what a file holds, in lower case: of ``rows.jsonl.gz`` it is ``.jsonl``."""
+    """Return the suffix that says what a file holds, in lower case: of ``rows.jsonl.gz`` it is ``.jsonl``."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed where its name says that it is compressed.
+    """Open a file as bytes, decompressed if its name says that it is compressed.
 
     Raises:
         RequestError: it cannot be opened, or it is not what its name says, or ends too early.
@@ -49,7 +49,9 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1, without a byte order mark. Raises RequestError as ``opened``."""
+    """Yield the lines of a file with their numbers from 1, without a byte order mark. Raises RequestError as
+    ``opened``.
+    """
     with opened(file) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE + 1):
@@ -76,7 +78,7 @@ def whole(file: Path) -> bytes:
 
 
 def why_unreadable(file: Path) -> str | None:
-    """What is wrong with a file that cannot be read at all, such as ``is empty``; None where nothing is."""
+    """Return what is wrong with a file that cannot be read at all, such as ``is empty``; None where nothing is."""
     try:
         stat = file.stat()
     except OSError as error:

@@ -78,7 +78,7 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: L
 
 
 def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
-    """Turns of one role as one, but those of tools, which answer one call each."""
+    """Join consecutive turns of one role, except those of tools, which answer one call each."""
     joined: list[Message] = messages[:1]
     for message in messages[1:]:
         last = joined[-1]
@@ -106,7 +106,7 @@ def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Messag
 
 
 def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
-    """An empty answer is no target; NoTarget where there is no other."""
+    """Mark empty answers as no targets; raise NoTarget if there is no other answer."""
     answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
     empty = [message for message in answers if not message["content"].strip() and "tool_calls" not in message]
     if len(empty) == len(answers):
@@ -151,7 +151,7 @@ def _pair(user: str, assistant: str) -> list[Message]:
 
 
 def with_input(row: Row, layout: Layout, question: str) -> str:
-    """A question with the text that it is about, where the row has one."""
+    """Return a question with the text that it is about, where the row has one."""
     field = layout.column("input")
     more = row.get(field)
     if more is not None and not isinstance(more, str):
@@ -160,7 +160,7 @@ def with_input(row: Row, layout: Layout, question: str) -> str:
 
 
 def answer_field(row: Row, field: str) -> str:
-    """A text of the row that is trained on. Raises NoTarget where it is empty, and as ``text_field``."""
+    """Return a text of the row that is trained on. Raises NoTarget where it is empty, and as ``text_field``."""
     value = row.get(field)
     if isinstance(value, str) and not value.strip():
         raise NoTarget("the text is empty" if field == "text" else _EMPTY)
@@ -173,7 +173,7 @@ def answer_field(row: Row, field: str) -> str:
 
 
 def text_field(row: Row, field: str) -> str:
-    """A text of the row. Raises RequestError where it is missing, empty or something else."""
+    """Return a text of the row. Raises RequestError where it is missing, empty or something else."""
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {names_of(row)}")

@@ -30,7 +30,7 @@ def is_hub_id(source: str) -> bool:
 
 
 def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
-    """The rows of a dataset of the Hub. Raises RequestError where it cannot be loaded."""
+    """Return the rows of a dataset of the Hub. Raises RequestError where it cannot be loaded."""
     import datasets
 
     name, *parts = of_the_hub(source).split(":")

@@ -26,7 +26,7 @@ class Kind:
     layouts: tuple[str, ...]
 
     def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> Layout:
-        """The layout of a source's rows. Raises RequestError where they have none of these."""
+        """Return the layout of a source's rows. Raises RequestError where they have none of these."""
         return layout_of(columns, first_rows, wanted, self.layouts)
 
     def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
@@ -58,7 +58,7 @@ _KINDS = {kind.name: kind for kind in (EXAMPLES, PAIRS, ANSWERS)}
 
 
 def kind_of_rows(recipe: Recipe, key: str = "data.train") -> Kind:
-    """What the rows at ``key`` are to the recipe's task. Raises RequestError where data.idk cannot be read."""
+    """Return what the rows at ``key`` are to the recipe's task. Raises RequestError where data.idk cannot be read."""
     name = recipe.spec.rows(recipe, key)
     if name == "refused":
         from trainwright.data.refusals import refused

@@ -78,12 +78,13 @@ class Layout(str):
     columns: Mapping[str, str]
 
     def __new__(cls, name: str, columns: Mapping[str, str] | None = None) -> Layout:
+        """Make the layout ``name`` with the columns of its fields."""
         layout = super().__new__(cls, name)
         layout.columns = {field: column for field, column in (columns or {}).items() if field != column}
         return layout
 
     def column(self, field: str) -> str:
-        """The column that a field is read from; none is called "", so that nothing is read from it."""
+        """Return the column that a field is read from; none is called "", so that nothing is read from it."""
         return self.columns.get(field, field)
 
     def unused(self, columns: Sequence[str]) -> list[str]:
@@ -108,14 +109,14 @@ class Layout(str):
 
 
 def columns_not_used(columns: Sequence[str]) -> str:
-    """What is said of columns that no part of an example is made from."""
+    """Return what is said of columns that no part of an example is made from."""
     return f"not used: the column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
 
 
 def layout_of(
     columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
 ) -> Layout:
-    """The layout of a source's rows: ``wanted``, or if that is ``auto`` the one of ``layouts`` that they have.
+    """Return the layout of a source's rows: ``wanted``, or if that is ``auto`` the one of ``layouts`` that they have.
 
     Raises:
         RequestError: the columns do not have it, or none is recognised.
@@ -126,7 +127,8 @@ def layout_of(
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> Layout:
-    """The first of ``layouts`` that rows with these ``columns`` have; of ``first_rows`` one must fill its fields.
+    """Return the first of ``layouts`` that rows with these ``columns`` have; of ``first_rows`` one must fill its
+    fields.
 
     Raises:
         RequestError: none fits; lists the fields there are and what each layout needs.
@@ -150,7 +152,7 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
 
 
 def check_format(columns: Sequence[str], name: str) -> Layout:
-    """The layout ``name`` in ``columns``. Raises RequestError where they have not all that it needs."""
+    """Return the layout ``name`` in ``columns``. Raises RequestError where they have not all that it needs."""
     found = _matched(name, columns)
     if missing := [field for field in REQUIRED[name] if field not in found]:
         raise RequestError(
@@ -178,7 +180,7 @@ def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: 
 
 
 def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
-    """The columns of the required fields of a layout, as far as there are any, each column for one field."""
+    """Return the columns of the required fields of a layout, as far as there are any, each column for one field."""
     found: dict[str, str] = {}
     for field in REQUIRED[name]:
         left = [column for column in columns if column not in found.values()]
@@ -199,7 +201,7 @@ def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) 
 
 
 def _named(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The column with the first of ``names``, in any case where none is written exactly so."""
+    """Return the column with the first of ``names``, in any case where none is written exactly so."""
     lower = {column.lower(): column for column in reversed(columns)}
     return next((name if name in columns else lower[name] for name in names if name in lower), None)
 

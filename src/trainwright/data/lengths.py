@@ -48,10 +48,12 @@ class Lengths:
 
     @property
     def mean(self) -> float:
+        """Return the mean length."""
         return sum(self.quantiles) / len(self.quantiles)
 
     @property
     def longest(self) -> int:
+        """Return the longest length."""
         return self.quantiles[-1]
 
     def rows(self, global_batch_size: int, pack_length: int | None) -> tuple[float, int]:
@@ -88,7 +90,7 @@ class Lengths:
 
 
 def lengths_of(dataset: TokenDataset) -> Lengths:
-    """Counted over a tokenised source."""
+    """Count the lengths of a tokenised source."""
     import numpy as np
 
     from trainwright.data.mixture import drawn
@@ -115,7 +117,9 @@ def remember(
 
 
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int = 1) -> Lengths | None:
-    """The lengths of a source that was tokenised for this model before; None for one that was not, or has changed."""
+    """Return the lengths of a source that was tokenised for this model before; None for one that was not, or has
+    changed.
+    """
     try:
         kept = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
         return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
@@ -124,7 +128,7 @@ def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows:
 
 
 def repeated(global_batch_size: int, examples: int) -> str | None:
-    """What to say of a step that has every example several times; None where there are enough for one."""
+    """Return what to say of a step that has every example several times; None where there are enough for one."""
     if global_batch_size <= examples:
         return None
     return (

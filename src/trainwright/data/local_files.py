@@ -57,7 +57,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
     def usable(self) -> Iterator[Path]:
-        """The files without those of several that cannot be read at all."""
+        """Return the files without those of several that cannot be read at all."""
         several = len(self.files) > 1 and not self.complete
         return (file for file in self.files if not several or why_unreadable(file) is None)
 
@@ -78,7 +78,7 @@ class Found:
 
 
 def find(source: str, key: str, documents: bool = False) -> Found | None:
-    """The files of a source; None where it is not on this machine.
+    """Return the files of a source; None where it is not on this machine.
 
     Raises:
         RequestError: they are no rows and no documents, or there is no such split.
@@ -100,7 +100,7 @@ def find(source: str, key: str, documents: bool = False) -> Found | None:
 
 
 def missing(source: str) -> str:
-    """That there is no such file, and what is named like it."""
+    """Return the message that there is no such file, and what is named like it."""
     path = Path(source).expanduser()
     if not path.parent.is_dir():
         return f"{path}: there is no directory {path.parent}"
@@ -110,7 +110,7 @@ def missing(source: str) -> str:
 
 
 def _place(source: str) -> tuple[Path, list[str]]:
-    """The path of a source, and what is named behind it: a split, or a configuration and a split."""
+    """Return the path of a source, and what is named behind it: a split, or a configuration and a split."""
     path = Path(source).expanduser()
     if path.exists():
         return path, []
@@ -174,7 +174,7 @@ def _beside(path: Path, rows: list[Path]) -> list[str]:
 
 
 def row_files(path: Path) -> list[Path]:
-    """The files of rows in a directory; its README is none."""
+    """Return the files of rows in a directory; its README is none."""
     kinds = {suffix for suffix in SUFFIXES if suffix != ".md"}
     files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     return sorted(file for file in files if suffix_of(file) in kinds and file.name.lower() not in _ABOUT)
@@ -221,7 +221,7 @@ def _split_of(path: Path, file: Path) -> str:
 
 
 def _chosen(path: Path, splits: dict[str, Any], wanted: list[str], key: str) -> str:
-    """The split that is asked for, or the one that the recipe's key is about."""
+    """Return the split that is asked for, or the one that the recipe's key is about."""
     names = f"{', '.join(splits)}; name one of them, as {path}:{next(reversed(splits))}"
     if wanted:
         asked = wanted[-1] if wanted[-1] in splits else _SPLITS.get(wanted[-1].lower(), wanted[-1])
@@ -267,7 +267,7 @@ def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
 
 
 def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
-    """The Arrow files of what Dataset.save_to_disk has written; nothing of it is run or unpickled."""
+    """Return the Arrow files of what Dataset.save_to_disk has written; nothing of it is run or unpickled."""
     if wanted:
         raise RequestError(f"{key}: {path} is one data set without splits; name it without :{':'.join(wanted)}")
     file = path / "state.json"
@@ -298,7 +298,9 @@ def _json(file: Path, key: str) -> dict[str, Any]:
 
 
 def _configs(path: Path) -> list[dict[str, Any]]:
-    """What the README of a dataset's repository says of its files (huggingface.co/docs/hub/datasets-data-files)."""
+    """Return what the README of a dataset's repository says of its files
+    (huggingface.co/docs/hub/datasets-data-files).
+    """
     from trainwright.recipe.yaml_text import parse_mapping  # in PyYAML's own reader aliases multiply
 
     file = path / "README.md"
@@ -342,7 +344,7 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], ke
 
 
 def _matching(path: Path, pattern: Any, key: str) -> list[Path]:
-    """The files in ``path`` of a pattern, none of them outside it."""
+    """Return the files in ``path`` of a pattern, none of them outside it."""
     parts = Path(pattern).parts if isinstance(pattern, str) else ()
     if not parts or ".." in parts or Path(pattern).is_absolute():
         raise RequestError(f"{key}: {path / 'README.md'} names files that are not in its directory: {pattern!r}")

@@ -19,7 +19,9 @@ class Part:
 
 
 def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[Part, ...]:
-    """An epoch of as many examples as the sources have together, divided by their weights (largest remainders)."""
+    """Return an epoch of as many examples as the sources have together, divided by their weights (largest
+    remainders).
+    """
     return tuple(map(Part, sizes, shares(sum(sizes), weights)))
 
 
@@ -34,7 +36,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def drawn(parts: Sequence[Part], epoch: int, key: str) -> npt.NDArray[np.int64]:
-    """The examples of one epoch, not yet in its order: a pure function of the arguments.
+    """Return the examples of one epoch, not yet in its order: a pure function of the arguments.
 
     Each source is gone through in rounds of an order of their own, and an epoch goes on where the one before stopped,
     so no example is seen twice more often than another of its source.

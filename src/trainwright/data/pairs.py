@@ -30,7 +30,7 @@ _SAME = "chosen and rejected are the same"
 def to_pair(
     row: Row, remarks: Counter[str] | None = None, layout: Layout = _PREFERENCE
 ) -> list[tuple[int, list[Message]]]:
-    """A ``preference`` row as ``(role, conversation)`` of the chosen and of the rejected answer, in this order.
+    """Return a ``preference`` row as ``(role, conversation)`` of the chosen and of the rejected answer, in this order.
 
     Args:
         remarks: counts the rows that are not taken as they are, by what they do, in words.
@@ -52,7 +52,7 @@ def to_pair(
 def to_labelled(
     row: Row, remarks: Counter[str] | None = None, layout: Layout = _LABELLED
 ) -> list[tuple[int, list[Message]]]:
-    """A ``labelled`` row as the role and the conversation of its one answer.
+    """Return a ``labelled`` row as the role and the conversation of its one answer.
 
     Raises:
         NoTarget, RequestError: as ``formats.to_example``; RequestError where the label is neither true nor false.

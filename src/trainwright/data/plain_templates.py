@@ -50,7 +50,7 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def fixed_date(template: str, notes: list[str]) -> str:
-    """The template, with the day it writes, if it writes one, fixed; ``notes`` gets a line about it."""
+    """Return the template, with the day it writes, if it writes one, fixed; ``notes`` gets a line about it."""
     if "strftime_now" not in template:
         return template
     notes.append("the chat template writes the day's date: 26 July 2024 is used, so that the data stay the same")

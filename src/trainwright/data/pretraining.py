@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def prepare_windows(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, *, contiguous: bool
 ) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
-    """What to train and to validate on, and lines on it for people.
+    """Return what to train and to validate on, and lines on it for people.
 
     Args:
         contiguous: windows are of all documents one after another; else of one document each.
@@ -63,7 +63,7 @@ def prepare_windows(
 
 
 def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
-    """The shards that a source is, or those made of it in the cache, now or before."""
+    """Return the shards that a source is, or those made of it in the cache, now or before."""
     if is_shards(source.source):
         if source.limit is not None:
             raise RequestError(f"{key}.limit: shards are read whole; remove it, or tokenize less")
@@ -107,7 +107,7 @@ def _processes() -> int:
 
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
-    """What tells some sources from others, and from themselves before a change, without reading them."""
+    """Return what tells some sources from others, and from themselves before a change, without reading them."""
     from trainwright.data.source_key import look
 
     return [VERSION, *([look(source, key), source.format, source.limit] for source, key in sources)]

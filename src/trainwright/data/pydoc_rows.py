@@ -78,7 +78,7 @@ _PHRASINGS = {
 
 
 def pydoc_rows() -> list[dict[str, str]]:
-    """Some 4,000 rows ``{"question", "answer"}`` in a fixed shuffled order, equal for equal interpreters.
+    """Return some 4,000 rows ``{"question", "answer"}`` in a fixed shuffled order, equal for equal interpreters.
 
     Raises:
         RuntimeError: the interpreter that collects the documentation failed.
@@ -93,7 +93,8 @@ def pydoc_rows() -> list[dict[str, str]]:
 
 
 def pydoc_pairs() -> list[dict[str, str]]:
-    """The same questions as rows ``{"prompt", "chosen", "rejected"}``: the right answer, and that of the next row.
+    """Return the same questions as rows ``{"prompt", "chosen", "rejected"}``: the right answer, and that of the next
+    row.
 
     Every answer is right once and wrong once, so only the question tells which it is.
     """
@@ -105,7 +106,7 @@ def pydoc_pairs() -> list[dict[str, str]]:
 
 
 def pydoc_key() -> str:
-    """Changes whenever the rows may: with the interpreter, its library's place, or this file."""
+    """Return a key that changes whenever the rows may: with the interpreter, its library's place, or this file."""
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     return "\n".join((sys.version, sys.platform, platform.machine(), os.path.dirname(os.__file__), source))
 

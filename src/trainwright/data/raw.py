@@ -257,7 +257,7 @@ def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
 
 
 def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
-    """A row of the layout messages, text, preference or labelled."""
+    """Return a row of the layout messages, text, preference or labelled."""
     role, example = documents[0]
     if layout == "preference":
         return {"chosen": example, "rejected": documents[1][1]}

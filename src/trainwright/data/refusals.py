@@ -35,6 +35,7 @@ class Refused(Kind):
     seed: int = 0
 
     def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+        """Return the example of a row with its refusal as the answer."""
         ((_, example),) = super().documents(row, layout, remarks)
         if isinstance(example, str):
             raise RequestError(
@@ -54,7 +55,7 @@ def refused(recipe: Recipe) -> Kind:
 
 
 def read_refusals(file: str) -> tuple[str, ...]:
-    """The refusals of a file, a line each: the line itself, or the one text of a JSON object.
+    """Return the refusals of a file, a line each: the line itself, or the one text of a JSON object.
 
     Raises:
         RequestError: the file cannot be read, has none, or a line has several texts.

@@ -44,7 +44,7 @@ STDLIB = Source(stdlib_rows, pydoc_key, {"text": "import this"})
 
 
 def registered_source(name: str, key: str = "data.train") -> Source | None:
-    """The source of that name, or at that place ``module:Name``; None for files and datasets of the Hub.
+    """Return the source of that name, or at that place ``module:Name``; None for files and datasets of the Hub.
 
     Args:
         key: the recipe key that names the source, for messages.
@@ -64,7 +64,7 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
 
 
 def registered_rows(name: str) -> list[Row]:
-    """The rows of a registered source.
+    """Return the rows of a registered source.
 
     Raises:
         RequestError: what makes them fails, or makes something else than rows.

@@ -42,7 +42,7 @@ def iterate_rows(path: Path) -> Iterator[LocatedRow]:
 
 
 def _json(path: Path) -> Iterator[LocatedRow]:
-    """An array of objects or of texts, an object that holds one such list, or objects one after another."""
+    """Yield an array of objects or of texts, an object that holds one such list, or objects one after another."""
     first = list(islice(((line, raw) for line, raw in lines(path) if raw.strip()), 2))
     if len(first) == 2 and first[0][1].lstrip().startswith(b"{") and _is_object(first[0][1]):
         yield from _object_a_line(path)
@@ -147,7 +147,7 @@ def _only_list(path: Path, text: str, start: int) -> int:
 
 
 def _text(path: Path) -> Iterator[str]:
-    """The lines of a file with their ends. Raises RequestError where they are no UTF-8."""
+    """Yield the lines of a file with their ends. Raises RequestError where they are no UTF-8."""
     for _, raw in lines(path):
         try:
             yield raw.decode()
@@ -180,7 +180,7 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
 
 
 def _delimiter(text: Iterator[str], usual: str) -> str:
-    """What separates at least two fields of the header, and as many of the line after it."""
+    """Return what separates at least two fields of the header, and as many of the line after it."""
     sample, size = [], 0
     for line in text:
         sample.append(line)
@@ -232,7 +232,7 @@ READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
 
 
 def read_text(path: Path) -> str:
-    """A whole file. Raises RequestError with the line that is no UTF-8."""
+    """Return a whole file. Raises RequestError with the line that is no UTF-8."""
     try:
         return whole(path).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -259,7 +259,7 @@ _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def _value(path: Path, text: str, position: int, line: int | None = None) -> tuple[Any, int]:
-    """The value at ``position`` and where it ends; ``line``: that of a text which is no more than this line."""
+    """Return the value at ``position`` and where it ends; ``line``: that of a text which is no more than this line."""
     try:
         return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
@@ -277,7 +277,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _row(path: Path, line: int, value: Any, text: str) -> Row:
-    """A value as a row, of which ``text`` is the JSON."""
+    """Return a value as a row, of which ``text`` is the JSON."""
     if not isinstance(value, dict):
         raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
     level: list[Any] = [value]
@@ -321,7 +321,7 @@ def _encodes(text: str) -> bool:
 
 
 def as_json(row: Row) -> str:
-    """A row as one line of JSON: dates and other values of tables as text, what is no number as null.
+    """Return a row as one line of JSON: dates and other values of tables as text, what is no number as null.
 
     Raises:
         RequestError: a column holds bytes.
@@ -340,7 +340,7 @@ def _as_text(value: Any) -> str:
 
 
 def kind_of(value: object) -> str:
-    """A JSON value's type in words."""
+    """Return a JSON value's type in words."""
     if isinstance(value, bool):
         return "true or false"
     names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}

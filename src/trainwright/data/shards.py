@@ -44,10 +44,12 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
+        """Return a hash of the content."""
         return str(self.about["fingerprint"])
 
     @property
     def token_count(self) -> int:
+        """Return the number of tokens."""
         return int(self.begins[-1])
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.int32]:
@@ -109,7 +111,7 @@ def is_shards(source: str) -> bool:
 
 
 def read_about(directory: Path, key: str) -> dict[str, Any]:
-    """What shards say of themselves. Raises RequestError where they do not, or were not finished."""
+    """Return what shards say of themselves. Raises RequestError where they do not, or were not finished."""
     file = directory / ABOUT
     if not file.is_file() and (directory / "progress.json").is_file():
         raise RequestError(f"{key}: {directory} is not finished; run the same `trainwright data tokenize` again")
@@ -123,7 +125,7 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of all that decides which tokens a text becomes: vocabulary, merges, rules, special tokens."""
+    """Return a digest of all that decides which tokens a text becomes: vocabulary, merges, rules, special tokens."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestError(f"the tokenizer {tokenizer_name(tokenizer)} is not a fast one (tokenizer.json)")
@@ -134,7 +136,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a tokenizer is called in messages."""
+    """Return what a tokenizer is called in messages."""
     return str(tokenizer.name_or_path).rstrip("/") or "built in"
 
 

@@ -20,7 +20,7 @@ _SAMPLED_BATCHES = 64
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, document: int) -> Pieces:
-    """A document as runs of text ``(text, are its tokens targets)``, control tokens and all."""
+    """Return a document as runs of text ``(text, are its tokens targets)``, control tokens and all."""
     tokens, targets = dataset.document(document)
     ids, flags = tokens.tolist(), [False, *targets[1:].tolist()]  # nothing precedes the first to predict it from
     runs: Pieces = []
@@ -44,7 +44,7 @@ class Bin:
 
 
 def histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
-    """The examples by their length in tokens, in bins of one width from the shortest to the longest."""
+    """Return the examples by their length in tokens, in bins of one width from the shortest to the longest."""
     lengths = dataset.example_lengths()
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // bins))
@@ -91,6 +91,6 @@ def fill(
 
 
 def first_examples(dataset: TokenDataset, count: int, seed: int) -> Sequence[int]:
-    """The examples that training sees first."""
+    """Return the examples that training sees first."""
     count = min(count, len(dataset))
     return Stream(dataset, global_batch_size=count, seed=seed, rows=1).examples(0) if count else []

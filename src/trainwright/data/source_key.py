@@ -20,7 +20,7 @@ VERSION = 7  # of everything that decides what is kept; raised when any of it ch
 
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
-    """What of the recipe decides the datasets. A separate validation source counts by its content."""
+    """Return what of the recipe decides the datasets. A separate validation source counts by its content."""
     each = [[source.format, source.limit, source.weight] for source in data.sources]
     return {
         "version": VERSION,
@@ -34,7 +34,7 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
 
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
-    """What tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
+    """Return what tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
     looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
     if data.validation_source is not None:
         looks.append(look(data.validation_source, "data.validation"))
@@ -42,7 +42,7 @@ def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
 
 
 def look(source: SourceSection, key: str) -> Any:
-    """What tells a source from a changed one without reading it."""
+    """Return what tells a source from a changed one without reading it."""
     if (registered := registered_source(source.source, key)) is not None:
         return [source.source, registered.key()]
     if is_shards(source.source):
@@ -57,7 +57,7 @@ def look(source: SourceSection, key: str) -> Any:
 
 
 def content_of(source: SourceSection, key: str) -> Any:
-    """What a source holds, wherever it lies."""
+    """Return what a source holds, wherever it lies."""
     if registered_source(source.source, key) is not None:
         return look(source, key)
     found = files_of(source.source, key, source.format == "documents")

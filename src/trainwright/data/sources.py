@@ -45,7 +45,7 @@ _FEW = 256  # a row may be a book
 
 
 def read_rows(source: str, limit: int | None = None, key: str = "data.train", documents: bool = False) -> Dataset:
-    """The rows of ``source``, at most the first ``limit`` of them; large ones are mapped from disk.
+    """Return the rows of ``source``, at most the first ``limit`` of them; large ones are mapped from disk.
 
     Args:
         key: the recipe key that names the source, for messages.
@@ -138,13 +138,15 @@ def place_of(source: str, index: int, documents: bool = False, key: str = "data"
 
 
 def source_notes(source: str, key: str = "data.train", documents: bool = False) -> list[str]:
-    """What a person should know of how a source was read: the split that was taken, the files that were left out."""
+    """Return what a person should know of how a source was read: the split that was taken, the files that were left
+    out.
+    """
     found = files_of(source, key, documents)
     return [] if found is None else [*found.notes, *found.left_out()]
 
 
 def files_of(source: str, key: str = "data.train", documents: bool = False) -> Found | None:
-    """The files of a local source; None where it is registered or names a dataset of the Hub.
+    """Return the files of a local source; None where it is registered or names a dataset of the Hub.
 
     Raises:
         RequestError: there is no such file, or what is there is no rows and no documents.
@@ -200,7 +202,7 @@ def _placed_rows(files: Iterable[Path], whole: bool) -> Iterator[PlacedRow]:
 
 
 def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
-    """A table in parts of at most so many rows; an Arrow file is mapped."""
+    """Yield a table in parts of at most so many rows; an Arrow file is mapped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

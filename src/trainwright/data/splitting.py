@@ -91,7 +91,7 @@ def _everything(rows: TokenRows) -> npt.NDArray[np.int64]:
 
 
 def _wanted(data: DataSection, found: Sequence[TokenRows]) -> list[float | int | None]:
-    """What of each source is held back: the same fraction, or a number by their weights."""
+    """Return what of each source is held back: the same fraction, or a number by their weights."""
     validation = data.validation
     assert not isinstance(validation, str)
     if len(found) > 1 and isinstance(validation, int):

@@ -30,19 +30,22 @@ class Examples(Protocol):
     """
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Return a hash of everything that the examples depend on."""
 
     @property
-    def mixture(self) -> tuple[Part, ...] | None: ...
+    def mixture(self) -> tuple[Part, ...] | None:
+        """Return the parts of a mixture; None for a single source."""
 
     @property
-    def companions(self) -> Companions | None: ...
+    def companions(self) -> Companions | None:
+        """Return the companions of the examples; None if they have none."""
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """The parts of one example that a model reads each by itself."""
+        """Return the parts of one example that a model reads each by itself."""
 
     def document_length(self, document: int) -> int:
         """Tokens of one part."""
@@ -72,6 +75,7 @@ class MicroBatch:
 
     @property
     def examples(self) -> tuple[int, ...]:
+        """Return the indices of the examples, row after row."""
         return tuple(example for row in self.rows for example in row)
 
 
@@ -88,10 +92,12 @@ class GlobalBatch:
 
     @property
     def targets(self) -> int:
+        """Return the number of targets of all micro-batches."""
         return sum(micro.targets for micro in self.micro_batches)
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens of all micro-batches."""
         return sum(micro.tokens for micro in self.micro_batches)
 
     @property
@@ -105,7 +111,7 @@ class GlobalBatch:
         return sum(len(micro.examples) for micro in self.micro_batches)
 
     def for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
-        """This rank's share, balanced by tokens; the same number of passes on every rank.
+        """Return this rank's share, balanced by tokens; the same number of passes on every rank.
 
         A rank that has fewer micro-batches than others is given zero-weight passes over the smallest one, as a
         sharded model needs every rank in every forward and backward.
@@ -167,7 +173,7 @@ class Stream(Generic[Data]):
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
     def __len__(self) -> int:
-        """Number of global batches up to ``total_examples``."""
+        """Return the number of global batches up to ``total_examples``."""
         if self.total_examples is None:
             raise TypeError("this stream has no end")
         return self.sizes.steps_for(self.total_examples)
@@ -183,14 +189,14 @@ class Stream(Generic[Data]):
         return max(range(steps), key=lambda step: max(map(self.positions, self.global_batch(step).micro_batches)))
 
     def positions(self, micro: MicroBatch) -> int:
-        """What a micro-batch has the model compute: its tokens, and where it is not packed its padding."""
+        """Return what a micro-batch has the model compute: its tokens, and where it is not packed its padding."""
         if self._pack_length is not None:
             return micro.tokens
         documents = [document for example in micro.examples for document in self.dataset.documents(example)]
         return len(documents) * max(map(self.dataset.document_length, documents))
 
     def examples(self, step: int) -> list[int]:
-        """Indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
+        """Return the indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
         begin = self.sizes.before(step)
         end = begin + self.sizes.at(step)
         if self.total_examples is not None:
@@ -240,7 +246,7 @@ class Stream(Generic[Data]):
         return MicroBatch(index, rows, tokens, targets, weight)
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of one epoch, kept until another is asked for."""
+        """Return the order of one epoch, kept until another is asked for."""
         if self._order[0] != epoch:
             size, companions = len(self.dataset), self.dataset.companions
             order = np.arange(size, dtype=np.int64)

@@ -139,7 +139,9 @@ class ChatEncoder:
         return [{**system, **first, "content": text}, *rest]
 
     def _check_tools(self, conversation: list[Message], text: str, index: int) -> None:
-        """A template that leaves tools or calls out would have the model learn something else than is written."""
+        """Refuse a template that leaves out tools or calls, because the model would learn something else than is
+        written.
+        """
         for names, what in zip(names_in(conversation), ("tools", "calls of tools"), strict=True):
             if missing := next((name for name in names if name not in text), None):
                 raise TurnsError(
@@ -213,7 +215,7 @@ class ChatEncoder:
         return texts, marks
 
     def _closed(self, text: str, span: Span) -> Span:
-        """A marked span, with its stop if that was left outside, and without white space after it."""
+        """Return a marked span, with its stop if that was left outside, and without white space after it."""
         start, end = span
         said = text[start:end].rstrip()
         if any(match.end() == len(said) for match in self._control.finditer(said)):
@@ -279,7 +281,7 @@ class ChatEncoder:
 
 
 def _plain(conversation: Sequence[Message]) -> list[Message]:
-    """What a template is to see of the turns."""
+    """Return what a template is to see of the turns."""
     keys = ("role", "content", "tool_calls", "name", "tool_call_id")
     return [{key: turn[key] for key in keys if key in turn} for turn in conversation]
 
@@ -289,7 +291,7 @@ def _tools(conversation: Sequence[Message]) -> list[Any] | None:
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """Return what both begin with."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(one, other, key=len) if length is None else one[:length]
 
@@ -299,7 +301,7 @@ def _replaced(conversation: list[Message], turn: int) -> list[Message]:
 
 
 def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches any token that is more than text; the longest first."""
+    """Return a pattern that matches every token that is not plain text, the longest first."""
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")

@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[Piece]:
-    """The documents of ``source`` one after another, in the same pieces every time; empty ones are left out.
+    """Yield the documents of ``source`` one after another, in the same pieces every time; empty ones are left out.
 
     Args:
         notes: gets what a person should know of the source, such as columns that are not used.
@@ -106,7 +106,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
 
 
 def _file_pieces(file: Path) -> Iterator[Piece]:
-    """A file's documents, cut at the separators."""
+    """Yield a file's documents, cut at the separators."""
     parts = _parts(file)
     number, ended = 1, False
 
@@ -125,7 +125,7 @@ def _file_pieces(file: Path) -> Iterator[Piece]:
 
 
 def _parts(file: Path) -> Iterator[str]:
-    """The text of a file in parts of some size; a separator is a part of its own."""
+    """Yield the text of a file in parts of some size; a separator is a part of its own."""
     kept = ""
     for text in _decoded(file):
         found = (kept + text).split(SEPARATOR)

@@ -34,6 +34,7 @@ class TokenSpool:
 
     @property
     def token_count(self) -> int:
+        """Return the number of tokens."""
         return self._offsets[-1]
 
     def add(self, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], role: int) -> None:
@@ -45,23 +46,24 @@ class TokenSpool:
         self.target_tokens += int(targets[1:].sum())
 
     def length(self, document: int) -> int:
-        """Number of tokens of a document."""
+        """Return the number of tokens of a document."""
         return self._offsets[document + 1] - self._offsets[document]
 
     def read(self, document: int) -> tuple[bytes, bytes]:
-        """The tokens of a document as little-endian int32, and its targets as bytes of 0 and 1."""
+        """Return the tokens of a document as little-endian int32, and its targets as bytes of 0 and 1."""
         begin, length = self._offsets[document], self.length(document)
         self._tokens.seek(begin * 4)
         self._targets.seek(begin)
         return self._tokens.read(length * 4), self._targets.read(length)
 
     def close(self) -> None:
+        """Close the files."""
         self._tokens.close()
         self._targets.close()
 
 
 def header(length: int, role: int) -> bytes:
-    """What tells where a document ends, and what it is."""
+    """Return what tells where a document ends, and what it is."""
     return length.to_bytes(8, "little") + (role.to_bytes(1, "little") if role else b"")
 
 

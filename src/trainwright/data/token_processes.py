@@ -23,7 +23,7 @@ Encode = Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Encoded]]]
 
 @contextmanager
 def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
-    """A function from chunks to the same with their tokens, in order; so many processes are there while it is in use.
+    """Provide a function from chunks to the same chunks with their tokens, in order, backed by so many processes.
 
     Raises:
         MachineError: one of them was ended from outside.

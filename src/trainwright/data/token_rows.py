@@ -52,14 +52,15 @@ class Hashes(Sequence[bytes]):
         return (self[index] for index in range(len(self)))
 
     def append(self, digest: bytes) -> None:
+        """Add a digest."""
         self._bytes += digest
 
     def distinct(self) -> npt.NDArray[np.bytes_]:
-        """The digests that there are, each once, in order."""
+        """Return the digests that there are, each once, in order."""
         return np.unique(self.chosen(None))
 
     def chosen(self, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bytes_]:
-        """Some of the digests, or all."""
+        """Return some of the digests, or all."""
         everything = np.frombuffer(bytes(self._bytes), dtype=f"S{_DIGEST}")
         return everything if indices is None else everything[indices]
 
@@ -151,14 +152,14 @@ class TokenRows:
         return len(self.hashes) - len(self.hashes.distinct())
 
     def documents_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The documents that some ``rows`` (of those that are examples) became, in order."""
+        """Return the documents that some ``rows`` (of those that are examples) became, in order."""
         counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.documents_per_example
         begins = np.cumsum(counts) - counts
         within = np.arange(int(counts[rows].sum())) - np.repeat(np.cumsum(counts[rows]) - counts[rows], counts[rows])
         return np.repeat(begins[rows], counts[rows]) + within
 
     def report(self) -> dict[str, Any]:
-        """The counts, over the whole source."""
+        """Return the counts, over the whole source."""
         return {
             "source": self.source,
             "format": self.format,
@@ -176,7 +177,7 @@ class TokenRows:
         }
 
     def summary(self, name: str) -> list[str]:
-        """The counts as lines for people."""
+        """Return the counts as lines for people."""
         count = self.report()
         how = "found from the first rows" if self.detected else "as data.format says"
         how += f"; {self.format.read_as}" if self.format.read_as else ""

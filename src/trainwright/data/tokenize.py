@@ -103,7 +103,7 @@ def tokenize(
 def _about(
     sources: Sequence[tuple[SourceSection, str]], tokenizer: PreTrainedTokenizerBase, settings: Settings, task: str
 ) -> dict[str, Any]:
-    """What is known of the shards before they are counted."""
+    """Return what is known of the shards before they are counted."""
     return {
         "version": VERSION,
         "source": " + ".join(source.source for source, _ in sources),
@@ -132,7 +132,7 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
 
 
 def _finished(out: Path, task: str) -> dict[str, Any] | None:
-    """What is said of the shards that are there already; None where they are to be made."""
+    """Return what is said of the shards that are there already; None where they are to be made."""
     if (out / ABOUT).is_file():
         about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
         if about.get("task") == task:
@@ -174,7 +174,7 @@ class _Writer:
         return Position(**found)
 
     def _open(self) -> None:
-        """The files of the shard being written, at the length that was noted."""
+        """Open the files of the shard being written, at the recorded length."""
         name = f"{len(self.position.shards):05d}"
         width = self._dtype.itemsize
         self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)

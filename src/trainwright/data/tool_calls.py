@@ -17,17 +17,19 @@ from trainwright.errors import RequestError
 
 
 def as_text(value: Any) -> Any:
-    """A list as its JSON, anything else as it is."""
+    """Return a list as its JSON, anything else as it is."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def tools_of(row: Row, field: str = "tools") -> list[Any]:
-    """The tools beside a row's turns; none is an empty list. Raises RequestError where they are no list of objects."""
+    """Return the tools beside a row's turns; none is an empty list. Raises RequestError where they are no list of
+    objects.
+    """
     return _objects(row.get(field), f"the field {field}")
 
 
 def calls_of(turn: Row, place: str) -> list[Any]:
-    """The calls that a turn makes, their arguments as objects. Raises RequestError where they are none."""
+    """Return the calls that a turn makes, their arguments as objects. Raises RequestError where they are none."""
     return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), place))]
 
 
@@ -39,7 +41,7 @@ def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def as_row(messages: Sequence[Row]) -> Row:
-    """A row of the layout ``messages``, with the tools beside the turns."""
+    """Return a row of the layout ``messages``, with the tools beside the turns."""
     tools = [tool for turn in messages for tool in turn.get("tools", ())]
     turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
     return {"messages": turns, "tools": tools} if tools else {"messages": turns}

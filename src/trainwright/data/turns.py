@@ -34,7 +34,7 @@ _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 def turns_field(row: Row, field: str) -> list[Message]:
-    """A list of turns of the row, by our names of roles. Raises RequestError where it is none."""
+    """Return a list of turns of the row, by our names of roles. Raises RequestError where it is none."""
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
@@ -46,7 +46,7 @@ def turns_field(row: Row, field: str) -> list[Message]:
 
 
 def transcript(text: str) -> list[Message] | None:
-    """The turns of a text ``Human: …`` and ``Assistant: …``, with empty lines between; None where it is none."""
+    """Return the turns of a text ``Human: …`` and ``Assistant: …``, with empty lines between; None where it is none."""
     text = text.strip()
     if not text.startswith("Human:") or "\n\nAssistant:" not in text:
         return None
@@ -58,7 +58,9 @@ def transcript(text: str) -> list[Message] | None:
 
 
 def with_text_content(row: Row) -> Row:
-    """The row with lists of text parts joined to one text, and tools as text: a column is of one type throughout."""
+    """Return the row with lists of text parts joined to one text, and tools as text: a column is of one type
+    throughout.
+    """
     turns = [field for field in TURN_COLUMNS if isinstance(row.get(field), list)]
     if isinstance(row.get("tools"), list):
         row = {**row, "tools": as_text(row["tools"])}
@@ -66,12 +68,12 @@ def with_text_content(row: Row) -> Row:
 
 
 def names_of(row: Row) -> str:
-    """The fields of a row that hold anything, for messages."""
+    """Return the fields of a row that hold anything, for messages."""
     return ", ".join(name for name, value in row.items() if value is not None) or "no fields"
 
 
 def _listed(value: Any, field: str) -> Any:
-    """A list of turns that is written as text, as one turn alone, or as an object of lists (Arrow's way)."""
+    """Return a list of turns that is written as text, as one turn alone, or as an object of lists (Arrow's way)."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         return _listed(_parsed(value, field), field)
     if not isinstance(value, dict):
@@ -140,7 +142,7 @@ def unread_fields(row: Row, columns: Iterable[str]) -> list[str]:
 
 
 def _calls(content: Any, place: str) -> list[Any]:
-    """The calls that a turn of ShareGPT's ``function_call`` makes."""
+    """Return the calls that a turn of ShareGPT's ``function_call`` makes."""
     try:
         given = json.loads(content) if isinstance(content, str) else content
     except (ValueError, RecursionError):
@@ -163,7 +165,7 @@ def _joined(turn: Any) -> Any:
 
 
 def _text_of(parts: list[Any]) -> str | None:
-    """A list of text parts as one text; None if any is no text."""
+    """Return a list of text parts as one text; None if any is no text."""
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     known = [text for text in texts if isinstance(text, str)]
     return "".join(known) if len(known) == len(texts) else None

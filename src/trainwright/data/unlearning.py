@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
-    """The forget rows as examples, the retain rows as their companions; kept in the cache and mapped from there.
+    """Return the forget rows as examples, the retain rows as their companions; kept in the cache and mapped from there.
 
     Documents of ``forget`` have the same numbers as there.
 
@@ -61,7 +61,7 @@ def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> Token
 
 
 def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
-    """The same examples with those of their own documents alone that have one of ``roles``."""
+    """Return the same examples with those of their own documents alone that have one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
     kept = [place for place, document in enumerate(dataset.members[0]) if dataset.role(int(document)) in roles]
@@ -69,7 +69,7 @@ def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
 
 
 def some_of(dataset: TokenDataset, wanted: float | int, seed: int) -> TokenDataset:
-    """Some of the examples: a fraction or a number of them, drawn by ``seed``; all if they are fewer."""
+    """Return some of the examples: a fraction or a number of them, drawn by ``seed``; all if they are fewer."""
     count = max(1, round(wanted * len(dataset))) if isinstance(wanted, float) else min(wanted, len(dataset))
     chosen = np.sort(permuted(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
     members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members

@@ -39,6 +39,7 @@ class Spans:
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens of all spans."""
         return int((self.ends - self.begins).sum())
 
     def counts(self) -> Indices:
@@ -63,7 +64,7 @@ class WindowDataset(TokenDataset):
 
     @classmethod
     def of(cls, parts: Sequence[Spans], mixture: tuple[Part, ...] | None) -> WindowDataset:
-        """A dataset of the windows of some corpora, of which an epoch sees what ``mixture`` says."""
+        """Return a dataset of the windows of some corpora, of which an epoch sees what ``mixture`` says."""
         nothing = {"tokens": _NONE.astype(np.int32), "targets": _NONE.astype(np.bool_), "offsets": _NONE}
         about = {"fingerprint": fingerprint_of(parts, mixture), "report": {"format": "text"}, "mixture": mixture}
         return cls(**nothing, **about, parts=tuple(parts))  # type: ignore[arg-type]
@@ -98,14 +99,16 @@ class WindowDataset(TokenDataset):
         return shards.read(begin, end), targets
 
     def document_length(self, document: int) -> int:
+        """Return the number of tokens of one document."""
         _, begin, end = self._place(document)
         return end - begin - 1
 
     def document_targets(self, document: int) -> int:
+        """Return the number of targets of one document."""
         return self.document_length(document)
 
     def example_lengths(self) -> Indices:
-        """The length of every example."""
+        """Return the length of every example."""
         lengths = []
         for part in self.parts:
             counts, size = part.counts(), part.length
@@ -162,7 +165,7 @@ def everything(shards: Shards, length: int, *, contiguous: bool) -> Spans:
 def divided(
     shards: Shards, length: int, validation: float | int, seed: int, *, contiguous: bool, key: str
 ) -> tuple[Spans, Spans]:
-    """What is trained on and what is held back: of a stream its end, else documents, equal ones on one side.
+    """Return what is trained on and what is held back: of a stream its end, else documents, equal ones on one side.
 
     Args:
         validation: a fraction, or a number: of documents, or of windows of a stream.

@@ -68,7 +68,7 @@ class WordTokens:
 
 
 def _pattern(description: dict[str, Any]) -> Any:
-    """What words are found by, compiled; None for a tokenizer that is no byte-level BPE over them."""
+    """Return what words are found by, compiled; None for a tokenizer that is no byte-level BPE over them."""
     import regex
 
     if description["normalizer"] is not None or description["model"].get("type") != "BPE":

@@ -139,7 +139,7 @@ def attention_of(precision: str, length: int, device: torch.device, held_out: bo
 
 
 def other_cases(device: torch.device) -> Iterator[Case]:
-    """The optimizer, the loss, making a batch, and copies between a GPU and the host."""
+    """Yield the optimizer, the loss, making a batch, and copies between a GPU and the host."""
     for elements, held_out in _both(_OPTIMIZER[device.type], _HELD_OUT_OPTIMIZER[device.type]):
         yield Case("optimizer", (elements,), held_out, partial(_optimizer, elements, device))
     for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
@@ -184,7 +184,7 @@ def _some_random(precision: str, device: torch.device) -> torch.Tensor:
 
 
 def _multiplied(layout: str, shape: _Shape) -> _Shape:
-    """The product's own sizes, [m, k] @ [k, n], of a linear module's: tokens, width out, width in."""
+    """Return the product's own sizes, [m, k] @ [k, n], of a linear module's: tokens, width out, width in."""
     tokens, wide, narrow = shape
     return {"forward": (tokens, wide, narrow), "input": (tokens, narrow, wide), "weight": (wide, narrow, tokens)}[
         layout
@@ -282,7 +282,7 @@ def _data(documents: int, tokens: int, device: torch.device) -> Run:
 
 
 def pack(documents: Sequence[list[int]]) -> Callable[[], Batch]:
-    """What makes a flat micro-batch of these documents, every token of which is a target."""
+    """Return what makes a flat micro-batch of these documents, every token of which is a target."""
     from trainwright.data.batch import collate
     from trainwright.data.dataset import TokenDataset
     from trainwright.data.stream import MicroBatch

@@ -23,7 +23,9 @@ _FORM = {
 
 
 def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
-    """The curve ``name`` through the rows that are not held out: ``sizes``, ``seconds`` and ``held_out`` each."""
+    """Return the curve ``name`` through the rows that are not held out: ``sizes``, ``seconds`` and ``held_out``
+    each.
+    """
     samples = tuple(Sample(tuple(row["sizes"]), row["seconds"], row["held_out"]) for row in rows)
     form = _FORM.get(name.partition("/")[0], "table")
     if form == "table":
@@ -40,8 +42,8 @@ def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def non_negative(rows: Numbers, wanted: Numbers) -> Numbers:
-    """The x [N], none below zero, with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M] (Lawson and
-    Hanson 1974, ch. 23). The unknowns are few, so every choice of those that are not zero is tried.
+    """Return the x [N], none below zero, with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M]
+    (Lawson and Hanson 1974, ch. 23). The unknowns are few, so every choice of those that are not zero is tried.
     """
     best, least = np.zeros(rows.shape[1]), float(np.square(wanted).sum())
     for count in range(1, min(rows.shape) + 1):

@@ -75,6 +75,7 @@ class Small:
 
     @property
     def architecture(self) -> Architecture:
+        """Return the model's architecture."""
         found = from_config(self.config)
         assert found is not None, "llamas are known"
         return found
@@ -87,6 +88,7 @@ class Small:
 
     @property
     def batch(self) -> MicroBatch:
+        """Return the micro-batch of its documents."""
         tokens = sum(self.lengths)
         documents = tuple((length, 1) for length in self.lengths)
         return MicroBatch(1, tokens, documents, tokens - self.documents, True, False)
@@ -112,7 +114,7 @@ _SHARDED = (
 
 
 def pass_cases(world: World) -> Iterator[Case]:
-    """A pass forwards and backwards of each model in each precision; its size is its place among them.
+    """Yield a pass forwards and backwards of each model in each precision; its size is its place among them.
 
     With several processes some are sharded too, so that what exchanges take in a step is seen.
     """
@@ -130,7 +132,7 @@ def pass_cases(world: World) -> Iterator[Case]:
 
 
 def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows], dict[str, Rows]]:
-    """Samples of the curves by name, of passes and of sharded ones by precision."""
+    """Return the samples of the curves by name, of passes and of sharded ones by precision."""
     parts: dict[str, dict[str, Rows]] = {"passes": {}, "sharded": {}}
     curves: dict[str, Rows] = {}
     for name, rows in samples.items():
@@ -143,7 +145,7 @@ def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows]
 
 
 def in_step(setting: Setting, precision: str, rows: Rows) -> InStep:
-    """What makes passes of the models, predicted by the setting's curves, take as long as they did."""
+    """Return what makes passes of the models, predicted by the setting's curves, take as long as they did."""
     works = [_priced(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
     rest = np.array([work.loss for work in works])

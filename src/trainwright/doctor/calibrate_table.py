@@ -14,7 +14,7 @@ _SHOWN_BYTES = (2**20, 2**24, 2**28)
 
 
 def lines(calibration: Calibration) -> Iterator[str]:
-    """The table: rates of each setting, each group with its error on sizes that were held out."""
+    """Yield the table: rates of each setting, each group with its error on sizes that were held out."""
     taken = sum(calibration.parts.values())
     yield f"{calibration.machine}, measured {calibration.measured} in {taken:.0f} s: " + ", ".join(
         f"{part} {seconds:.0f}" for part, seconds in calibration.parts.items()

@@ -16,7 +16,7 @@ _USABLE = 0.8
 
 
 def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tuple[ModelSection, str | None]:
-    """The model, or one cut to its first layers where one process of this machine cannot train the whole.
+    """Return the model, or one cut to its first layers where one process of this machine cannot train the whole.
 
     Args:
         directory: where a cut model is written.

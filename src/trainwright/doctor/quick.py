@@ -94,14 +94,16 @@ def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> S
 
 
 def sides_of(cores: int) -> tuple[Side, ...]:
-    """What is measured on so many cores: one process with one, two and all threads; as many processes as cores; and
-    two that share them. The first is wanted most, should there be no time for all."""
+    """Return what is measured on so many cores: one process with one, two and all threads; as many processes as
+    cores; and two that share them. The first is wanted most, should there be no time for all.
+    """
     some = (Side(1, 1), Side(cores, 1), Side(1, cores), Side(min(2, cores), max(1, cores // 2)), Side(1, min(2, cores)))
     return tuple(dict.fromkeys(some))
 
 
 def _cases(asked: Mapping[str, Any], device: torch.device) -> list[Case]:
-    """What is timed in every setting: the model's own products, and one or two sizes of whatever else a step has.
+    """Return what is timed in every setting: the model's own products, and one or two sizes of whatever else a step
+    has.
 
     What is wanted most comes first, should there be no time for all.
     """
@@ -319,7 +321,7 @@ def _backward(output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all processes found of each setting: the mean over them of the least that each saw.
+    """Return what all processes found of each setting: the mean over them of the least that each saw.
 
     What there was no time for is left out.
     """

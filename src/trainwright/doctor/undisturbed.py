@@ -26,6 +26,7 @@ class Timed(NamedTuple):
 
     @property
     def is_spoilt(self) -> bool:
+        """Return whether other programs disturbed the measurement."""
         return self.waited > _SPOILT * self.seconds
 
 
@@ -80,5 +81,5 @@ def undisturbed(times: list[Timed], share: float) -> Timed:
 
 
 def least(times: list[Timed]) -> Timed:
-    """The shortest of those that nothing has spoilt; where all were, the shortest."""
+    """Return the shortest of those that nothing has spoilt; where all were, the shortest."""
     return min(times, key=lambda one: (one.is_spoilt, one.seconds))

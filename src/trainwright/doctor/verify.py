@@ -49,6 +49,7 @@ class Side:
 
     @property
     def processes(self) -> int:
+        """Return the number of processes."""
         return _processes(self.recipe)
 
 
@@ -95,7 +96,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
 
 
 def reference_of(recipe: Recipe) -> Recipe:
-    """The same run on one process: the same global batches, cut into the same micro-batches.
+    """Return the same run on one process: the same global batches, cut into the same micro-batches.
 
     Raises:
         RequestError: the recipe is that already.

@@ -67,6 +67,7 @@ class Checkpoints:
         self._known: dict[int, tuple[_Stamps, bool]] = {}
 
     def path(self, step: int) -> Path:
+        """Return the directory of the checkpoint of ``step``."""
         return checkpoint_path(self._directory, step)
 
     def save(self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str) -> Saved:
@@ -124,7 +125,7 @@ class Checkpoints:
         return self._known[step][1]
 
     def _open(self, step: int) -> Checkpoint | CheckpointError:
-        """The checkpoint, or why it cannot be used."""
+        """Return the checkpoint, or why it cannot be used."""
         path = self.path(step)
         stamps = _stamps(path)
         try:
@@ -137,17 +138,19 @@ class Checkpoints:
         return found
 
     def _remove_leftovers(self) -> None:
-        """What a kill left of a checkpoint being written or removed."""
+        """Remove what a kill left of a checkpoint that was being written or removed."""
         for pattern in (".writing-*", ".removing-*"):
             for path in self._directory.glob(pattern):
                 _remove(path)
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoint has its place taken, ascending. What is there may still fail its verification."""
+        """Return the steps whose checkpoint has its place taken, ascending. What is there may still fail its
+        verification.
+        """
         return sorted(checkpoints_in(self._directory))
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that verifies, and why each newer one was refused."""
+        """Return the newest checkpoint that verifies, and why each newer one was refused."""
         refused: list[str] = []
         for step in reversed(self.steps()):
             found = self._open(step)
@@ -187,7 +190,7 @@ class Checkpoint:
         return cls(path, manifest)
 
     def reader(self) -> Reader:
-        """Reads tensors, each in whatever blocks are asked for. Use as a context manager."""
+        """Return a reader of tensors, each in any blocks. Use it as a context manager."""
         return Reader(self.path, self._manifest)
 
 
@@ -207,7 +210,7 @@ class Reader:
         self._stack.close()
 
     def __call__(self, name: str, shard: Shard) -> torch.Tensor:
-        """The block of tensor ``name`` that ``shard`` describes.
+        """Return the block of tensor ``name`` that ``shard`` describes.
 
         Raises:
             RequestError: the checkpoint is of another model: no such tensor, or of another shape.
@@ -233,7 +236,7 @@ class Reader:
 
 
 def _stamps(path: Path) -> _Stamps:
-    """What tells without reading it whether a checkpoint is still the one that was looked at before."""
+    """Return what tells without reading it whether a checkpoint is still the one that was looked at before."""
     try:
         with os.scandir(path) as files:
             found = [(file.name, file.stat(follow_symlinks=False)) for file in files]
@@ -326,7 +329,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _attempt(action: Any, place: Path) -> Any:
-    """The action's result, or in words why it could not be done at ``place``: ranks agree before any of them raises."""
+    """Return the action's result, or in words why it could not be done at ``place``: ranks agree before any of them
+    raises.
+    """
     try:
         return action()
     except OSError as error:

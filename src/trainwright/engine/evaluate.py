@@ -39,7 +39,7 @@ def evaluate(
 
 
 def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
-    """This rank's part of the sums over the validation split; or how memory ran out here."""
+    """Return this rank's part of the sums over the validation split; or how memory ran out here."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
     sums: torch.Tensor | None = None
@@ -67,7 +67,7 @@ def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
 
 @torch.no_grad()
 def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.Tensor]:
-    """This rank's sums over each of its micro-batches of one batch of the validation split."""
+    """Return this rank's sums over each of its micro-batches of one batch of the validation split."""
     assert task.validation is not None
     world, batch = strategy.world, task.validation.global_batch(step)
     task.before_passes(strategy, batch, validation=True)

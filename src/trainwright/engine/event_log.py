@@ -67,7 +67,7 @@ class EventLog:
                 observer(event)
 
     def close(self) -> None:
-        """What could not be written until now, for want of space, is lost, and the observers know."""
+        """Close the log; tell the observers that events which could not be written for lack of space are lost."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()

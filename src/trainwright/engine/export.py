@@ -57,7 +57,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
 
 
 def _kept(step: int, saved: int | None) -> str:
-    """What of a run whose last step is done can be resumed."""
+    """Return what of a run whose last step is done can be resumed."""
     if saved == step:
         return "the training is done and checkpointed"
     if saved is None:

@@ -34,7 +34,7 @@ class Halving(StepPolicy):
         self._strategy = training.strategy
 
     def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | Shortage:
-        """What ``work``, this rank's passes of a step, returns; or how memory ran out in it.
+        """Return what ``work``, this rank's passes of a step, returns; or how memory ran out in it.
 
         Raises:
             OutOfMemory: it did, and the other ranks wait for this one in passes of theirs.
@@ -114,7 +114,7 @@ class Halving(StepPolicy):
         self.training.events.emit(fault)
 
     def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
-        """The lowest rank where memory ran out, and how."""
+        """Return the lowest rank where memory ran out, and how."""
         found: list[Shortage | None] = self._world.gather(own)
         return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
 
@@ -145,7 +145,7 @@ def halved(rows: int) -> int:
 
 
 def with_rows(recipe: Recipe, rows: int) -> Recipe:
-    """The recipe with micro-batches of so many rows, accumulated as often as it takes."""
+    """Return the recipe with micro-batches of so many rows, accumulated as often as it takes."""
     train = recipe.train.model_copy(update={"micro_batch_size": rows, "gradient_accumulation_steps": "auto"})
     return recipe.model_copy(update={"train": train})
 
@@ -157,7 +157,7 @@ def reason(rows: int, before: int, step: int | None) -> str:
 
 
 def remedy(recipe: Recipe, rows: int) -> str:
-    """What to do where so many rows are too many: what a resumed run can take, and what makes a new one."""
+    """Return what to do where so many rows are too many: what a resumed run can take, and what makes a new one."""
     if rows > 1:
         return f"try train.micro_batch_size={halved(rows)}, which a resumed run can take"
     keys = []

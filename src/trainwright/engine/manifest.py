@@ -62,7 +62,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """The manifest of the checkpoint in ``path``. Raises CheckpointError."""
+        """Return the manifest of the checkpoint in ``path``. Raises CheckpointError."""
         try:
             text = read_inside(path, MANIFEST, _MANIFEST_BYTES)
             content = json.loads(text)
@@ -71,7 +71,7 @@ class Manifest:
         return cls(path, content)
 
     def shapes_in(self, file: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of the blocks that ``file`` holds, by the names of their tensors."""
+        """Return the shapes of the blocks that ``file`` holds, by the names of their tensors."""
         return self._shapes.get(file, {})
 
 
@@ -81,7 +81,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:
-    """The checkpoints by step, ascending, whether they verify or not; empty where there is no such directory."""
+    """Return the checkpoints by step, ascending, whether they verify or not; empty where there is no such directory."""
     names = directory.iterdir() if directory.is_dir() else ()
     found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
     steps = sorted(step for one in found if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
@@ -89,7 +89,7 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
 
 
 def seal_of(manifest: dict[str, Any]) -> str:
-    """The manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
+    """Return the manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
@@ -105,7 +105,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_inside(directory: Path, name: str, limit: int) -> str:
-    """The text of a regular file of at most ``limit`` bytes. Raises OSError or ValueError."""
+    """Return the text of a regular file of at most ``limit`` bytes. Raises OSError or ValueError."""
     with open_inside(directory, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, more than any that is written")
@@ -178,7 +178,7 @@ def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]])
 
 
 def whole_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
-    """The shape of the tensor that these blocks make."""
+    """Return the shape of the tensor that these blocks make."""
     ends = [[o + s for o, s in zip(block["offset"], block["size"], strict=True)] for block in blocks]
     return tuple(max(dimension) for dimension in zip(*ends, strict=True))
 

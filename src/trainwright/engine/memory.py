@@ -51,7 +51,7 @@ class Shortage:
 
 
 def attempt(work: Callable[[], T]) -> T | Shortage:
-    """What ``work`` returns, or how memory ran out in it, once all that it held is free again."""
+    """Return what ``work`` returns, or how memory ran out in it, once all that it held is free again."""
     try:
         return work()
     except (RuntimeError, MemoryError, OSError) as error:
@@ -95,7 +95,7 @@ def _detail(error: BaseException) -> str:
 
 
 def _limits() -> list[str]:
-    """What the user's or the system's limits leave to this process, where they are set."""
+    """Return what the user's or the system's limits leave to this process, where they are set."""
     found = []
     for name, command in _LIMITS.items():
         limit = resource.getrlimit(getattr(resource, name))[0]

@@ -84,7 +84,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (Newton-Schulz).
+    """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (Newton-Schulz).
 
     In bf16 on a GPU, as its authors do; in fp32 on a CPU.
     """

@@ -97,7 +97,7 @@ class StepPolicy:
         return None
 
     def metrics(self, step: int, found: Gradients) -> dict[str, float]:
-        """Return metrics for the step's event."""
+        """Return the metrics for the step's event."""
         return {}
 
     def skips(self, step: int, found: Gradients) -> bool:

@@ -21,7 +21,7 @@ from trainwright.parallel.world import World
 
 
 def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The trained parameters, whole; ``different`` gets those that are not what this rank has a part of.
+    """Yield the trained parameters, whole; ``different`` gets those that are not what this rank has a part of.
 
     Every rank iterates.
     """

@@ -31,14 +31,14 @@ class Saving:
         return self._interval is not None and self._clock() - self._since >= self._interval
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was written just now, or could not be; training waited ``seconds`` for it."""
+        """Record that a checkpoint was written now, or could not be; training waited ``seconds`` for it."""
         self._since = self._clock()
         if self._every == "auto":
             self._interval = max(_SECONDS, seconds / _SHARE)
 
 
 def auto_reason() -> str:
-    """What ``checkpoint.every: auto`` does, as a plan says it."""
+    """Return what ``checkpoint.every: auto`` does, as a plan says it."""
     return (
         f"checkpoint.every auto: after {_FIRST_SECONDS / 60:.0f} min, then every {_SECONDS / 60:.0f} min, or less "
         f"often so that saving takes at most {_SHARE:.0%} of the time"

@@ -40,5 +40,5 @@ class Schedule:
 
 
 def steps_of(value: int | float, max_steps: int) -> int:
-    """A number of steps given as such (int) or as a fraction of the run (float below 1)."""
+    """Return a number of steps given as such (int) or as a fraction of the run (float below 1)."""
     return round(value * max_steps) if isinstance(value, float) and value < 1 else int(value)

@@ -44,17 +44,18 @@ class Task(Protocol):
     state: dict[str, float]  # numbers of the task's own that training changes; they are kept in checkpoints
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated units of the module, in order."""
+        """Return the repeated units of the module, in order."""
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Called once on every rank: the model is spread, with the weights of the start; no checkpoint is loaded yet.
+        """Start the task; called once on every rank, with the initial weights distributed and no checkpoint loaded yet.
 
         Args:
             notify: shows a line to the user; only rank 0's are seen.
         """
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """Called on every rank before the passes over a global batch, for what a loss needs to know of all of it.
+        """Prepare for the passes over a global batch; called on every rank, for what a loss needs to know of the whole
+        batch.
 
         Args:
             validation: whether the batch is of the validation stream.
@@ -64,13 +65,13 @@ class Task(Protocol):
         """Losses of one micro-batch of the stream."""
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """A vector of sums over one micro-batch of the validation stream; 0 where its weight is 0."""
+        """Return a vector of sums over one micro-batch of the validation stream; 0 where its weight is 0."""
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Metrics of the validation split or a step, from statistics summed over it; `loss` is lower when better."""
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Called on every rank when the weights have been updated, with the metrics of the step."""
+        """Follow an update of the weights; called on every rank with the metrics of the step."""
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
         """Metrics of the model's answers to validation rows, where ``answers`` says so. Every rank calls this.
@@ -81,13 +82,13 @@ class Task(Protocol):
         """
 
     def generate(self, module: nn.Module, prompt: str) -> str:
-        """What the model answers to a prompt, greedily."""
+        """Return what the model answers to a prompt, greedily."""
 
     def describe(self) -> dict[str, Any]:
         """Fields of the `start` event that only the task knows."""
 
     def describe_example(self, index: int) -> str:
-        """An example of the stream in few words, for error messages."""
+        """Return an example of the stream in few words, for error messages."""
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         """Write the model for use outside, from its full parameters and buffers by name; an adapter, from its own.

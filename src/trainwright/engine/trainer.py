@@ -193,7 +193,7 @@ class Trainer:
         return metrics
 
     def _clip(self, norm: float) -> float:
-        """What gradients are multiplied by to have at most the recipe's norm."""
+        """Return what gradients are multiplied by to have at most the recipe's norm."""
         limit = self.recipe.optimizer.max_grad_norm
         return 1.0 if limit is None or norm <= limit else limit / norm
 

@@ -31,13 +31,14 @@ class Column:
         return len(self.values)
 
     def chosen(self, rows: Sequence[int]) -> Column:
-        """The same of some of the rows."""
+        """Return the same of some of the rows."""
         return Column(self.values[list(rows)], self.weights[list(rows)], self.finish)
 
     def value(self) -> float:
+        """Return the metric over all rows."""
         return float(self.finish(self.values.sum() / self.weights.sum()))
 
     def row(self, index: int) -> float | None:
-        """The metric of one row alone; None where it has no weight."""
+        """Return the metric of one row alone; None where it has no weight."""
         weight = self.weights[index]
         return float(self.finish(self.values[index] / weight)) if weight else None

@@ -18,7 +18,7 @@ class Comparison:
 
 
 def compare(one: Measured, other: Measured) -> Comparison:
-    """The paired differences of all metrics that can be compared. Both were measured on the same rows."""
+    """Return the paired differences of all metrics that can be compared. Both were measured on the same rows."""
     names = [name for name in one.columns if name in other.columns]
     notes = []
     if one.tokens != other.tokens and any(name in LIKELIHOODS for name in names):

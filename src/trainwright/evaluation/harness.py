@@ -35,7 +35,7 @@ def run_tasks(
     world: World,
     stage: Callable[[str, int], Done],
 ) -> dict[str, dict[str, Any]]:
-    """What the harness measures, by task; empty on other ranks than 0. Every rank must call.
+    """Return what the harness measures, by task; empty on other ranks than 0. Every rank must call.
 
     Args:
         directory: where more tasks are defined than the harness has itself.
@@ -77,7 +77,7 @@ class _Shared:
         return self._likelihoods(pairs)
 
     def answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
-        """What the model writes after every prompt."""
+        """Return what the model writes after every prompt."""
         self._world.broadcast(("answers", (prompts, sampling, until)))
         return self._answers(prompts, sampling, until)
 
@@ -100,7 +100,7 @@ class _Shared:
 
 
 def _language_model(shared: _Shared) -> Any:
-    """The model as the harness wants it."""
+    """Return the model as the harness wants it."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window

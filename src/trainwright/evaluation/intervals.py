@@ -27,7 +27,7 @@ class Estimate:
 
 
 def estimate(column: Column, resamples: int = RESAMPLES) -> Estimate:
-    """The metric with its 95 % percentile interval (Efron and Tibshirani 1993, chapter 13)."""
+    """Return the metric with its 95 % percentile interval (Efron and Tibshirani 1993, chapter 13)."""
 
     def metric(values: Any, weights: Any, axis: int) -> Any:
         return column.finish(values.sum(axis) / weights.sum(axis))

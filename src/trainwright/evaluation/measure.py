@@ -69,7 +69,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
     def of_source(self, part: int) -> Measured:
-        """What was measured of the rows of one source."""
+        """Return what was measured of the rows of one source."""
         rows = [place for place, each in enumerate(self.origins.parts) if each == part]
         questions = [index for index, place in enumerate(self.answered) if self.origins.parts[place] == part]
         columns = {
@@ -78,6 +78,7 @@ class Measured:
         return replace(self, columns={name: column for name, column in columns.items() if len(column)}, notes=[])
 
     def save(self, file: Path) -> None:
+        """Write the object to a file or directory."""
         columns = {
             name: {"values": column.values.tolist(), "weights": column.weights.tolist()}
             for name, column in self.columns.items()
@@ -86,6 +87,7 @@ class Measured:
 
     @classmethod
     def open(cls, file: Path) -> Measured:
+        """Read what ``save`` wrote."""
         saved = json.loads(file.read_text(encoding="utf-8"))
         columns = {
             name: Column(np.array(column["values"]), np.array(column["weights"]), *_finish(name))
@@ -136,19 +138,19 @@ def measure(
 def answer_prompts(
     loaded: Loaded, prompts: Prompts, sampling: Sampling, world: World, batch: int | None, answered: Done
 ) -> list[Answer]:
-    """The model's answers, as turns of a conversation."""
+    """Return the model's answers, as turns of a conversation."""
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
     with loaded.lm.for_generation() as model:
         return answer_all(model, loaded.tokenizer, prompts.tokens, sampling, stop, world, rows=batch, done=answered)
 
 
 def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]) -> list[float]:
-    """A score for every answer; white space around it is no part of it."""
+    """Return a score for every answer; white space around it is no part of it."""
     return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
 
 
 def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
-    """The scores of every row's windows as one."""
+    """Return the scores of every row's windows as one."""
     found = iter(scores)
     return [
         TokenScores(np.concatenate([part.losses for part in parts]), np.concatenate([part.correct for part in parts]))

@@ -58,7 +58,7 @@ class ValidationQuestions:
         self._check_references()
 
     def metrics(self, model: PreTrainedModel, stop: Stop, world: World, *, together: bool) -> dict[str, float]:
-        """The mean of every metric over the rows that are asked, the same on every rank. Every rank must call.
+        """Return the mean of every metric over the rows that are asked, the same on every rank. Every rank must call.
 
         Args:
             model: whole, ready for generation.

@@ -47,7 +47,7 @@ class Report:
         return _estimates(self.measured)
 
     def lines(self) -> list[str]:
-        """The table, and what should be known beside it."""
+        """Return the table, and what should be known beside it."""
         lines = []
         if self.measured is not None:
             if self.against is not None:
@@ -108,7 +108,7 @@ class Report:
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory to write to that becomes ``directory``, which is new, once all is written.
+    """Provide a directory to write to that becomes ``directory``, which is new, once everything is written.
 
     Raises:
         RequestError: something cannot be written.
@@ -164,7 +164,7 @@ def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]
 
 
 def number_text(value: float) -> str:
-    """A number as tables have it: four decimals, or as many digits where it is very small."""
+    """Return a number as tables have it: four decimals, or as many digits where it is very small."""
     if value and abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"

@@ -64,7 +64,7 @@ class Rows:
         return [place for place, example in enumerate(self.examples) if not isinstance(example, str)]
 
     def chosen(self, places: Sequence[int]) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(
             self.sources,
             [self.examples[place] for place in places],
@@ -79,12 +79,12 @@ class Rows:
         return place_of(source.source, self.numbers[index], source.format == "documents")
 
     def question(self, index: int) -> list[Message]:
-        """A conversation up to where its last answer begins."""
+        """Return a conversation up to where its last answer begins."""
         turns = self._turns(index)
         return turns[: last_answer(turns)]
 
     def answer(self, index: int) -> Message:
-        """The last answer of a conversation."""
+        """Return the last answer of a conversation."""
         turns = self._turns(index)
         return turns[last_answer(turns)]
 
@@ -95,7 +95,7 @@ class Rows:
 
 
 def joined(several: Sequence[Rows]) -> Rows:
-    """The rows of one after another."""
+    """Return the rows of one after another."""
     parts: list[int] = []
     sources: tuple[SourceSection, ...] = ()
     for rows in several:
@@ -196,6 +196,7 @@ class EncodedRows:
 
     @classmethod
     def open(cls, directory: Path) -> EncodedRows:
+        """Read what ``save`` wrote."""
         rest = json.loads((directory / "rows.json").read_text(encoding="utf-8"))
         prompts = Prompts(**rest.pop("prompts"))
         return cls(TokenDataset.open(directory / "tokens"), prompts=prompts, **rest)
@@ -210,7 +211,7 @@ def encode(
     asked: Sequence[int],
     key: str,
 ) -> EncodedRows:
-    """The rows in the tokens of ``tokenizer``.
+    """Return the rows in the tokens of ``tokenizer``.
 
     Args:
         max_length: of a row; what is longer is split or cut, as ``data.long_documents`` of a recipe has it.
@@ -273,7 +274,7 @@ def _encoded(
 
 
 def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str) -> Prompts:
-    """The questions of ``asked`` rows; ``called`` has the references of answers that call tools."""
+    """Return the questions of ``asked`` rows; ``called`` has the references of answers that call tools."""
     references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in asked]
     try:
         return Prompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)

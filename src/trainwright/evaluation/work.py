@@ -88,7 +88,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
 
 
 def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
-    """This rank's part of all that is measured; rank 0 leaves the results in ``work``. Every rank must call."""
+    """Measure this rank's part; rank 0 leaves the results in ``work``. Every rank must call."""
     for side in (_MODEL, _AGAINST):
         if (work / side).is_dir():
             loaded = load(Found.open(work / side / "found.json"), DTYPES[asked.dtype], world.device)
@@ -102,7 +102,7 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
 
 
 def report_of(asked: Asked, work: Path) -> Report:
-    """What the ranks have left in ``work``."""
+    """Return what the ranks have left in ``work``."""
     settings: dict[str, Any] = {key: value for key, value in asdict(asked).items() if value not in (None, (), False)}
     harness: dict[str, Any] = {}
     for side in (_MODEL, _AGAINST):
@@ -175,7 +175,7 @@ def _harness(asked: Asked, side: Path, loaded: Loaded, world: World, stage: Stag
 
 
 def _rows(asked: Asked, found: Found) -> tuple[Rows, str]:
-    """The rows, and what names them in messages."""
+    """Return the rows, and what names them in messages."""
     if asked.data is not None:
         source = SourceSection.model_validate({"source": asked.data, "format": asked.format, "limit": asked.limit})
         rows = read(source, key="--data")
@@ -195,7 +195,7 @@ def _lengths(asked: Asked, found: Found) -> tuple[int | None, str]:
 
 
 def _rows_of_run(found: Found) -> Rows:
-    """What the run held back to validate on."""
+    """Return what the run held back to validate on."""
     recipe = found.recipe
     if recipe is None:
         raise RequestError(f"--data: {found.origin} is not of a run, which would have validation rows; name the rows")
@@ -218,7 +218,7 @@ def _rows_of_run(found: Found) -> Rows:
 
 
 def _names(rows: Rows) -> list[str]:
-    """The sources by name, with their numbers where two have the same."""
+    """Return the sources by name, with their numbers where two have the same."""
     names = [source.source for source in rows.sources]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 

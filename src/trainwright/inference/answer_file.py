@@ -46,7 +46,7 @@ def _json(opened: TextIO, rows: Sequence[Row]) -> None:
 
 
 def _csv(opened: TextIO, rows: Sequence[Row]) -> None:
-    """A column for every field of any row; lists and objects are written as JSON, as the format has only text."""
+    """Write a column for every field of any row; lists and objects as JSON, as the format has only text."""
     writer = csv.DictWriter(opened, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)

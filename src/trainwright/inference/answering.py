@@ -35,7 +35,7 @@ def answer_all(
     done: Done = lambda examples: None,
     together: bool = False,
 ) -> list[Answer]:
-    """An answer to every prompt (its token ids), in their order, on every rank. Every rank must call.
+    """Return an answer to every prompt (its token ids), in their order, on every rank. Every rank must call.
 
     What is drawn for a prompt depends on the seed and on its place among the prompts.
 
@@ -62,7 +62,7 @@ def answer_all(
 def batches_of(
     model: PreTrainedModel, lengths: Sequence[int], world: World, rows: int | None = None
 ) -> list[list[int]]:
-    """Indices of the prompts in batches; ``lengths`` are of prompts with the longest answers they may get."""
+    """Return the indices of the prompts in batches; ``lengths`` are of prompts with their longest answers."""
     config = model.config.get_text_config()
     element = next(model.parameters()).element_size()
     fixed = 12 * int(config.vocab_size)  # logits as they come, in fp32, and sorted

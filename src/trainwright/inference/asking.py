@@ -82,7 +82,7 @@ def _prompts(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def last_answer(conversation: Sequence[Message]) -> int:
-    """The place of the last turn that is trained on; a conversation that was read has one."""
+    """Return the place of the last turn that is trained on; a conversation that was read has one."""
     return max(
         turn
         for turn, message in enumerate(conversation)
@@ -141,7 +141,9 @@ def _question(row: Row) -> Question:
 
 
 def _layout(row: Row) -> Layout:
-    """The layout that a row would have with an answer, which is read from the columns that training reads it from."""
+    """Return the layout that a row would have with an answer, which is read from the columns that training reads it
+    from.
+    """
     name = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), "question_answer")
     answer = _FIELDS[name][1]
     try:

@@ -22,7 +22,9 @@ Done = Callable[[int], None]
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
-    """Indices in batches of at most ``rows`` and of ``tokens`` with padding to the longest, the longest batch first."""
+    """Return the indices in batches of at most ``rows`` and of ``tokens`` with padding to the longest, the longest
+    batch first.
+    """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         longest = lengths[batches[-1][0]] if batches else 0
@@ -41,7 +43,7 @@ def over_ranks(
     *,
     together: bool = False,
 ) -> list[T]:
-    """The results of all examples in the order of their indices, on every rank. Every rank must call.
+    """Return the results of all examples in the order of their indices, on every rank. Every rank must call.
 
     The batches go to the rank with least to do so far, the costliest first. A batch that memory runs out in is done
     again in halves.

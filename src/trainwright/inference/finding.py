@@ -47,7 +47,7 @@ class Found:
 
     @classmethod
     def open(cls, file: Path) -> Found:
-        """What was saved; without the run it was found in."""
+        """Return what was saved; without the run it was found in."""
         values = json.loads(file.read_text(encoding="utf-8"))
         section = ModelSection.model_validate(values["section"])
         checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
@@ -156,7 +156,7 @@ def _of_adapter(path: Path) -> Found:
 
 
 def _base_section(path: Path) -> ModelSection:
-    """The model that an adapter was trained on, as it says itself."""
+    """Return the model that an adapter was trained on, as it says itself."""
     from trainwright.models.base_model import BaseModel
 
     recorded = BaseModel.read(path)
@@ -191,7 +191,7 @@ def _with_adapter(found: Found, adapter: str) -> Found:
 
 
 def _adapted(section: ModelSection, directory: Path) -> ModelSection:
-    """The section with the adapter in ``directory``, and with the tokenizer that was saved with it, if one was.
+    """Return the section with the adapter in ``directory``, and with the tokenizer that was saved with it, if one was.
 
     Fresh weights depend on the tokenizer, by its vocabulary: beside them it stays the one they were made for.
     """

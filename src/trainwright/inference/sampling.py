@@ -59,14 +59,14 @@ class Chooser:
 
 
 def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The index [B] that a number of [0, 1) falls on when the ``weights`` [B, V] are laid end to end."""
+    """Return the index [B] that a number of [0, 1) falls on when the ``weights`` [B, V] are laid end to end."""
     ends = weights.cumsum(-1)
     index = torch.searchsorted(ends, draws[:, None] * ends[:, -1:], right=True)
     return index.clamp_(max=weights.shape[-1] - 1)[:, 0]
 
 
 def _draws(sampling: Sampling, example: int) -> torch.Tensor:
-    """A number of [0, 1) for every token of the example's answer."""
+    """Return a number of [0, 1) for every token of the example's answer."""
     digest = hashlib.sha256(f"{sampling.seed}/{example}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)

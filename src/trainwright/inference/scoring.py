@@ -105,5 +105,5 @@ def _over_documents(
 
 
 def _parts(values: torch.Tensor, counts: Sequence[int]) -> list[npt.NDArray[Any]]:
-    """The values of every example."""
+    """Return the values of every example."""
     return np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])

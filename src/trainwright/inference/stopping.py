@@ -25,10 +25,11 @@ class Stop:
     texts: tuple[str, ...] = ()
 
     def with_texts(self, texts: Iterable[str]) -> Stop:
+        """Return the same with further texts to stop at."""
         return Stop(self.tokens, (*self.texts, *(text for text in texts if text)))
 
     def before(self, text: str) -> str:
-        """The part of ``text`` in front of the first stop text in it."""
+        """Return the part of ``text`` in front of the first stop text in it."""
         found = [place for stop in self.texts if (place := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 
@@ -42,7 +43,7 @@ class Stop:
 
 
 def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Stop:
-    """The model's own stop.
+    """Return the model's own stop.
 
     Args:
         chat: answers are turns of a conversation: what the chat template closes a turn with ends them too.
@@ -59,7 +60,7 @@ def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat:
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
-    """The token that closes a turn in this chat template; where it is none, the text that does."""
+    """Return the token that closes a turn in this chat template; where it is none, the text that does."""
     ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
     said = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
     if said[-1] in tokenizer.all_special_ids or said[-1] in tokenizer.added_tokens_decoder:

@@ -29,6 +29,7 @@ class TextStream:
         self._written = 0
 
     def __call__(self, row: int, token: int) -> None:
+        """Show the text of a further token."""
         self._tokens.append(token)
         text = self._text()
         held = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
@@ -36,6 +37,7 @@ class TextStream:
         self._show(text[: len(text) - held].rstrip("\ufffd"))
 
     def close(self) -> None:
+        """Show what was held back."""
         self._show(self._text())
 
     def _text(self) -> str:

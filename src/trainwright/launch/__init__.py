@@ -1,0 +1,1 @@
+"""Starting, joining and supervising worker processes."""

@@ -25,7 +25,7 @@ def stop_with_shell() -> None:
 
 
 def warning() -> str | None:
-    """What to say of a command that Slurm will not leave the time for a last checkpoint; None for any other."""
+    """Return what to say of a command that Slurm will not leave the time for a last checkpoint; None for any other."""
     if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not _is_shell(os.getppid()):
         return None
     return (

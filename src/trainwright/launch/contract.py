@@ -70,7 +70,7 @@ class View:
 
 
 def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None) -> str:
-    """The type of the device to compute on, "cuda" or "cpu". Without a ``seat`` the environment has it.
+    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``seat`` the environment has it.
 
     Args:
         asked: the recipe's ``parallel.device``, where there is one.
@@ -216,7 +216,7 @@ def _shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
 
 
 def _with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:
-    """Indices of those that are not there to keep other ranks company."""
+    """Return the indices of those that are not there to keep other ranks company."""
     return [micro.index for micro in micro_batches if micro.weight]
 
 
@@ -267,7 +267,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _settings() -> dict[str, Any]:
-    """What changes numbers and is not in the recipe."""
+    """Return what changes numbers and is not in the recipe."""
     return {
         "default dtype": str(torch.get_default_dtype()),
         "precision of fp32 products": torch.get_float32_matmul_precision(),

@@ -52,6 +52,7 @@ class RankErrorHandler(ErrorHandler):
         self._slot = slot
 
     def record_exception(self, e: BaseException) -> None:
+        """Record the error where the launcher reads it."""
         record = error_record(e)
         if self._slot is not None:
             self._slot.value = _fitting(record)
@@ -73,17 +74,17 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def new_slot() -> Slot:
-    """An empty slot for one worker."""
+    """Return an empty slot for one worker."""
     return multiprocessing.get_context(START_METHOD).RawArray(ctypes.c_char, _SLOT_BYTES)
 
 
 def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
-    """What workers have left in their slots, by rank."""
+    """Return what workers have left in their slots, by rank."""
     return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value}
 
 
 def _fitting(record: dict[str, Any]) -> bytes:
-    """The record as JSON, its texts shortened where they are too long for a slot: a traceback to its end."""
+    """Return the record as JSON, its texts shortened where they are too long for a slot: a traceback to its end."""
     for most in (_SLOT_BYTES, 10_000, 2_000):
         said = record["message"]
         info = {**said["extraInfo"], "py_callstack": said["extraInfo"]["py_callstack"][-most:]}
@@ -95,7 +96,7 @@ def _fitting(record: dict[str, Any]) -> bytes:
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
-    """What is kept of the exception a worker ends with; `message` is as torch's launchers read it."""
+    """Return what is kept of the exception a worker ends with; `message` is as torch's launchers read it."""
     now = time.time()
     # Without the frame of what called the worker.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
@@ -115,7 +116,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
 
 
 def _ran_out(error: BaseException) -> dict[str, Any] | None:
-    """What `RanOut` wants to know of the exception, where it is of that kind."""
+    """Return what `RanOut` wants to know of the exception, where it is of that kind."""
     if isinstance(error, OutOfMemory):
         return {"detail": error.detail, "in_training": True, "step": error.step, "rows": error.rows}
     return {"detail": str(error), "in_training": False} if is_out_of_memory(error) else None
@@ -150,7 +151,7 @@ def error_file(logs: Path, rank: int) -> Path:
 
 
 def error_records(logs: Path, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """What the workers of these ranks have left, of those that raised."""
+    """Return what the workers of these ranks have left, of those that raised."""
     return {rank: record for rank in ranks if (record := _read(error_file(logs, rank)))}
 
 
@@ -163,7 +164,7 @@ def first_failure(
     records: dict[int, dict[str, Any]] | None = None,
     gone: str | None = None,
 ) -> Failure:
-    """The failure that the others follow from.
+    """Return the failure that the others follow from.
 
     `records` are those of `error_records` for all ranks, where they are not all to be found in `logs`. `gone`
     names a machine that is not there any more. `exit_codes` maps ranks to exit codes as far as they are known,
@@ -199,7 +200,7 @@ def first_failure(
 
 
 def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
-    """What to print of one worker's record, and what to exit with."""
+    """Return what to print of one worker's record, and what to exit with."""
     exit_code = int(record["exit_code"])
     ran_out = RanOut(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
@@ -211,7 +212,7 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
 
 
 def ended_from_outside(rank: int, number: signal.Signals) -> str:
-    """What is said of a rank that a signal has ended which did not come from its launcher."""
+    """Return what is said of a rank that a signal has ended which did not come from its launcher."""
     return f"rank {rank} was ended by {number.name} from outside: by a user, a scheduler or another program"
 
 

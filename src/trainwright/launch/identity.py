@@ -22,7 +22,7 @@ def job_of(
     start: str | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Job:
-    """What all members of a start have in common.
+    """Return what all members of a start have in common.
 
     Args:
         size: how many members there are.
@@ -40,7 +40,7 @@ def job_of(
 
 
 def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """The keys in which two jobs differ."""
+    """Return the keys in which two jobs differ."""
     return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
 
 

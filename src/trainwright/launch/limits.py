@@ -57,7 +57,7 @@ def needed_files(local: int, world: int) -> int:
 
 
 def shortage(files: int | None, shared: int | None, local: int, world: int) -> str | None:
-    """What is too little for so many processes; None where nothing is.
+    """Return what is too little for so many processes; None where nothing is.
 
     Args:
         files: that a process may have open; None without a limit.

@@ -135,7 +135,7 @@ def launch_once(
 def _decide(
     failure: Failure, stopping: Stopping, nodes: Nodes | None, relaunch: Relaunch | None
 ) -> dict[str, Any] | None:
-    """The fault for another launch to tell of; None where there is to be none. The same on all nodes."""
+    """Return the fault for another launch to tell of; None where there is to be none. The same on all nodes."""
 
     def decide() -> dict[str, Any] | None:
         if relaunch is None or failure.ran_out is None or stopping.flag.value:
@@ -331,7 +331,7 @@ def _kill_workers(nodes: Nodes | None) -> None:
 
 @contextmanager
 def _agent_environment(loopback: bool) -> Any:
-    """What the agent and its workers read from the environment; the user's own values stay."""
+    """Set what the agent and its workers read from the environment; the user's own values stay."""
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
     wanted = {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # see preload_libraries
@@ -352,7 +352,7 @@ def _agent_environment(loopback: bool) -> Any:
 
 @contextmanager
 def _quiet_agent(log: Path) -> Any:
-    """The agent's own reports of a failure go to a file: the console gets ours, once."""
+    """Write the agent's own reports of a failure to a file: the console gets ours, once."""
     handler = _QuietFile(log, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
@@ -384,7 +384,7 @@ class _QuietFile(logging.FileHandler):
 
 
 def _show_cursor() -> None:
-    """A worker that drew a progress bar has hidden it and may have been killed since."""
+    """Show the cursor: a worker that drew a progress bar has hidden it and may have been killed since."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")
 

@@ -25,15 +25,18 @@ class Member:
 
     @classmethod
     def here(cls, environment: Environment) -> Member:
+        """Describe this process."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(socket.gethostname(), environment.node, environment.local_rank, visible_gpus(), tuple(cores))
 
     @classmethod
     def read(cls, posted: Mapping[str, object]) -> Member:
+        """Read what ``posted`` made."""
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in posted.items()}
         return cls(**values)  # type: ignore[arg-type]
 
     def posted(self) -> dict[str, object]:
+        """Return the member as plain values."""
         return asdict(self)
 
 
@@ -48,7 +51,7 @@ class Place:
 
 
 def places(members: Sequence[Member]) -> list[Place]:
-    """A place for every rank. Raises MachineError where the processes do not fit on their machines."""
+    """Return a place for every rank. Raises MachineError where the processes do not fit on their machines."""
     _same_version(members)
     found: dict[int, Place] = {}
     for ranks in _machines(members):
@@ -62,7 +65,7 @@ def places(members: Sequence[Member]) -> list[Place]:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs this process sees, by their identity, so that two processes that see the same one can tell."""
+    """Return the GPUs this process sees, by their identity, so that two processes that see the same one can tell."""
     from trainwright.machine.detect import detect
 
     gpus = detect().gpus

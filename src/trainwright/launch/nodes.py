@@ -43,6 +43,7 @@ class Node:
 
     @classmethod
     def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> Node:
+        """Describe this node."""
         return cls(socket.gethostname(), processes, gpus, recipe, resume)
 
 
@@ -65,6 +66,7 @@ class LinkedStopping(Stopping):
 
     @property
     def requested(self) -> bool:
+        """Return whether a stop was requested on any node."""
         if self.nodes is not None:
             self.nodes.poll()
         return bool(self.flag.value)
@@ -125,7 +127,9 @@ class Nodes:
         return cls(meeting, stopping, said["hosts"])
 
     def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
-        """The run's directory: node 0 makes it by `make`, which also returns its recipe's text; the others see it."""
+        """Return the run's directory: node 0 makes it by `make`, which also returns its recipe's text; the others
+        see it.
+        """
         if self.index == 0:
             run, recipe = self.telling(make)
             self.meeting.publish("opened", [str(run), str(run.absolute()), recipe])
@@ -141,7 +145,7 @@ class Nodes:
             self.meeting.wait_for(f"ready/{index}", self.poll)
 
     def telling(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; what it raises is told to the other nodes too."""
+        """Return what `work` returns; what it raises is told to the other nodes too."""
         try:
             return work()
         except NodeFailed:

@@ -36,7 +36,7 @@ def be_killed_first(score: int = _FIRST) -> None:
 
 
 def _cgroup_files() -> Iterator[Path]:
-    """The counters of this process's memory cgroup; that of the next one above where it has none."""
+    """Yield the counters of this process's memory cgroup; that of the next one above where it has none."""
     for group, version in groups("memory"):
         yield group / ("memory.events" if version == 2 else "memory.oom_control")
 

@@ -152,7 +152,7 @@ class Peers:
         self._send({"kind": kind, "peer": self.index, **content}, origin=None)
 
     def poll(self, seconds: float = 0.0) -> list[Message]:
-        """What the others have said, waiting up to `seconds` for the first of it."""
+        """Return what the others have said, waiting up to `seconds` for the first of it."""
         with self._lock:
             if self._closed:
                 return []
@@ -275,7 +275,7 @@ def _connected(address: str, port: int) -> socket.socket:
 
 
 def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
-    """The first message on a line; empty where none has come by then."""
+    """Return the first message on a line; empty where none has come by then."""
     poller = select.poll()
     poller.register(line.socket, select.POLLIN)
     while not line.messages and time.monotonic() < until:

@@ -52,7 +52,7 @@ _console: TextIO | None = None
 
 
 def console() -> TextIO | None:
-    """What was standard output before it went to the log; None where that is not kept (rank > 0)."""
+    """Return what was standard output before it went to the log; None where that is not kept (rank > 0)."""
     return _console
 
 
@@ -97,7 +97,7 @@ class _LossyFile(io.FileIO):
 
 
 def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
-    """A stream whose text is left out where it cannot be written.
+    """Return a stream whose text is left out where it cannot be written.
 
     It is written line by line, so that a log tells what happened even when the process is killed.
     """

@@ -82,10 +82,11 @@ class Meeting:
         self.early += self.peers.poll()
 
     def publish(self, key: str, value: Any) -> None:
+        """Set ``key`` for all members to read."""
         self._keys.set(key, json.dumps(value))
 
     def wait_for(self, key: str, meanwhile: Callable[[], None] = lambda: None, seconds: float | None = None) -> Any:
-        """What was published under `key`; however long it takes where `seconds` is not given.
+        """Return what was published under `key`; however long it takes where `seconds` is not given.
 
         `meanwhile` is called again and again, and may raise. Raises TrainingError when the store is gone,
         TimeoutError.
@@ -103,11 +104,11 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
 
     def post(self, value: Any) -> None:
-        """What this member says of itself, for member 0's `gather`."""
+        """Publish what this member says of itself, for member 0's `gather`."""
         self.publish(f"member/{self.index}", value)
 
     def gather(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-        """What every member has posted. Raises MachineError that names those who have not come in time."""
+        """Return what every member has posted. Raises MachineError that names those who have not come in time."""
         deadline = time.monotonic() + seconds
         members: list[Any] = []
         while len(members) < self.count:
@@ -133,6 +134,7 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
+        """Close the connections to the other members."""
         self.peers.close()
 
     def _missing(self, seconds: float) -> MachineError:
@@ -219,7 +221,7 @@ def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: lis
 
 
 def host_store(address: str, port: int, fix: str) -> TCPStore:
-    """A store that listens at `address`; `port` 0 takes a free one, to be read from the store.
+    """Return a store that listens at `address`; `port` 0 takes a free one, to be read from the store.
 
     Raises MachineError, ending with `fix` where the port is taken.
     """
@@ -256,7 +258,7 @@ def _listen(address: str, port: int, fix: str) -> socket.socket:
 
 
 def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
-    """A client of the store that `host`, a name for messages, opens at this address within `seconds`."""
+    """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
     deadline = time.monotonic() + seconds
     # Asked for here first: torch's own attempts cannot be interrupted.
     while (problem := _unreachable(address, port)) is not None:
@@ -278,7 +280,7 @@ def _client(address: str, port: int, host: str) -> TCPStore:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that leads to `address`; None where it cannot be told.
+    """Return the name of this machine's network interface that leads to `address`; None where it cannot be told.
 
     For this machine's own name, which stands for loopback in many an /etc/hosts (127.0.1.1 on Debian), it is the one
     that others come by: that of the default route.
@@ -307,7 +309,9 @@ def set_interfaces(address: str) -> None:
 
 
 def _listening_at(address: str) -> str:
-    """What to bind to. A machine's own name may stand for loopback in its /etc/hosts; others cannot come there."""
+    """Return what to bind to. A machine's own name may stand for loopback in its /etc/hosts; others cannot come
+    there.
+    """
     try:
         number = socket.gethostbyname(address)
     except OSError:

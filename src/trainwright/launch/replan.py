@@ -22,7 +22,7 @@ def is_asked(run: Path) -> bool:
 
 
 def take(run: Path) -> tuple[Recipe, int | None] | None:
-    """What the run goes on as, and threads of a process; None where nothing else is asked for.
+    """Return what the run goes on as, and threads of a process; None where nothing else is asked for.
 
     The run's recipe and plan say so from now on.
     """

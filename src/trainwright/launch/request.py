@@ -46,7 +46,9 @@ def read_request(arguments: list[str], resume: str | None, meaning: Meaning | No
 
 
 def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The recipe's file and the overrides among the words of a command line. Raises RequestError for two files."""
+    """Return the recipe's file and the overrides among the words of a command line. Raises RequestError for two
+    files.
+    """
     files = [a for a in arguments if "=" not in a]
     if len(files) > 1:
         raise RequestError(f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value")
@@ -56,7 +58,7 @@ def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
 def request_of(
     recipe: Path | Tree | None, overrides: list[str], resume: str | None, meaning: Meaning | None = None
 ) -> Request:
-    """The request for ``recipe``, with the meaning of an Accelerate file between it and its ``overrides``.
+    """Return the request for ``recipe``, with the meaning of an Accelerate file between it and its ``overrides``.
 
     `resume` is None for a new run, else the run's directory, or "" for the recipe's newest run. Raises
     RequestError.
@@ -76,7 +78,7 @@ def request_of(
 
 
 def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
-    """The run that --resume means: the one named, that of its own recipe, or the recipe's newest."""
+    """Return the run that --resume means: the one named, that of its own recipe, or the recipe's newest."""
     if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
     asked, file = load_recipe(recipe, overrides), _file(recipe)
@@ -85,7 +87,7 @@ def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Pa
 
 
 def _stem_of(recipe: Path | Tree) -> str:
-    """What runs of a recipe are named after."""
+    """Return what runs of a recipe are named after."""
     file = _file(recipe)
     return "recipe" if file is None else run_directory.stem_of(file)
 
@@ -95,7 +97,7 @@ def _file(recipe: Path | Tree) -> Path | None:
 
 
 def for_started(request: Request, processes: int, launcher: str) -> Request:
-    """The request for the number of processes that a launcher has started.
+    """Return the request for the number of processes that a launcher has started.
 
     Raises MachineError where the recipe asks for another number, RequestError where its strategy cannot be run
     by so many.
@@ -119,7 +121,7 @@ def for_started(request: Request, processes: int, launcher: str) -> Request:
 
 
 def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
-    """The request for several equal machines, of which `machine` is one.
+    """Return the request for several equal machines, of which `machine` is one.
 
     parallel.num_processes counts the processes of all of them. Raises RequestError where they cannot be
     divided equally, or where the strategy is for one process.

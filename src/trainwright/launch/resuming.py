@@ -54,7 +54,8 @@ class Continued(NamedTuple):
 
 
 def continued(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> Continued:
-    """The run's own recipe with what ``overrides`` and, where one was named, the recipe at ``path`` change of it.
+    """Return the run's own recipe with what ``overrides`` and, where one was named, the recipe at ``path`` change of
+    it.
 
     A value that the recipe leaves to auto is the run's; an override with auto has it chosen anew.
 
@@ -148,8 +149,8 @@ def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, o
 
 
 def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
-    """What the run's strategy and number of processes decided, where they are to be others and nothing is ``said`` of
-    it; each with the value that leaves it open.
+    """Yield what the run's strategy and number of processes decided, where they are to be others and nothing is
+    ``said`` of it; each with the value that leaves it open.
 
     Args:
         chosen: the keys whose values nobody wrote when the run began.

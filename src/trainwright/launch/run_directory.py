@@ -60,7 +60,7 @@ def check_new(directory: Path) -> None:
 
 
 def find(wanted: str, run_directory: str, stem: str) -> Path:
-    """The run that --resume means: the directory `wanted`, or, where that is empty, the recipe's newest run.
+    """Return the run that --resume means: the directory `wanted`, or, where that is empty, the recipe's newest run.
 
     `run_directory` is the recipe's logging.run_directory. Raises RequestError when there is no such run.
     """
@@ -78,7 +78,7 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """A resolved recipe as YAML for the directory of its run, where it can be trained again as it stands.
+    """Return a resolved recipe as YAML for the directory of its run, where it can be trained again as it stands.
 
     So it names no directory: that of the run is the one it lies in, and another run needs another.
     """
@@ -117,17 +117,17 @@ def reasons(directory: Path) -> list[str]:
 
 
 def chosen(directory: Path) -> tuple[str, ...]:
-    """The keys (``section.key``) of a run's recipe whose values were chosen for the user, as recorded."""
+    """Return the keys (``section.key``) of a run's recipe whose values were chosen for the user, as recorded."""
     return tuple(map(str, _plan(directory).get("chosen_keys", ())))
 
 
 def planned_device(directory: Path) -> str:
-    """What a run was planned to compute on: cuda or cpu."""
+    """Return what a run was planned to compute on: cuda or cpu."""
     return str(_plan(directory)["device"])
 
 
 def predicted(directory: Path) -> dict[str, float]:
-    """What a run's plan expects of it, by the names of `finish` events; empty where none was made."""
+    """Return what a run's plan expects of it, by the names of `finish` events; empty where none was made."""
     found = _plan(directory).get("predicted")
     return dict(found) if isinstance(found, dict) else {}
 
@@ -154,13 +154,13 @@ def change(directory: Path, recipe: str, reason: str) -> None:
 
 
 def stem_of(recipe: Path) -> str:
-    """What runs of a recipe file are named after: its own name, or that of the recipe a run was made from."""
+    """Return what runs of a recipe file are named after: its own name, or that of the recipe a run was made from."""
     run = run_of(recipe)
     return recipe.stem if run is None else str(_plan(run).get("recipe") or recipe.stem)
 
 
 def run_of(recipe: Path) -> Path | None:
-    """The run whose own recipe this file is; None for any other."""
+    """Return the run whose own recipe this file is; None for any other."""
     run = recipe.parent
     return run if recipe.name == RECIPE and (run / PLAN).is_file() else None
 

@@ -121,7 +121,7 @@ def _train(
 def _prepared(
     request: Request, resolved: Resolved, work: Work, stopping: Stopping, nodes: Nodes | None, held: ExitStack
 ) -> Path:
-    """The run's directory, ``held`` by this launch, with everything in the cache that its workers need."""
+    """Return the run's directory, ``held`` by this launch, with everything in the cache that its workers need."""
     text = run_directory.recipe_text(resolved.recipe)
     with ExitStack() as until_prepared:
 

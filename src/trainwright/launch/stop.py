@@ -74,7 +74,7 @@ def set_fresh(fresh: bool) -> None:
 
 
 def stop_requested() -> bool:
-    """True once this run was asked to stop. Ranks may see it at different moments: agree before acting."""
+    """Return True once this run was asked to stop. Ranks may see it at different times: agree before acting."""
     return bool(_flag.value)
 
 
@@ -111,10 +111,12 @@ class Stopping:
 
     @property
     def flag(self) -> Flag:
+        """Return the flag that workers read."""
         return self.flags.stop
 
     @property
     def requested(self) -> bool:
+        """Return whether a stop was requested."""
         return bool(self.flag.value)
 
     def end(self, left: str) -> None:
@@ -153,7 +155,7 @@ def interruptible() -> Iterator[None]:
 
 
 def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> None:
-    """A worker under our launcher: the flag decides, signals to the worker itself do not.
+    """Follow our launcher in this worker: the flag decides, signals to the worker itself do not.
 
     There are two exceptions. SIGTERM ends the process where no stop was requested: it comes from the elastic agent
     after another worker has failed, or else from outside, and then ``ended`` is called first. A Python handler would
@@ -174,7 +176,7 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
 
 
 def follow_signals() -> None:
-    """A worker under another launcher (torchrun, srun): any stop signal to it is the request."""
+    """Follow signals in a worker under another launcher (torchrun, srun): any stop signal to it is the request."""
     for number in STOP_SIGNALS:
         signal.signal(number, _raise_flag)
 

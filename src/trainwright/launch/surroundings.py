@@ -38,7 +38,7 @@ def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Ma
 
 
 def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
-    """The command that starts workers on all nodes of the allocation."""
+    """Return the command that starts workers on all nodes of the allocation."""
     tasks = number_of(given, "SLURM_NTASKS")
     each = number_of(given, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
     return f"srun --nodes={nodes} --ntasks-per-node={each} {_WORKER} {shlex.join(arguments)}".rstrip()
@@ -47,7 +47,7 @@ def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
 def not_followed(
     nodes: int | None, processes: int, accelerate_file: Path | None, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A line for each thing that is set, is not followed, and means nothing worse than that.
+    """Yield a line for each thing that is set, is not followed, and means nothing worse than that.
 
     Args:
         accelerate_file: Accelerate's default file, where there is one and no other was named.

@@ -45,7 +45,7 @@ def is_mine_to_tell(rank: int, what: str) -> bool:
 
 
 def rank_by_name(variables: Mapping[str, str]) -> int:
-    """The rank that a launcher gives, where what it gives cannot be made sense of; 0 where it gives none."""
+    """Return the rank that a launcher gives, where what it gives cannot be made sense of; 0 where it gives none."""
     texts = (variables.get(name, "").strip() for name in _RANKS)
     return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
 

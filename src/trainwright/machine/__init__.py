@@ -1,0 +1,1 @@
+"""The machine that a run is on: detected, described or measured."""

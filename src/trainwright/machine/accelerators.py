@@ -51,7 +51,7 @@ class Build:
 
 
 def with_device(machine: Machine, asked: str) -> Machine:
-    """The machine as a run sees it whose ``parallel.device`` is ``asked``: without GPUs, where that is cpu.
+    """Return the machine as a run sees it whose ``parallel.device`` is ``asked``: without GPUs, where that is cpu.
 
     Raises:
         MachineError: it asks for a GPU and there is none, or asks for nothing and there is one that cannot be used.
@@ -105,7 +105,7 @@ def installed_build() -> Build:
 
 
 def ask_nvml(pynvml: Any) -> Nvml:
-    """What NVML says of this machine; it has been initialised."""
+    """Return what NVML says of this machine; it has been initialised."""
     mig = []
     count = pynvml.nvmlDeviceGetCount()
     for index in range(count):

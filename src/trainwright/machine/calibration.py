@@ -183,11 +183,11 @@ class Calibration:
         return None
 
     def nearest(self, processes: int) -> Setting:
-        """The setting whose number of processes is next to ``processes``, in proportion."""
+        """Return the setting whose number of processes is next to ``processes``, in proportion."""
         return min(self.settings, key=lambda setting: abs(math.log(setting.processes / processes)))
 
     def outdated(self, machine: Machine) -> tuple[str, ...]:
-        """What has changed since, in words; empty while the calibration can be used."""
+        """Return what has changed since, in words; empty while the calibration can be used."""
         now = versions(machine)
         names = dict.fromkeys([*self.versions, *now])
         return tuple(
@@ -220,12 +220,12 @@ def calibration_file(machine: Machine, root: Path | None = None) -> Path:
 
 
 def hardware(machine: Machine) -> list[object]:
-    """What machines of one speed have in common."""
+    """Return what machines of one speed have in common."""
     return [machine.cpu_name, machine.cpu_cores, *((gpu.name, gpu.memory_bytes) for gpu in machine.gpus)]
 
 
 def digest(value: object) -> str:
-    """A name for a file."""
+    """Return a name for a file."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -238,7 +238,7 @@ def save_calibration(calibration: Calibration, file: Path) -> None:
 
 
 def load_calibration(file: Path) -> Calibration | None:
-    """The calibration in ``file``; None where there is none, or one of another layout."""
+    """Return the calibration in ``file``; None where there is none, or one of another layout."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -261,7 +261,7 @@ def _is_of_this_layout(content: Any) -> bool:
 
 
 def current_calibration(machine: Machine, root: Path | None = None) -> Calibration | None:
-    """The calibration of ``machine`` that a plan can use: there is one, and nothing has changed since."""
+    """Return the calibration of ``machine`` that a plan can use: there is one, and nothing has changed since."""
     found = load_calibration(calibration_file(machine, root))
     return None if found is None or found.outdated(machine) else found
 
@@ -291,7 +291,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> Calibration:
-    """What ``as_json`` made."""
+    """Return what ``as_json`` made."""
     return Calibration(
         machine=content["machine"],
         measured=content["measured"],

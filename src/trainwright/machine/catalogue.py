@@ -78,8 +78,8 @@ def cards() -> tuple[Card, ...]:
 
 
 def find_card(name: str) -> Card:
-    """The card that ``name`` means: its own name, an alias, or what its driver calls it; `H100-500W` is one whose power
-    is limited to 500 W.
+    """Return the card that ``name`` means: its own name, an alias, or what its driver calls it; `H100-500W` is one
+    whose power is limited to 500 W.
 
     Raises RequestError with the nearest names for an unknown one, with the choices for one that names several cards,
     and for a limit that the card cannot have.
@@ -114,7 +114,9 @@ def known_card(name: str) -> Card | None:
 
 
 def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
-    """The card that its driver calls ``name``; None if unknown, or if a slice of it has less ``memory_bytes``."""
+    """Return the card that its driver calls ``name``; None if unknown, or if a slice of it has less
+    ``memory_bytes``.
+    """
     card = known_card(name)
     return card if card is not None and abs(card.nominal_bytes / memory_bytes - 1) < 0.15 else None
 

@@ -80,7 +80,7 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each group that has one, and what of it is in use and would not be given up."""
+    """Yield the limit of each group that has one, and what of it is in use and would not be given up."""
     for group, version in groups("memory", root):
         limit = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
         if not limit.isdigit() or int(limit) >= _NO_LIMIT:

@@ -33,7 +33,7 @@ def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None)
 
 
 def contradictions(found: Calibration) -> Iterator[str]:
-    """What no machine can be like, with its key; the measuring went wrong then."""
+    """Yield what no machine can be like, with its key; the measuring went wrong then."""
     for number, setting in enumerate(found.settings):
         for name, curve in setting.curves.items():
             place = f"settings.{number}.curves.{name}"

@@ -56,6 +56,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
+        """Return the number of devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -77,7 +78,7 @@ class Cluster:
 
 
 def parse_machine(text: str) -> Cluster:
-    """The machine that ``text`` describes, in the form ``FORM``.
+    """Return the machine that ``text`` describes, in the form ``FORM``.
 
     Raises RequestError for a malformed text and for a card that is not in the catalogue.
     """
@@ -207,7 +208,7 @@ def _apart(one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def _slowest(gpus: tuple[Gpu, ...]) -> Link | None:
-    """What a ring over all ``gpus`` has at its narrowest place; None if the driver did not tell."""
+    """Return what a ring over all ``gpus`` has at its narrowest place; None if the driver did not tell."""
     links = [gpu.link for gpu in gpus if gpu.link is not None]
     if len(links) < len(gpus):
         return None

@@ -17,7 +17,7 @@ _LEAST_ONE = ("cpu_cores", "memory_bytes")
 
 
 def described_machine() -> Machine | None:
-    """The machine of the file that ``$TRAINWRIGHT_MACHINE`` names; None where it is not set.
+    """Return the machine of the file that ``$TRAINWRIGHT_MACHINE`` names; None where it is not set.
 
     Raises RequestError where the file cannot be read or describes no machine.
     """
@@ -26,7 +26,7 @@ def described_machine() -> Machine | None:
 
 
 def read_machine(file: Path) -> Machine:
-    """The machine that ``trainwright machine --json`` has written to ``file``.
+    """Return the machine that ``trainwright machine --json`` has written to ``file``.
 
     Raises RequestError where the file cannot be read or describes no machine.
     """

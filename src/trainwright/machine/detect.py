@@ -55,6 +55,7 @@ class Machine:
 
     @property
     def device(self) -> str:
+        """Return the type of the device to compute on."""
         return "cuda" if self.gpus else "cpu"
 
     @property
@@ -70,13 +71,14 @@ class Machine:
         return self.processor.has_bf16
 
     def describe(self) -> str:
+        """Describe the machine in one line."""
         if self.gpus:
             return f"{len(self.gpus)} x {self.gpus[0].name}, {self.gpus[0].memory_bytes / 2**30:.0f} GiB each"
         return f"{self.cpu_name}, {plural(self.cpu_cores, 'core')}, {self.memory_bytes / 2**30:.0f} GiB"
 
 
 def detect() -> Machine:
-    """The machine this process runs on, or the one that ``$TRAINWRIGHT_MACHINE`` describes in its place.
+    """Return the machine this process runs on, or the one that ``$TRAINWRIGHT_MACHINE`` describes in its place.
 
     Raises RequestError where that is set to a file that describes no machine.
     """

@@ -51,6 +51,7 @@ class Link:
     direct: bool = True
 
     def describe(self) -> str:
+        """Describe the link with its rate."""
         name = " ".join(str(part) for part in (_NAMES.get(self.kind, self.kind), self.generation) if part)
         rate = f"{self.bandwidth / 1e9:.3g} GB/s each way"
         return f"{name}, {rate}" if self.direct else f"{name}, {rate}, through the host's memory"
@@ -62,7 +63,7 @@ def fabric(kind: LinkKind, generation: int, bandwidth: float, span: int) -> Link
 
 
 def pcie(generation: int, lanes: int = 16, direct: bool = True) -> Link:
-    """A PCI Express slot."""
+    """Return a PCI Express slot."""
     lane = _PCIE_LANE[min(generation, max(_PCIE_LANE))]
     return Link("pcie", lane * lanes, _LATENCY["pcie"], generation, direct=direct)
 
@@ -73,7 +74,7 @@ def network(bits_per_second: float, devices: int) -> Link:
 
 
 def memory(bandwidth: float) -> Link:
-    """The memory that processes of one CPU share."""
+    """Return the memory that processes of one CPU share."""
     return Link("memory", bandwidth, _LATENCY["memory"])
 
 

@@ -56,7 +56,7 @@ class Processor:
 
 
 def detect_processor() -> Processor:
-    """The one that this process runs on, as far as the kernel tells of it."""
+    """Return the one that this process runs on, as far as the kernel tells of it."""
     text = _read("/proc/cpuinfo")
     flags = (_field(text, "flags") or _field(text, "Features")).split()
     clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
@@ -88,7 +88,7 @@ def cpu_card(machine: Machine) -> Card:
 
 
 def _field(text: str, name: str) -> str:
-    """The value of the first line of ``text`` with this name."""
+    """Return the value of the first line of ``text`` with this name."""
     found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 

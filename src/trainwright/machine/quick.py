@@ -71,7 +71,7 @@ class Measured:
 
 
 def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None) -> Measured:
-    """What was measured of ``machine``, or is now. ``say``: told what is being done, before it is.
+    """Return what was measured of ``machine``, or is now. ``say``: told what is being done, before it is.
 
     A machine that is not at hand is not measured: what its file carries counts.
     """
@@ -106,7 +106,7 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
 
 
 def current_measurement(machine: Machine) -> Calibration | None:
-    """What was measured of ``machine`` before, or came with its description."""
+    """Return what was measured of ``machine`` before, or came with its description."""
     if machine.described_by is not None:
         return _carried(Path(machine.described_by))
     return load_calibration(measured_file(machine)) if machine.is_here else None
@@ -125,7 +125,7 @@ def covers(found: Calibration, wanted: Shapes) -> bool:
 
 
 def rates_in_words(found: Calibration) -> str:
-    """The rates of products in a few words: of a core, or of the GPU."""
+    """Return the rates of products in a few words: of a core, or of the GPU."""
     first = found.settings[0]
     unit, scale = ("GFLOP/s a core", 1e9) if first.threads else ("TFLOP/s", 1e12)
     rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
@@ -192,7 +192,7 @@ def _before(known: Calibration) -> Iterator[dict[str, Any]]:
 
 
 def _carried(file: Path) -> Calibration | None:
-    """What a file that describes a machine says was measured there; it has been checked."""
+    """Return what a file that describes a machine says was measured there; it has been checked."""
     try:
         content = json.loads(file.read_text(encoding="utf-8")).get("measurement")
     except (OSError, ValueError, AttributeError):

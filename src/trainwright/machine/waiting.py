@@ -31,6 +31,7 @@ class Waiting:
 
     @classmethod
     def now(cls) -> Waiting:
+        """Read the counters of the kernel."""
         threads = {task.name: counts for task in _listed(_TASKS) if (counts := _numbers(task / "schedstat"))}
         ticks = _ticks()
         return cls(

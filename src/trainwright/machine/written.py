@@ -34,14 +34,17 @@ Written = tuple[Cluster, Calibration | None, Calibration | None]
 
 
 def machine_of(text: str) -> Written:
-    """The machine that ``--on`` names: a file, or a description as ``parse_machine`` takes it. Raises RequestError."""
+    """Return the machine that ``--on`` names: a file, or a description as ``parse_machine`` takes it. Raises
+    RequestError.
+    """
     if text.endswith(".json") or Path(text).is_file():
         return read_machine(Path(text).expanduser())
     return parse_machine(text), None, None
 
 
 def read_machine(file: Path) -> Written:
-    """The machine in ``file``, and its calibration and what was quickly measured of it where that was written too.
+    """Return the machine in ``file``, and its calibration and what was quickly measured of it where that was written
+    too.
 
     Raises:
         RequestError: what is wrong in it, a line each, with the key.
@@ -66,7 +69,7 @@ def read_machine(file: Path) -> Written:
 
 
 def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:
-    """What ``file`` says under ``key`` was measured; None where it says nothing. Raises RequestError."""
+    """Return what ``file`` says under ``key`` was measured; None where it says nothing. Raises RequestError."""
     if (value := content.get(key)) is None:
         return None
     try:

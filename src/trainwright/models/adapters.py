@@ -141,7 +141,9 @@ class Adapter:
                 raise TrainingError(f"the adapter in {directory} is not read as it was written")
 
     def _together(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The adapter beneath and the one on top as one: its matrices are theirs side by side, and its scale is 1."""
+        """Return the adapter beneath and the one on top as one: its matrices are theirs side by side, and its scale
+        is 1.
+        """
         together = {key: tensor for key, tensor in weights.items() if ".lora_" not in key}
         ranks: dict[str, int] = {}
         for layer, scales in self._scales.items():
@@ -201,7 +203,9 @@ class Adapter:
             )
 
     def _config_for_reading(self, directory: Path) -> Any:
-        """The settings that were saved, for a model that has an adapter already: modules it replaced are not again."""
+        """Return the settings that were saved, for a model that has an adapter already: modules it replaced are not
+        again.
+        """
         from peft import LoraConfig
 
         config = LoraConfig.from_pretrained(str(directory))
@@ -212,7 +216,7 @@ class Adapter:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """The model without any of its adapters, for passes without gradients."""
+    """Switch off all adapters of the model, for passes without gradients."""
     from peft.utils import ModulesToSaveWrapper
 
     # By PEFT's own mark and not by its methods: these also freeze what is trained, and a strategy that gathers
@@ -256,7 +260,9 @@ def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
 
 @contextmanager
 def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """What the trained adapter computes in, of the passes meanwhile: strategies gather fp32 parameters in another."""
+    """Set what the trained adapter computes in during the passes: strategies gather fp32 parameters in another
+    dtype.
+    """
     dtypes: set[torch.dtype] = set()
 
     def look(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
@@ -305,7 +311,7 @@ def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseMode
 
 
 def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """The parameters of an adapter in ``model`` by their names in PEFT's files; a tied one has two."""
+    """Return the parameters of an adapter in ``model`` by their names in PEFT's files; a tied one has two."""
     parts = re.compile(rf"(.*)\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.{adapter}\.(.*)")
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -195,12 +195,12 @@ def ends_with(name: str, endings: Sequence[str], *, inside: bool = False) -> boo
 
 
 def _kinds(names: list[str]) -> list[str]:
-    """The last parts of the names, each once."""
+    """Return the last parts of the names, each once."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def _short(names: list[str], model: PreTrainedModel) -> list[str]:
-    """The last parts of the names where nothing else in the model ends so, else the names."""
+    """Return the last parts of the names where nothing else in the model ends so, else the names."""
     kinds = _kinds(names)
     meant = {name for name, _ in model.named_modules() if ends_with(name, kinds)}
     return sorted(kinds if meant == set(names) else names)

@@ -74,12 +74,14 @@ def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bo
 
 
 def start_from(adapter: AdapterSection) -> SavedAdapter | None:
-    """The adapter that the recipe starts from, if it does. Raises RequestError as ``SavedAdapter.open``."""
+    """Return the adapter that the recipe starts from, if it does. Raises RequestError as ``SavedAdapter.open``."""
     return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
 
 
 def trained_whole(adapter: AdapterSection) -> list[str]:
-    """Ends of the names of modules that are trained whole, by the recipe or the adapter that it goes on with."""
+    """Return the ends of the names of the modules that are trained in full, by the recipe or the adapter that it
+    continues.
+    """
     saved = None if adapter.stack else start_from(adapter)
     return adapter.modules_to_save if saved is None else list(saved.config.get("modules_to_save") or [])
 
@@ -93,7 +95,7 @@ class SavedAdapter:
 
     @classmethod
     def open(cls, path: str) -> SavedAdapter:
-        """The adapter in ``path``, or in ``final`` inside it.
+        """Return the adapter in ``path``, or in ``final`` inside it.
 
         Raises:
             RequestError: there is none, or one that cannot be used here.
@@ -111,6 +113,7 @@ class SavedAdapter:
 
     @property
     def type(self) -> str:
+        """Return the adapter's type, lora or dora."""
         return "dora" if self.config.get("use_dora") else "lora"
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -193,7 +196,7 @@ class SavedAdapter:
 
 @lru_cache
 def _warn_once(message: str) -> None:
-    """An adapter is looked at several times before and while it is loaded."""
+    """Warn once: an adapter is read several times before and while it is loaded."""
     logger.warning("%s", message)
 
 

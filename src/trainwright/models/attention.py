@@ -93,7 +93,7 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
 
 
 def _in_chunks(boundaries: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The boundaries of documents cut after every ``chunk`` tokens."""
+    """Return the boundaries of documents cut after every ``chunk`` tokens."""
     edges = boundaries.tolist()
     cut = [place for begin, end in itertools.pairwise(edges) for place in range(begin, end, chunk)]
     return boundaries.new_tensor([*cut, edges[-1]])
@@ -162,7 +162,7 @@ def _each_document(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The general case, in plain operations: dropout, sliding windows, capped scores, attention sinks."""
+    """Compute the general case, in plain operations: dropout, sliding windows, capped scores, attention sinks."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     outputs = []
@@ -219,7 +219,8 @@ def _flash_cpu(
     scale: float,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The CPU's flash kernel, document by document, equal ones at once: output [1, H, T, D] and log-sum-exp [1, H, T].
+    """Return the CPU's flash kernel, document by document, equal ones at once: output [1, H, T, D] and log-sum-exp [1,
+    H, T].
 
     One operator rather than a loop in the model: torch.compile keeps a block whole around it, and autograd keeps
     one node for it.
@@ -236,7 +237,9 @@ def _flash_cpu(
 
 
 def _by_document(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
-    """Views [1, H, L, ...] of each document in ``whole`` [1, H, T, ...]; of equal ones a single [D, H, L, ...]."""
+    """Yield views [1, H, L, ...] of each document in ``whole`` [1, H, T, ...]; of equal lengths a single [D, H, L,
+    ...].
+    """
     lengths = {end - begin for begin, end in itertools.pairwise(edges)}
     if len(lengths) == 1:
         yield whole[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)

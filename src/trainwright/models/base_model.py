@@ -76,11 +76,14 @@ class BaseModel:
         return any(one.startswith(two) or two.startswith(one) for one in own for two in theirs)
 
     def write(self, directory: Path) -> None:
+        """Write the description to ``directory``."""
         (directory / BASE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> BaseModel | None:
-        """What was written to ``directory``; None if nothing was. Raises RequestError where it cannot be read."""
+        """Return what was written to ``directory``; None if nothing was. Raises RequestError where it cannot be
+        read.
+        """
         file = directory / BASE
         if not file.is_file():
             return None
@@ -101,7 +104,8 @@ _KINDS |= {"double_quantisation": (bool,)}
 
 
 def base_model(model: ModelSection, seed: int) -> BaseModel:
-    """The weights that ``model`` names, or that ``seed`` makes of its configuration. Reads a few bytes of each tensor.
+    """Return the weights that ``model`` names, or that ``seed`` makes of its configuration. Reads a few bytes of each
+    tensor.
 
     Equal weights have equal fingerprints wherever they lie, and in however many files.
     """

@@ -40,7 +40,7 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that stands for each byte 0-255 in a byte-level vocabulary.
+    """Return the printable letter that stands for each byte 0-255 in a byte-level vocabulary.
 
     Printable Latin-1 bytes stand for themselves and the others take U+0100 and up, in order, as in GPT-2's
     ``bytes_to_unicode`` (https://github.com/openai/gpt-2/blob/master/src/encoder.py).

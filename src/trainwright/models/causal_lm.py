@@ -55,11 +55,13 @@ class CausalLM(nn.Module):
 
     @property
     def config(self) -> Any:
+        """Return the configuration of transformers' model."""
         return self.model.config
 
     def forward(
         self, batch: Batch, statistics: bool = False, objective: Objective | None = None, losses: bool = False
     ) -> torch.Tensor:
+        """Return the loss of a batch, its statistics, or what ``objective`` makes of it."""
         if losses:
             return self.token_losses(batch)
         at_targets = self._at_targets(batch)
@@ -115,7 +117,7 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def for_generation(self) -> Iterator[PreTrainedModel]:
-        """The model ready for ``generate``: key-value cache, the library's own attention, no dropout."""
+        """Provide the model ready for ``generate``: key-value cache, the library's own attention, no dropout."""
         attention = self.model.config._attn_implementation
         training = self.training
         self.eval()
@@ -130,13 +132,13 @@ class CausalLM(nn.Module):
             self.train(training)
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks in order: the units of compilation, recomputation and sharding."""
+        """Return the transformer blocks in order: the units of compilation, recomputation and sharding."""
         return find_blocks(self.model)
 
 
 @torch.enable_grad()
 def slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The objective's value and its derivative by every loss [N]."""
+    """Return the objective's value and its derivative by every loss [N]."""
     losses = losses.detach().requires_grad_()
     value = objective(losses, batch)
     (found,) = torch.autograd.grad(value, losses)
@@ -144,7 +146,7 @@ def slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[to
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The longest list of equal-class modules that the model's class names as its blocks.
+    """Return the longest list of equal-class modules that the model's class names as its blocks.
 
     Raises:
         ValueError: the model has no such list.
@@ -222,8 +224,9 @@ def _plain_losses(model: PreTrainedModel, document: Batch) -> torch.Tensor:
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """The model without its head. Where its class does not name it by the right prefix (Llama 4), transformers gives
-    the whole model for it."""
+    """Return the model without its head. Where its class does not name it by the right prefix (Llama 4),
+    transformers gives the whole model for it.
+    """
     if model.base_model is not model:
         return model.base_model
     embedding = model.get_input_embeddings()
@@ -231,7 +234,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """What this architecture does to its logits, from the names under which configs carry it."""
+    """Return what this architecture does to its logits, from the names under which configs carry it."""
     config = model.config.get_text_config()
     scale = 1.0
     if getattr(config, "logit_scale", None) is not None:  # Cohere

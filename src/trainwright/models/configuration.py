@@ -37,7 +37,7 @@ _IGNORED = {
 
 
 def without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration without what is not of the model itself, in its parts too."""
+    """Return a model's configuration without what is not of the model itself, in its parts too."""
     return {
         key: without_ignored(value) if isinstance(value, Mapping) and key.endswith("config") else value
         for key, value in fields.items()
@@ -58,7 +58,7 @@ def making(config: PretrainedConfig, where: str = "model") -> Iterator[None]:
 
 
 def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The configuration of a new model from the recipe's ``model.config``.
+    """Return the configuration of a new model from the recipe's ``model.config``.
 
     ``vocab_size`` is the tokenizer's length where it is not given, and the special ids are the tokenizer's.
     Raises RequestError for an unknown architecture or key, with the nearest one that exists, and for a bad
@@ -119,7 +119,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
-    """The probabilities in use by a language model; those of classification heads are not."""
+    """Yield the probabilities in use by a language model; those of classification heads are not."""
     for name, value in vars(config).items():
         of_the_model = not name.startswith(("classifier", "summary", "_"))
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ MOST_LAYERS = 8  # enough for every kind of layer that models alternate between
 
 
 def layer_count(config: PretrainedConfig) -> int:
-    """Number of layers of the language model."""
+    """Return the number of layers of the language model."""
     return int(getattr(config.get_text_config(), _LAYERS))
 
 
@@ -36,7 +36,7 @@ def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
 
 
 def cut_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration of a model with the first ``layers`` only."""
+    """Return the configuration of a model with the first ``layers`` only."""
     fields = config.to_dict()
     if layers != layer_count(config):
         _cut(fields, config, layers)
@@ -54,7 +54,8 @@ def varied_layers(config: PretrainedConfig) -> int:
 
 
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
-    """The section of the same model with its first ``layers`` layers, which have the weights they have in the whole.
+    """Return the section of the same model with its first ``layers`` layers, which have the weights they have in the
+    whole.
 
     An adapter of the whole model is none of this one, so that a new one is trained where the section starts from one.
 

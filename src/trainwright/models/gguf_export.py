@@ -107,7 +107,7 @@ def _write(
 
 
 def _names(model: PreTrainedModel) -> dict[str, str]:
-    """The names in the file by those in transformers; of tied weights the source alone."""
+    """Return the names in the file by those in transformers; of tied weights the source alone."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     kind = "llama" if model.config.model_type == "mistral" else None
@@ -139,7 +139,7 @@ def _read(file: Path, name: str) -> torch.Tensor:
 
 
 def _settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The file's keys that transformers reads for this architecture, and some that llama.cpp wants beside."""
+    """Return the file's keys that transformers reads for this architecture, and some that llama.cpp wants beside."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     mapping: Any = GGUF_CONFIG_MAPPING[_ARCHITECTURES[config.model_type]]
@@ -180,7 +180,7 @@ def _add(writer: Any, key: str, value: object) -> None:
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
-    """The vocabulary with its merges, which are pairs of pieces in the order they were learnt."""
+    """Add the vocabulary with its merges, which are pairs of pieces in the order they were learnt."""
     import gguf
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -259,7 +259,7 @@ def _unchanged(name: str, values: torch.Tensor, config: PretrainedConfig) -> tor
 
 
 def _rotary_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Queries and keys with the two halves of a head in turn, as Llama's own weights have them."""
+    """Return queries and keys with the two halves of a head interleaved, as in Llama's own weights."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads

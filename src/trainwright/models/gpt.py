@@ -78,6 +78,7 @@ class Attention(nn.Module):
         cache: Cache | None,
         **documents: Any,
     ) -> torch.Tensor:
+        """Attend within the rows of ``hidden``."""
         rows, length, _ = hidden.shape
         heads = self.qkv(hidden).view(rows, length, -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.groups, self.groups], dim=2)
@@ -106,6 +107,7 @@ class MLP(nn.Module):
         self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the MLP to ``hidden``."""
         hidden = self.up(hidden)
         if self.gated:
             gate, hidden = hidden.chunk(2, dim=-1)
@@ -152,9 +154,11 @@ class Decoder(GPTBase):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of the tokens."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of the tokens."""
         self.embedding = value
 
     def forward(
@@ -205,15 +209,19 @@ class GPT(GPTBase, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of the tokens."""
         return self.decoder.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of the tokens."""
         self.decoder.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
         return self.head
 
     def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the head."""
         self.head = value
 
     def forward(

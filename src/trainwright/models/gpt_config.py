@@ -61,6 +61,7 @@ class GPTConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
+        """Return the size of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property

@@ -48,7 +48,7 @@ _LLAMA_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm"}
 def published(
     config: PretrainedConfig, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[PretrainedConfig, Iterable[tuple[str, torch.Tensor]]]:
-    """A GPT as the architecture of transformers that it is saved as; any other model as it is.
+    """Return a GPT as the architecture of transformers that it is saved as; any other model as it is.
 
     Args:
         tensors: its state dict, or the items one by one.
@@ -60,7 +60,7 @@ def published(
 
 
 def from_transformers(model: PreTrainedModel) -> GPT:
-    """A GPT with the weights of a GPT-2, a Llama or a Qwen3, in their dtype; it computes the same logits.
+    """Return a GPT with the weights of a GPT-2, a Llama or a Qwen3, in their dtype; it computes the same logits.
 
     Raises:
         RequestError: another architecture, or one of these with what the GPT does not have, naming it.
@@ -85,7 +85,7 @@ def copy_weights(model: PreTrainedModel, gpt: GPT) -> None:
 
 
 def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
-    """The configuration of the GPT that a GPT-2, Llama or Qwen3 of transformers is.
+    """Return the configuration of the GPT that a GPT-2, Llama or Qwen3 of transformers is.
 
     Raises:
         RequestError: see ``from_transformers``.
@@ -160,7 +160,7 @@ def _published_config(config: GPTConfig) -> PretrainedConfig:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Number of the block ("" outside of them), module and kind (weight or bias) of a parameter of ours."""
+    """Return the number of the block ("" outside of them), module and kind (weight or bias) of a parameter of ours."""
     module, _, kind = name.rpartition(".")
     module = module.removeprefix("decoder.")
     if not module.startswith("blocks."):

@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = VARIANTS["gpt2"]
 
 
 def expanded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with all keys: those of its ``variant``, over which its own stand.
+    """Return a configuration with all keys: those of its ``variant``, over which its own stand.
 
     Raises:
         KeyError: a variant that is not known.

@@ -41,6 +41,7 @@ class KeyValueCache:
         return max((keys.shape[2] for keys in self.keys), default=0)
 
     def advance(self, tokens: int) -> None:
+        """Count ``tokens`` more as cached."""
         self.length += tokens
 
     def clear(self) -> None:

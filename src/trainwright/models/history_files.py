@@ -38,7 +38,7 @@ def is_history_model(directory: Path) -> bool:
 
 
 def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
-    """The model on the CPU, and what ``agent.json`` says of it.
+    """Return the model on the CPU, and what ``agent.json`` says of it.
 
     Raises:
         RequestError: files are missing, or do not fit each other.

@@ -49,6 +49,7 @@ class HistoryShape:
 
     @property
     def tokens_per_step(self) -> int:
+        """Return the number of tokens that a step of the environment takes."""
         return 1 if self.layout == "transition" else 3
 
     @property
@@ -62,11 +63,12 @@ class HistoryShape:
         return self.regions * self.steps * self.tokens_per_step + self.marks + 2 * self.latents
 
     def as_json(self) -> dict[str, Any]:
+        """Return the object as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> HistoryShape:
-        """Raises TypeError or KeyError where a value is missing or unknown."""
+        """Build the shape from JSON. Raises TypeError or KeyError if a value is missing or unknown."""
         return cls(**{**values, "observations": tuple(values["observations"])})
 
 
@@ -83,15 +85,16 @@ class Steps:
     before_dones: torch.Tensor  # bool [n, t]: the step before was the last of its episode
 
     def part(self, begin: int, end: int) -> Steps:
-        """The steps from ``begin`` to before ``end``."""
+        """Return the steps from ``begin`` to before ``end``."""
         return Steps(*(getattr(self, field.name)[:, begin:end] for field in fields(self)))
 
     @property
     def length(self) -> int:
+        """Return the number of steps."""
         return self.states.shape[1]
 
     def forgetful(self, actions: int) -> Steps:
-        """The same steps where nothing is known of what was before the first one."""
+        """Return the same steps where nothing is known of what was before the first one."""
         before = self.before_actions.clone()
         before[:, 0] = actions
         rewards, dones = self.before_rewards.clone(), self.before_dones.clone()
@@ -177,7 +180,7 @@ class HistoryModel(nn.Module):
         return hidden[:, every - 1 :: every]
 
     def outcomes(self, hidden: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """What the heads of reward and next state see: where the agent is, and what it does there."""
+        """Return what the heads of reward and next state see: where the agent is, and what it does there."""
         assert self.outcome is not None
         return F.gelu(self.outcome(torch.cat([hidden, self.actions(actions)], -1)))
 
@@ -188,12 +191,12 @@ class HistoryModel(nn.Module):
         return self.marks.weight[2].expand(count, length, -1)
 
     def mark(self, count: int, *, closes: bool) -> torch.Tensor:
-        """The token that opens or closes the region before, [n, 1, width]."""
+        """Return the token that opens or closes the region before, [n, 1, width]."""
         assert self.marks is not None
         return self.marks.weight[int(closes)].expand(count, 1, -1)
 
     def first_memory(self, count: int) -> torch.Tensor:
-        """What stands for the past where there is none yet [n, latents, width]."""
+        """Return what stands for the past where there is none yet [n, latents, width]."""
         assert self.memory is not None
         return self.memory.weight[: self.shape.latents].expand(count, -1, -1)
 
@@ -203,7 +206,7 @@ class HistoryModel(nn.Module):
         return self.memory.weight[self.shape.latents :].expand(count, -1, -1)
 
     def remembered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What stands for the past from the hidden states of the questions, in the size of tokens."""
+        """Return what stands for the past from the hidden states of the questions, in the size of tokens."""
         assert self.memory_norm is not None
         remembered: torch.Tensor = self.memory_norm(hidden)
         return remembered

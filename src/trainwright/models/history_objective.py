@@ -32,7 +32,7 @@ class HistoryBatch:
     targets: torch.Tensor  # bool [n, t]
 
     def to(self, device: torch.device) -> HistoryBatch:
-        """The same on ``device``."""
+        """Return the same on ``device``."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {
@@ -65,6 +65,7 @@ class HistoryObjective(nn.Module):
     def forward(
         self, batch: HistoryBatch | None = None, *, use: Callable[[HistoryModel], torch.Tensor] | None = None
     ) -> torch.Tensor:
+        """Return the sums of a batch's losses, or what ``use`` makes of the model."""
         if use is not None:
             return use(self.model)
         assert batch is not None
@@ -72,7 +73,7 @@ class HistoryObjective(nn.Module):
         return torch.stack(parts).sum(0)
 
     def blocks(self) -> list[nn.Module]:
-        """The units of compilation, recomputation and sharding."""
+        """Return the units of compilation, recomputation and sharding."""
         return list(self.model.blocks)
 
     def _hidden(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:

@@ -142,6 +142,7 @@ class HeadGradients:
         self._sums: list[torch.Tensor | None] = [None, None]
 
     def add(self, delta: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the gradients of a part of the rows."""
         weight, bias = self._like
         if weight is not None:
             before = self._sums[0]
@@ -157,6 +158,7 @@ class HeadGradients:
             self._sums[1] = part if before is None else before.add_(part)
 
     def result(self) -> list[torch.Tensor | None]:
+        """Return the summed gradients in the dtypes of the weights."""
         return [
             None if like is None else torch.zeros_like(like) if total is None else total.to(like.dtype)
             for like, total in zip(self._like, self._sums, strict=True)
@@ -171,7 +173,7 @@ def _loss_to_gradient(
     weights: torch.Tensor | None,
     z_loss: float,
 ) -> torch.Tensor:
-    """Summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
+    """Return the summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
     columns = targets[:, None]
     work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
@@ -226,7 +228,7 @@ def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) ->
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that sums and softmaxes of ``tensor`` are in."""
+    """Return the dtype that sums and softmaxes of ``tensor`` are in."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

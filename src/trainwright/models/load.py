@@ -47,8 +47,8 @@ UNUSED_TENSORS = (
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model``, or the one ``model.tokenizer`` names, with ``model.chat_template`` set on
-    it. Needs no weights.
+    """Return the tokenizer of ``model``, or the one ``model.tokenizer`` names, with ``model.chat_template`` set on it.
+    Needs no weights.
 
     Raises RequestError if there is none, or if the template is no file and no Jinja text.
     """
@@ -70,9 +70,9 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """The configuration of ``model``, with ``model.dropout`` in it, and for a fresh model or one with a
-    tokenizer of the recipe's the vocabulary and the special ids of the tokenizer (``load_tokenizer(model)``
-    if None). Needs no weights.
+    """Return the configuration of ``model``, with ``model.dropout`` in it, and for a fresh model or one with a
+    tokenizer of the recipe's the vocabulary and the special ids of the tokenizer (``load_tokenizer(model)`` if None).
+    Needs no weights.
 
     Raises RequestError for an architecture or a key that ``transformers`` does not have.
     """
@@ -101,7 +101,7 @@ def load_model(
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
-    """The model on the CPU in ``dtype`` (fp32 if None), in evaluation mode.
+    """Return the model on the CPU in ``dtype`` (fp32 if None), in evaluation mode.
 
     A fresh model is initialised from ``seed``: in fp32 whatever the dtype, so that its weights are the same in all of
     them, and without a trace on the global random state. Weights are read from safetensors only and are never in memory
@@ -129,7 +129,7 @@ def load_model(
 
 
 def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
-    """What the recipe says of generation, and evaluation mode."""
+    """Return what the recipe says of generation, and evaluation mode."""
     if model.tokenizer is not None and loaded.generation_config is not None:
         for name in SPECIAL_IDS:
             setattr(loaded.generation_config, name, getattr(config, name, None))
@@ -137,7 +137,7 @@ def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: Pretrai
 
 
 def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model of this configuration on the CPU with weights drawn by ``seed``, in ``dtype`` (fp32 if None)."""
+    """Return a model of this configuration on the CPU with weights drawn by ``seed``, in ``dtype`` (fp32 if None)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -235,7 +235,7 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def config_from(directory: Path) -> PretrainedConfig:
-    """The configuration in ``directory``. Raises RequestError for what is no decoder-only language model."""
+    """Return the configuration in ``directory``. Raises RequestError for what is no decoder-only language model."""
     from transformers import AutoConfig
 
     file, where = directory / "config.json", f"model.name: {directory}"
@@ -267,7 +267,7 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``directory``, which the recipe key ``key`` named. Raises RequestError."""
+    """Return the tokenizer in ``directory``, which the recipe key ``key`` named. Raises RequestError."""
     from transformers import AutoTokenizer
 
     hint = "" if key == "model.tokenizer" else '; set model.tokenizer ("bytes", an id or a directory)'
@@ -283,7 +283,7 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def _chat_template(text: str) -> str:
-    """The template itself or that of the file it names, checked."""
+    """Return the template itself or that of the file it names, checked."""
     import jinja2
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,
@@ -315,7 +315,7 @@ def _text_of(file: Path, key: str) -> str:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """transformers reads and writes weights without bars of its own."""
+    """Read and write weights without transformers' progress bars."""
     from transformers.utils import logging as progress
 
     shown: Any = progress.is_progress_bar_enabled()

@@ -25,7 +25,7 @@ _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 
 
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
-    """Raises RequestError where a model of ``config`` cannot be trained on packs of ``pack_length`` tokens."""
+    """Refuse a model of ``config`` that cannot be trained on packs of ``pack_length`` tokens, with a RequestError."""
     if pack_length is not None and (why := unpackable(config, pack_length)) is not None:
         raise RequestError(
             f"data.pack_length: a model of the architecture {config.get('model_type')} does not keep packed documents "

@@ -52,11 +52,12 @@ class QuantisedLinear(nn.Linear):
         self.register_parameter("bias", frozen)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the dequantised weights."""
         product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
         return product
 
     def expand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What the bits ``weight`` stand for, [out, in]."""
+        """Return what the bits ``weight`` stand for, [out, in]."""
         return self._expanded(weight.reshape(-1).view(torch.uint8)[: self._bytes], dtype)
 
     @property
@@ -65,11 +66,11 @@ class QuantisedLinear(nn.Linear):
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
-        """The weight [out, in] in fp32."""
+        """Return the weight [out, in] in fp32."""
         return self.expand(self.weight, torch.float32)
 
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
-        """The bits of ``weight`` [out, in]; what else is needed to expand them become buffers."""
+        """Return the bits of ``weight`` [out, in]; what else is needed to expand them become buffers."""
         raise NotImplementedError
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -93,7 +93,7 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
 def locate(
     name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
 ) -> Located:
-    """The directory that holds model ``name`` (without ``weights``: its tokenizer), and the origin in words.
+    """Return the directory that holds model ``name`` (without ``weights``: its tokenizer), and the origin in words.
 
     ``key`` is the recipe key that errors name.
     """
@@ -134,7 +134,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
 
 
 def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
-    """The safetensors files of a model's directory. Raises RequestError unless all are there."""
+    """Return the safetensors files of a model's directory. Raises RequestError unless all are there."""
     return _weight_files(directory, sorted(p.name for p in directory.iterdir()), key)
 
 
@@ -157,7 +157,7 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
 
 
 def _shards(index: Path, key: str) -> list[str]:
-    """The names of the files that an index names, all of them in its own directory."""
+    """Return the names of the files that an index names, all of them in its own directory."""
     if not index.is_file():  # reading a pipe would wait for somebody to write to it
         raise RequestError(f"{key}: {index} is not a file")
     content = read_json(index, f"{key}: {index}")
@@ -205,7 +205,7 @@ def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
 
 
 def _hub_snapshot(name: str, weights: bool) -> Path | None:
-    """The snapshot of ``name`` in the Hugging Face cache, if it is whole."""
+    """Return the snapshot of ``name`` in the Hugging Face cache, if it is whole."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -228,7 +228,7 @@ def _is_whole(directory: Path, weights: bool) -> bool:
 
 
 def _packaged(name: str) -> tuple[Path | None, str]:
-    """The file of an installed package that carries ``name``, found without importing the package."""
+    """Return the file of an installed package that carries ``name``, found without importing the package."""
     distribution, ending, _ = PACKAGED_MODELS.get(name, ("", "", ""))
     try:
         package = importlib.metadata.distribution(distribution) if distribution else None
@@ -296,7 +296,7 @@ def _existing(path: Path, key: str) -> Path:
 
 
 def _near_here(path: Path) -> str:
-    """The nearest name in the local directory that the path would be in, where there is one."""
+    """Return the nearest name in the local directory that the path would be in, where there is one."""
     if len(path.parts) < 2 or not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)

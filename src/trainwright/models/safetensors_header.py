@@ -17,7 +17,7 @@ class DamagedFile(ValueError):
 
 
 def read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in ``file``, by name.
+    """Return the shape of every tensor in ``file``, by name.
 
     Raises:
         DamagedFile: no regular file, no valid header, or a header that does not fit the size of the file.

@@ -63,7 +63,7 @@ def save_model(
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """An empty directory to write into; flushed and put in ``directory``'s place at the end, or gone if that fails."""
+    """Provide an empty directory that replaces ``directory`` at the end, flushed, or is removed on failure."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     for stale in directory.parent.glob(f".{directory.name}.tmp-*"):
         shutil.rmtree(stale)
@@ -78,7 +78,7 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights; it knows the names, the shapes and the ties."""
+    """Return the model without memory for its weights; it knows the names, the shapes and the ties."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
 def _checked(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors to store, under the names of the architecture's published checkpoints."""
+    """Yield the tensors to store, under the names of the architecture's published checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
     items = _expected(tensors.items() if isinstance(tensors, Mapping) else tensors, model)

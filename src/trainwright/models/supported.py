@@ -85,7 +85,7 @@ def check_trainable(config: Mapping[str, Any], where: str, known: Container[str]
 
 
 def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
-    """What the model of ``config`` is, in words, where it is no decoder-only language model."""
+    """Return what the model of ``config`` is, in words, where it is no decoder-only language model."""
     kind = config.get("model_type")
     if isinstance(made := config.get("_class_name"), str) or "_diffusers_version" in config:
         return f"a diffusion model ({made or 'diffusers'})"

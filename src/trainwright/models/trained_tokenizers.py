@@ -30,7 +30,7 @@ def is_trained(name: str) -> bool:
 
 
 def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
-    """The tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or made now.
+    """Return the tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or made now.
 
     Raises:
         RequestError: it is named in another way, or the source is not there or no text.
@@ -59,7 +59,7 @@ def make_tokenizer(
     size: int | None,
     report: Callable[[int], None] = lambda characters: None,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of some texts: with ``size``, byte-level BPE of so many tokens; without, a token a character.
+    """Return a tokenizer of some texts: with ``size``, byte-level BPE of so many tokens; without, a token a character.
 
     Args:
         sources: with the key that names each in messages.
@@ -93,7 +93,7 @@ def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:
 
 
 def _characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """The characters that there are, in the order of their code points; no other token."""
+    """Return the characters that there are, in the order of their code points; no other token."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

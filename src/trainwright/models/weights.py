@@ -61,7 +61,7 @@ class Weights(Protocol):
 def load_empty(
     model: ModelSection, seed: int, tokenizer: PreTrainedTokenizerBase | None = None, prefix: str = ""
 ) -> tuple[PreTrainedModel, Weights] | None:
-    """The model in fp32, its parameters on the meta device and its buffers on the CPU, with what fills them.
+    """Return the model in fp32, its parameters on the meta device and its buffers on the CPU, with what fills them.
 
     Filled it is what ``load_model`` gives, which rank 0 may call for it. None where only reading the weights shows how
     the model is built.
@@ -99,7 +99,9 @@ def load_empty(
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A causal model of this configuration in fp32, its parameters on the meta device and its buffers on the CPU."""
+    """Return a causal model of this configuration in fp32, its parameters on the meta device and its buffers on the
+    CPU.
+    """
     from transformers import AutoModelForCausalLM
 
     with making(config), _parameters_on_meta():
@@ -135,9 +137,11 @@ class FileWeights:
         self._prefix = prefix
 
     def load(self, rank: int) -> None:
+        """Do nothing: each rank reads its slices as it fills them."""
         pass
 
     def fill(self, name: str, block: Shard, world: World) -> None:
+        """Fill ``block`` of the parameter ``name``."""
         from safetensors import safe_open
 
         name = name.removeprefix(self._prefix)
@@ -146,6 +150,7 @@ class FileWeights:
             block.local.copy_(file.get_slice(name)[rows])
 
     def fingerprint(self) -> str | None:
+        """Return a hash of the content."""
         from safetensors import safe_open
 
         digest = hashlib.sha256()
@@ -158,7 +163,7 @@ class FileWeights:
 
 
 def _add_sample(digest: Any, stored: Any) -> None:
-    """The shape, the dtype and the first elements of a stored tensor."""
+    """Add the shape, the dtype and the first elements of a stored tensor."""
     shape = stored.get_shape()
     digest.update(f"{shape} {stored.get_dtype()}".encode())
     first = stored[: max(1, _SAMPLED // max(1, shape[-1]))] if shape else stored[...]
@@ -176,6 +181,7 @@ class GivenWeights:
         self._sent = 0
 
     def load(self, rank: int) -> None:
+        """Load the model on rank 0."""
         if rank != 0:
             return
         model = self._load()
@@ -186,6 +192,7 @@ class GivenWeights:
             parameter.data = parameter.data.new_empty(0)
 
     def fill(self, name: str, block: Shard, world: World) -> None:
+        """Fill ``block`` of the parameter ``name``."""
         name = name.removeprefix(self._prefix)
         own = self._tensors.pop(name, None)  # freed when all have it
         self._let_go(0 if own is None else own.nbytes)
@@ -208,13 +215,14 @@ class GivenWeights:
             self._sent = count
 
     def fingerprint(self) -> str | None:
+        """Return None: fresh weights have no file to identify."""
         return None
 
 
 def _sent(
     flat: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """The elements that rank 0 has, a bounded number at a time, and the index of their first; on every rank."""
+    """Yield the elements that rank 0 has, a bounded number at a time, and the index of their first; on every rank."""
     total, most = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
     for first in range(0, total, most):
         size = min(most, total - first)

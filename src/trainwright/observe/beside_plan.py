@@ -14,7 +14,7 @@ _WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """What the plan expected beside what was measured, of all that both have: a label and the two."""
+    """Yield what the plan expected beside what was measured, of all that both have: a label and the two."""
     # A GPU's measured peak is of tensors, without what its libraries take.
     memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
     shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -59,7 +59,7 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
 
 
 def _beside(measured: Mapping[str, float]) -> str:
-    """What else there is that takes the cores."""
+    """Return what else there is that takes the cores."""
     processes, threads, cores = (int(measured.get(name, 0)) for name in ("processes", "threads", "cores"))
     if not processes * threads > cores > 0:
         return "other programs use this machine"

@@ -119,14 +119,14 @@ def _curve(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _without_paths(card: str, recipe: Recipe, *more: str) -> str:
-    """The card without where things lay on the machine that trained it: of a path, its last name stays."""
+    """Return the card without where things lay on the machine that trained it: of a path, its last name stays."""
     for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
         card = card.replace(path, Path(path).name)
     return card
 
 
 def published_settings(weights: Path) -> dict[str, bytes]:
-    """An adapter's files that name its base, by their names, without where that lies on this machine."""
+    """Return an adapter's files that name its base, by their names, without where that lies on this machine."""
     published = {}
     for name in ("adapter_config.json", BASE):
         if (weights / name).is_file():

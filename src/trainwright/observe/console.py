@@ -46,6 +46,7 @@ class ConsoleObserver:
         }
 
     def __call__(self, event: Event) -> None:
+        """Show an event."""
         if "write_error" in event and not self._told_write_error:
             self._told_write_error = True
             self._write(f"note: events.jsonl cannot be written ({event['write_error']}); training goes on")
@@ -146,7 +147,7 @@ class ConsoleObserver:
             self._row(label, value)
 
     def _took(self, seconds: float) -> str:
-        """The time of all launches of the run, and of this one where there were others."""
+        """Return the time of all launches of the run, and of this one where there were others."""
         if not self._past.seconds:
             return text.duration(seconds)
         since = f"since it was resumed at step {self._resumed}" if self._resumed else "since it was started again"

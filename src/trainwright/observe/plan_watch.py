@@ -72,6 +72,7 @@ class PlanWatch:
         self._faults = 0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
+        """Compare the steps of an event with the plan."""
         if event["event"] == "step":
             self._step(event)
         elif event["event"] == "finish":
@@ -107,7 +108,7 @@ class PlanWatch:
         return "the prediction itself is wrong here; the next plan goes by what this run takes"
 
     def _offer(self, found: float, slower: float) -> dict[str, Any] | None:
-        """The fastest of the other candidates, where it is much faster even if what slows this one slows it too.
+        """Return the fastest of the other candidates, where it is much faster even if what slows this one slows it too.
 
         What proved wrong of so many processes in one precision is as wrong for other strategies of them.
         """
@@ -137,7 +138,9 @@ class PlanWatch:
 
 
 def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, float]:
-    """What other than the prediction makes steps slow, as far as it is known, and how many times it makes them so."""
+    """Return what other than the prediction makes steps slow, as far as it is known, and how many times it makes
+    them so.
+    """
     throttled, waited, stolen = (waiting.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
     if throttled >= _THROTTLED:
         said = f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"

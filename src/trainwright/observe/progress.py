@@ -20,20 +20,24 @@ _BAR = 24
 class Progress(Protocol):
     """Shows steps; `write` prints a line without disturbing what is shown."""
 
-    def begin(self, done: int, remaining: Remaining) -> None: ...
+    def begin(self, done: int, remaining: Remaining) -> None:
+        """Start with ``done`` steps."""
 
-    def step(self, event: Event) -> None: ...
+    def step(self, event: Event) -> None:
+        """Show a step."""
 
     def during(self, what: str, seconds: float, first: bool) -> None:
         """Show that ``what`` is being done and no step, for ``seconds`` by now; ``first``: it was not shown before."""
 
-    def write(self, line: str) -> None: ...
+    def write(self, line: str) -> None:
+        """Print a line."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Remove what is drawn."""
 
 
 def progress_on(stream: TextIO, seconds: float) -> Progress:
-    """A bar where it can be drawn, else lines, one every ``seconds``."""
+    """Return a bar where it can be drawn, else lines, one every ``seconds``."""
     return Bar(stream) if text.is_terminal(stream) else Lines(stream, seconds)
 
 
@@ -47,9 +51,11 @@ class Lines:
         self._remaining = Remaining({})
 
     def begin(self, done: int, remaining: Remaining) -> None:
+        """Start with ``done`` steps."""
         self._remaining = remaining
 
     def step(self, event: Event) -> None:
+        """Print a line every few seconds."""
         step, total = event["step"], self._remaining.total
         left = self._remaining.after(step, event.get("step_time", 0.0))
         now = time.monotonic()
@@ -59,13 +65,16 @@ class Lines:
         self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(left)} left")
 
     def during(self, what: str, seconds: float, first: bool) -> None:
+        """Print what takes long, once."""
         if first:
             self.write(f"{what} …")
 
     def write(self, line: str) -> None:
+        """Print a line."""
         say(line, file=self._stream)
 
     def close(self) -> None:
+        """Do nothing: there is nothing to remove."""
         pass
 
 
@@ -97,6 +106,7 @@ class Bar:
         self._remaining = Remaining({})
 
     def begin(self, done: int, remaining: Remaining) -> None:
+        """Start the bar with ``done`` steps."""
         self._remaining = remaining
         self._task = self._progress.add_task("train", total=remaining.total, completed=done, done="", figures="")
         self._done = done
@@ -104,6 +114,7 @@ class Bar:
         self._progress.start()
 
     def step(self, event: Event) -> None:
+        """Move the bar."""
         self._done = event["step"]
         left = self._remaining.after(self._done, event.get("step_time", 0.0))
         now = time.monotonic()
@@ -113,6 +124,7 @@ class Bar:
             self._show([loss, f"{text.duration(left)} left", *others])
 
     def during(self, what: str, seconds: float, first: bool) -> None:
+        """Show what takes long, with its seconds."""
         shown = f"{what} … {text.duration(seconds)}"
         if self._task is None:
             text.draw(shown, self._stream)
@@ -138,12 +150,14 @@ class Bar:
         self._progress.refresh()
 
     def write(self, line: str) -> None:
+        """Print a line above the bar."""
         if self._drawn_before:
             text.draw("", self._stream)
             self._drawn_before = False
         self._console.print(text.wrapped(text.printable(line), text.columns(self._stream, 80)), soft_wrap=True)
 
     def close(self) -> None:
+        """Remove the bar."""
         self._progress.stop()
 
 

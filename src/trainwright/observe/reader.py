@@ -19,7 +19,7 @@ _NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of `events.jsonl` in order, without what a resumed run did over.
+    """Return the events of `events.jsonl` in order, without what a resumed run did over.
 
     A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only
     the second ones are returned. A line cut by a kill is left out. Raises OSError when there is no such file.
@@ -36,7 +36,7 @@ class Past:
 
 
 def read_past(path: Path, start: Event) -> Past:
-    """What came before a run's newest ``start`` event. Nothing where there is no such file."""
+    """Return what came before a run's newest ``start`` event. Nothing where there is no such file."""
     try:
         lines = [event for event in _lines(path) if event.get("time", 0.0) < start.get("time", float("inf"))]
     except OSError:
@@ -45,7 +45,7 @@ def read_past(path: Path, start: Event) -> Past:
 
 
 def _spans(events: Iterable[Event]) -> Iterator[float]:
-    """The seconds that each launch was training, up to the last thing it did."""
+    """Yield the seconds that each launch was training, up to the last thing it did."""
     begun = ended = None
     for event in events:
         if event["event"] == "start":
@@ -72,7 +72,7 @@ def _history(events: Iterable[Event]) -> list[Event]:
 
 
 def resumed_step(start: Event) -> int | None:
-    """The step a `start` event goes on from, a number or in a checkpoint's path; None for a fresh run."""
+    """Return the step a `start` event goes on from, a number or in a checkpoint's path; None for a fresh run."""
     value = start.get("resumed_from")
     if value is None or isinstance(value, int):
         return value

@@ -51,7 +51,9 @@ class Remaining:
             self._saved += kind == "checkpoint"
 
     def after(self, step: int, step_time: float) -> float:
-        """The estimate when ``step`` is done and nothing since. ``step_time`` stands in until two steps were seen."""
+        """Return the estimate when ``step`` is done and nothing since. ``step_time`` stands in until two steps were
+        seen.
+        """
         each = self._mean("step") if self._count["step"] else step_time
         evaluations = self._to_come("evaluation", step)
         checkpoints = max(self._to_come("checkpoint", step), self._by_rate(step)) + 1  # and the export
@@ -60,7 +62,7 @@ class Remaining:
         )
 
     def _to_come(self, kind: str, step: int) -> int:
-        """Rounds that are due after ``step``, that of ``step`` itself and the one at the end included."""
+        """Count the rounds that are due after ``step``, including that of ``step`` itself and the one at the end."""
         every = self._every[kind]
         if not isinstance(every, int) or every < 1:
             return 1

@@ -43,6 +43,7 @@ class TensorBoardObserver:
         return cls(run / "tensorboard")
 
     def __call__(self, event: Event) -> None:
+        """Write an event as curves."""
         if self._closed:
             return
         if event["event"] == "start":

@@ -38,7 +38,7 @@ class Layout:
     gradient_ranks: int  # and is the sum of so many
 
     def line(self) -> str:
-        """The layout in one line."""
+        """Return the layout in one line."""
         precision = self.forward_dtype
         if self.master_dtype != precision:
             precision += f" (masters {self.master_dtype})"
@@ -66,7 +66,7 @@ class Planned:
 
 
 def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -> Planned:
-    """The layout of a resolved recipe.
+    """Return the layout of a resolved recipe.
 
     Args:
         dtype: what the forward pass computes in.

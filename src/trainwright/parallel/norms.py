@@ -23,7 +23,9 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def squared_norm_of_all(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``squared_norm`` over tensors on one device; a model's many small ones are added up together."""
+    """Return the sum of ``squared_norm`` over tensors on one device; a model's many small ones are added up
+    together.
+    """
     sums: list[torch.Tensor] = []
     small: list[torch.Tensor] = []
     elements = 0

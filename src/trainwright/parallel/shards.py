@@ -23,5 +23,5 @@ class Shard:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, replica: int = 0, replicas: int = 1) -> Shard:
-        """A tensor that this rank holds all of."""
+        """Return a tensor that this rank holds all of."""
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), replica, replicas)

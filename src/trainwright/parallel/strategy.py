@@ -86,7 +86,7 @@ class Strategy(Protocol):
         """Forget the gradients without touching the weights."""
 
     def state(self) -> dict[str, Shard]:
-        """This rank's part of everything that training changes: parameters, buffers, optimizer state."""
+        """Return this rank's part of everything that training changes: parameters, buffers, optimizer state."""
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
         """Fill the state from ``read(name, shard)``, which gives the named part in the shard's shape and dtype."""
@@ -104,7 +104,7 @@ class Strategy(Protocol):
         """How this rank holds the model, read from the live objects. No collective: ranks may disagree on what runs."""
 
     def whole(self, room: int | None = None) -> AbstractContextManager[tuple[nn.Module, str | None]]:
-        """The module with all its parameters at hand on every rank, for generation; every rank enters.
+        """Return the module with all its parameters at hand on every rank, for generation; every rank enters.
 
         Where they do not fit in ``room`` bytes (None: most of what is free) they are gathered in every forward pass
         instead: then the ranks have to run the module equally often, and the second value says why.

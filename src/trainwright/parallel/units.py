@@ -10,7 +10,8 @@ from trainwright.errors import RequestError
 
 
 def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[str] | str) -> list[nn.Module]:
-    """The units of ``module``, inner ones before those around them; what is in none belongs to the module itself.
+    """Return the units of ``module``, inner ones before those around them; what is in none belongs to the module
+    itself.
 
     Args:
         wrap: class names of the units, or "auto" for ``blocks``.

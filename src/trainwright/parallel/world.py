@@ -32,6 +32,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
@@ -43,7 +44,7 @@ class World:
         return tensor.tolist()
 
     def gather_floats(self, values: list[float]) -> list[list[float]]:
-        """The values of every rank, in rank order, on every rank; all give equally many."""
+        """Return the values of every rank, in rank order, on every rank; all give equally many."""
         if self.size == 1:
             return [values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -53,7 +54,7 @@ class World:
         return rows
 
     def gather(self, value: Any) -> list[Any]:
-        """A small object of every rank, in rank order, on every rank."""
+        """Return a small object of every rank, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -80,6 +81,7 @@ class World:
             raise StopRequested
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 

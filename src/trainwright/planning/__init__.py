@@ -1,0 +1,1 @@
+"""Plans: memory and step time of candidates, and the choice among them."""

@@ -43,10 +43,12 @@ class Parameters:
 
     @property
     def dense_block(self) -> int:
+        """Return the number of parameters of a block with a dense MLP."""
         return self.attention + self.norms + self.mlp
 
     @property
     def sparse_block(self) -> int:
+        """Return the number of parameters of a block with experts."""
         return self.attention + self.norms + self.sparse_mlp
 
     @property
@@ -92,13 +94,16 @@ class DeltaNet:
 
     @property
     def keys(self) -> int:
+        """Return the width of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
+        """Return the width of all values."""
         return self.value_heads * self.value_dim
 
     def parameters(self, hidden: int) -> int:
+        """Return the number of parameters at a hidden size."""
         inward = hidden * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
         convolution = (2 * self.keys + self.values) * self.kernel
         return inward + convolution + 2 * self.value_heads + self.value_dim + self.values * hidden
@@ -193,6 +198,7 @@ class Architecture:
 
     @property
     def query_width(self) -> int:
+        """Return the width of all queries."""
         return self.heads * self.head_dim
 
     @property
@@ -201,7 +207,7 @@ class Architecture:
         return self.key_value_heads * self.head_dim
 
     def parameters(self) -> Parameters:
-        """Counts by part; their total is exactly that of transformers' model."""
+        """Count parameters by part; their total is exactly that of transformers' model."""
         norm = self.hidden * (1 + self.norm_bias)
         sparse, active = self._sparse_mlp()
         head = 0 if self.tied else self.vocabulary * self.hidden
@@ -257,7 +263,7 @@ class Architecture:
 
 
 def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Architecture | None:
-    """The architecture that a transformers configuration describes; None for a model_type not known here.
+    """Return the architecture that a transformers configuration describes; None for a model_type not known here.
 
     Of a model that also sees images (gemma3) it is the language model. Keys that are left out mean what they
     mean to transformers, but those that make the model's size have to be there.

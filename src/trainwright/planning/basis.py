@@ -36,7 +36,7 @@ class Basis:
 
 
 def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] = lambda text: None) -> Basis:
-    """What plans of ``workload`` on ``machine`` go by, measured now where it is at hand and never was.
+    """Return what plans of ``workload`` on ``machine`` go by, measured now where it is at hand and never was.
 
     Args:
         doing: told what takes a few seconds, before it is done.
@@ -49,7 +49,7 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
 
 
 def shapes_of(workload: Workload) -> Shapes:
-    """The model's matrices, those that most is computed with first, and the length of its documents."""
+    """Return the model's matrices, those that most is computed with first, and the length of its documents."""
     a = workload.architecture
     done: dict[tuple[int, int], int] = {}
     for kind in block_kinds(a):

@@ -17,7 +17,8 @@ _IRREDUCIBLE, _A, _ALPHA, _B, _BETA = 1.69, 406.4, 0.34, 410.7, 0.28
 
 
 def tokens_of(written: str, workload: Workload) -> float:
-    """A budget as it is written: 300B, or 20x for so many tokens a parameter (about 20 are the best use of compute).
+    """Return a budget as it is written: 300B, or 20x for so many tokens a parameter (about 20 are the best use of
+    compute).
 
     Raises:
         RequestError: it is neither, or zero.
@@ -33,12 +34,12 @@ def tokens_of(written: str, workload: Workload) -> float:
 
 
 def with_budget(workload: Workload, tokens: float) -> Workload:
-    """The workload in as many steps as it takes to see the tokens."""
+    """Return the workload in as many steps as it takes to see the tokens."""
     return replace(workload, steps=max(1, -(-round(tokens) // round(workload.tokens))))
 
 
 def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
-    """What training on ``tokens`` takes, and the loss to be expected; ``price``: of an hour of a device.
+    """Return what training on ``tokens`` takes, and the loss to be expected; ``price``: of an hour of a device.
 
     Empty where nothing fits.
     """
@@ -59,7 +60,7 @@ def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
 
 
 def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
-    """The same for people."""
+    """Yield the same as text."""
     found = cost(plan, tokens, price)
     if not found:
         return

@@ -32,6 +32,7 @@ class Layout:
 
     @property
     def offloads(self) -> bool:
+        """Return whether anything is offloaded."""
         return self.offload_parameters or self.offload_optimizer
 
     def describe(self, processes: int) -> str:
@@ -60,6 +61,7 @@ class Wishes:
     precision: MixedPrecision | None = None
 
     def allows(self, name: str, value: object) -> bool:
+        """Return whether the constraints allow this value."""
         return name not in self.fixed or self.fixed[name] == value
 
     def options(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -101,7 +103,7 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
 
 
 def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout]:
-    """The simpler ones first: where two are as fast, the first is taken."""
+    """Yield the simpler ones first: where two are as fast, the first is taken."""
     asked = wishes.fixed.get("strategy")
     found = [
         layout
@@ -177,7 +179,7 @@ def _passes(rows: int, micro_batch: int, processes: int) -> int:
 
 
 def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
-    """What may be computed again in the backward pass, the least first.
+    """Return what may be computed again in the backward pass, the least first.
 
     Raises RequestError for every n-th of fewer than n blocks.
     """
@@ -192,7 +194,7 @@ def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
 
 
 def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
-    """What to compute in where the user left it open and nothing was measured, and why."""
+    """Return what to compute in where the user left it open and nothing was measured, and why."""
     rates = cluster.card.rates
     if "bf16" in rates or cluster.card.capability >= (8, 0):
         return "bf16", "the hardware multiplies in it"
@@ -202,13 +204,13 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
 
 
 def precision_for(wishes: Wishes, cluster: Cluster) -> MixedPrecision:
-    """The one that was asked for, else that which was found to be the fastest, else that of the hardware."""
+    """Return the one that was asked for, else that which was found to be the fastest, else that of the hardware."""
     asked: MixedPrecision | None = wishes.fixed.get("mixed_precision")
     return asked or wishes.precision or precision_of(cluster)[0]
 
 
 def precisions(wishes: Wishes, rates: Rates) -> tuple[MixedPrecision, ...]:
-    """What to try where the user left it open: on a CPU that was measured both, the simpler one first."""
+    """Return what to try where the user left it open: on a CPU that was measured both, the simpler one first."""
     if "mixed_precision" in wishes.fixed or rates.cluster.device != "cpu" or not rates.are_measured:
         return (precision_for(wishes, rates.cluster),)
     return ("no", "bf16")
@@ -244,4 +246,5 @@ def choice_of(
 
 
 def layout_of(choice: Choice) -> Layout:
+    """Return the layout that a choice has."""
     return Layout(choice.strategy, **{key: getattr(choice, key) for key in _LAYOUT_KEYS})

@@ -13,8 +13,8 @@ from trainwright.planning.operations import traced
 
 
 def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architecture:
-    """The architecture that a configuration describes: of a family that is not known here, what tracing finds; where
-    that cannot be, what its sizes would be in a llama. Its name stays its own.
+    """Return the architecture that a configuration describes: of a family that is not known here, what tracing finds;
+    where that cannot be, what its sizes would be in a llama. Its name stays its own.
 
     Raises RequestError, which begins with ``origin``, naming the keys that are missing or wrong.
     """

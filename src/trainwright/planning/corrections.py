@@ -19,6 +19,7 @@ class Corrections:
     basis: str
 
     def of(self, choice: Choice) -> Correction:
+        """Return the correction for a choice."""
         return self.runs.correction(self.model, way_of(choice), self.basis)
 
     def errors(self) -> Errors | None:
@@ -31,11 +32,14 @@ class Corrections:
 
 
 def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections:
+    """Return the corrections of a workload by this machine's own runs."""
     return Corrections(runs, model_of(workload), basis)
 
 
 def model_of(workload: Workload) -> str:
-    """What the errors of a prediction have in common, however it is run: family, size, adapter, length of rows."""
+    """Return what the errors of a prediction have in common, however it is run: family, size, adapter, length of
+    rows.
+    """
     a = workload.architecture
     adapter = "full" if workload.adapter is None else workload.adapter.kind
     parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantisation)

@@ -36,7 +36,7 @@ class Interval:
     runs: int
 
     def of(self, predicted: float) -> tuple[float, float]:
-        """What is to be expected where so much is predicted."""
+        """Return what is to be expected where so much is predicted."""
         return predicted * self.low, predicted * self.high
 
 
@@ -91,7 +91,7 @@ def _errors(kinds: tuple[str, ...]) -> Errors:
 
 
 def _widest(kinds: tuple[str, ...], what: str) -> Interval:
-    """A kind of which too few runs are known is taken to be off as all of them are."""
+    """Return a kind of which too few runs are known is taken to be off as all of them are."""
     known = _read()["classes"]
     found = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
     whole = Interval(**known[_ALL][what])

@@ -63,7 +63,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(recipe: Recipe) -> Facts:
-    """What ``recipe`` asks for, as plans see it.
+    """Return what ``recipe`` asks for, as plans see it.
 
     Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known, and for examples
     longer than the model's positions.
@@ -134,7 +134,7 @@ def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
 
 
 def architecture_of(model: ModelSection) -> Architecture:
-    """The numbers of the model that a recipe names, from its configuration; no weights are read.
+    """Return the numbers of the model that a recipe names, from its configuration; no weights are read.
 
     Raises RequestError for a configuration that lacks some, and for a name that is nowhere to be found.
     """
@@ -169,7 +169,7 @@ def packs(model: str, length: int) -> bool:
 
 
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
-    """A model's configuration where it is here, and what messages about it begin with."""
+    """Return a model's configuration where it is here, and what messages about it begin with."""
     if model.config is not None:
         return model.config, "model.config"
     return None if model.name is None else _named(model.name)
@@ -188,7 +188,7 @@ def _catalogued(name: str) -> KnownModel | None:
 
 
 def _config_here(name: str) -> Path | None:
-    """The configuration file in the directory that a recipe names, or in the Hugging Face cache."""
+    """Return the configuration file in the directory that a recipe names, or in the Hugging Face cache."""
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
         return path / "config.json"
@@ -237,7 +237,9 @@ def full_rows(recipe: Recipe) -> Facts:
 
 
 def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
-    """The numbers in a config.json. Raises RequestError naming the file, or ``where``, and what is wrong in it."""
+    """Return the numbers in a config.json. Raises RequestError naming the file, or ``where``, and what is wrong in
+    it.
+    """
     content = read_json(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
@@ -257,7 +259,7 @@ def _as_planned(architecture: Architecture, data: DataSection, assumptions: list
 
 
 def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, str]:
-    """The architecture of a family that is not written down here, and how it is planned, in words."""
+    """Return the architecture of a family that is not written down here, and how it is planned, in words."""
     family, batch = architecture.family, MicroBatch(1, 64, ((32, 2),), 62, packed, masked=False)
     try:
         if architecture.config:
@@ -271,7 +273,7 @@ def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, st
 
 
 def _fresh(model: ModelSection) -> dict[str, Any]:
-    """A recipe's configuration with the vocabulary that its tokenizer gives it."""
+    """Return a recipe's configuration with the vocabulary that its tokenizer gives it."""
     config = dict(model.config or {})
     if "vocab_size" not in config:
         kind, _, rest = (model.tokenizer or "").partition(":")
@@ -358,7 +360,7 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
 
 
 def adapter_of(model: ModelSection) -> Adapter | None:
-    """What a recipe trains beside the frozen model; None where it trains the model itself."""
+    """Return what a recipe trains beside the frozen model; None where it trains the model itself."""
     section = model.adapter
     if section.type == "none":
         return None
@@ -378,7 +380,7 @@ def _quantisation(model: ModelSection) -> Quantisation:
 
 
 def _started(directory: str | None) -> dict[str, Any]:
-    """The configuration of the adapter that training goes on from."""
+    """Return the configuration of the adapter that training goes on from."""
     if directory is None:
         return {}
     file = Path(directory).expanduser() / "adapter_config.json"

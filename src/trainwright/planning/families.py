@@ -41,7 +41,7 @@ _COMMON: dict[str, Any] = {
 
 
 def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
-    """The fields of planning.architecture.Architecture that ``config`` sets; None for an unknown model_type.
+    """Return the fields of planning.architecture.Architecture that ``config`` sets; None for an unknown model_type.
 
     Raises RequestError naming the keys that are missing or wrong.
     """

@@ -96,7 +96,7 @@ def _granitemoe(values: Values) -> dict[str, Any]:
 
 
 def _deepseek(positions: int, shared: int, dense: int) -> Family:
-    """What DeepSeek's families have in common. ``shared``: experts; ``dense``: blocks without any."""
+    """Return what DeepSeek's families have in common. ``shared``: experts; ``dense``: blocks without any."""
     return Family(
         names=_DEEPSEEK,
         absent={

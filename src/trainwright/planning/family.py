@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
 
 def experts(values: Values) -> dict[str, Any]:
-    """The fields of Architecture that say which blocks have experts, and how many."""
+    """Return the fields of Architecture that say which blocks have experts, and how many."""
     plain = values.get("mlp_only_layers") or []
     step = values.get("decoder_sparse_step") or 1
     blocks = range(values["num_hidden_layers"])

@@ -10,7 +10,7 @@ from trainwright.planning.families import Values, architecture_fields
 
 
 def gpt_fields(config: Values, origin: str) -> dict[str, Any]:
-    """The fields of Architecture: those of the architecture of transformers that it is, with fused matrices.
+    """Return the fields of Architecture: those of the architecture of transformers that it is, with fused matrices.
 
     Raises RequestError for a variant that is not known.
     """

@@ -42,15 +42,17 @@ class Memory:
 
     @property
     def tensors(self) -> int:
+        """Return the peak of live tensors."""
         return max(self.phases.values())
 
     @property
     def total(self) -> int:
+        """Return the peak of live tensors and what the device needs besides."""
         return self.tensors + sum(self.overhead.values())
 
 
 def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
-    """The largest micro-batch of a process; with ``later`` of those that come after the first of their step.
+    """Return the largest micro-batch of a process; with ``later`` of those that come after the first of their step.
 
     Padded rows come sorted (data/stream.py), the longest first; packs fill the last micro-batch as far as they go.
     """
@@ -86,7 +88,7 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
 
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
-    """What ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: of another program."""
+    """Return what ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: of another program."""
     setting = _setting(workload, choice, cluster, stack)
     held = partly_trained(
         inventory(
@@ -155,7 +157,7 @@ def _recomputed(choice: Choice, cluster: Cluster) -> str | int:
 
 
 def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
-    """What stays from step to step, by what it is."""
+    """Return what stays from step to step, by what it is."""
     held, setting, choice = model.held, model.setting, model.choice
     base = dict(model.lasting())
     if held.buffers:

@@ -47,6 +47,7 @@ class FsdpMemory(StrategyMemory):
     """This rank's rows, which are masters where they are trained; gathered weights beside them."""
 
     def lasting(self) -> Mapping[str, int]:
+        """Return what is held between steps."""
         held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
         found = units(held, shards).values()
         own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
@@ -56,17 +57,20 @@ class FsdpMemory(StrategyMemory):
         }
 
     def flow(self) -> Flow:
+        """Return the flow of gathered parameters and gradients through a step."""
         choice = self.choice
         offload = choice.offload_parameters and not self.on_cpu
         reshard, stack = choice.reshard_after_forward, self.setting.stack
         return FsdpFlow(self.held, self.width, choice.shards, reshard, self.on_cpu, offload, stack)
 
     def step(self) -> int:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         stack = self.setting.stack
         kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
         return kept * sum(unit.own_trained for unit in units(self.held, self.choice.shards).values())
 
     def gradients_on_host(self) -> int:
+        """Return the gradients that are in the host's memory."""
         return self.step()
 
 
@@ -102,14 +106,17 @@ class FsdpFlow(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
         return Held(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
 
     def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
         self._first, self._last = first, last
         if first:
             self._whole = self._buffer = self._gradients = self._summed = self._reducing = 0
 
     def forward(self, unit: int) -> Held:
+        """Run the forward pass."""
         if self._reshard or self._first:
             if self._reshard and unit > 0:
                 self._whole -= self._bytes(unit - 1)
@@ -117,14 +124,17 @@ class FsdpFlow(Flow):
         return self.held
 
     def head(self) -> Held:
+        """Return what the head runs with."""
         if self._reshard and self._last_block != OUTSIDE:
             self._whole -= self._bytes(self._last_block)
         return self.held
 
     def forward_ended(self) -> None:
+        """End the forward passes."""
         self._buffer = 0
 
     def backward(self, unit: int) -> Held:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         if not self._reshard:
             return self.held
         if unit == OUTSIDE:
@@ -135,11 +145,13 @@ class FsdpFlow(Flow):
         return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
         if self._reshard or self._first or self._width < self._kept:
             self._gradients += self._width * numel
         return self.held
 
     def unit_ended(self, unit: int) -> Held:
+        """End the backward pass of ``unit``."""
         if self._last or (self._reshard and not self._sums_whole):
             return self._reduce(unit)
         if self._reshard:
@@ -147,6 +159,7 @@ class FsdpFlow(Flow):
         return self._keep(unit)
 
     def end(self) -> Held:
+        """End the pass; return the most that was held."""
         most = self.held
         self._reducing = 0
         return most

@@ -29,6 +29,7 @@ class Weight(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return self.rows * self.columns
 
     @property
@@ -51,6 +52,7 @@ class Inventory:
 
     @cached_property
     def numel(self) -> int:
+        """Return the number of elements."""
         return sum(w.numel for w in self.weights)
 
     @cached_property
@@ -60,10 +62,12 @@ class Inventory:
 
     @cached_property
     def trained_count(self) -> int:
+        """Return the number of trained weights."""
         return sum(w.trainable for w in self.weights)
 
     @cached_property
     def largest_trained(self) -> int:
+        """Return the number of elements of the largest trained weight."""
         return max((w.numel for w in self.weights if w.trainable), default=0)
 
 
@@ -101,7 +105,7 @@ def inventory(
 
 @lru_cache(maxsize=32)
 def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None) -> Inventory:
-    """The same where of what could be trained only ``trained``, by unit and name, is; None: all of it."""
+    """Return the same where of what could be trained only ``trained``, by unit and name, is; None: all of it."""
     if trained is None:
         return whole
     kept = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in whole.weights)

@@ -31,7 +31,9 @@ def overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[
 
 
 def divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """``base``, what stays from step to step, on the device and in the host's memory, where a strategy moves it."""
+    """Divide ``base``, what stays from step to step, between the device and the host's memory, as a strategy places
+    it.
+    """
     if cluster.device == "cpu":
         return dict(base), {}
     moved = choice.offloaded

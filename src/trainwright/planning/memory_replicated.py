@@ -17,6 +17,7 @@ class ReplicatedMemory(StrategyMemory):
     """The whole model on every rank; fp32 masters of trained weights beside those that compute in less."""
 
     def lasting(self) -> Mapping[str, int]:
+        """Return what is held between steps."""
         held, width, stack = self.held, self.width, self.setting.stack
         kept = max(width, stack.kept)
         return {
@@ -26,10 +27,12 @@ class ReplicatedMemory(StrategyMemory):
         }
 
     def flow(self) -> Flow:
+        """Return the flow of gradients through a step."""
         bucket_bytes = self.choice.spec.bucket_bytes
         return ReplicatedFlow(self.held, self.width, self._exchanges, self.setting.stack, bucket_bytes)
 
     def step(self) -> int:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         width, stack, total, largest = self.width, self.setting.stack, self.held.trained, self.held.largest_trained
         kept = max(width, stack.kept)
         if stack.updates_in_backward:
@@ -64,15 +67,18 @@ class ReplicatedFlow(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
         return Held(self._own + self._sums)
 
     def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
         self._first, self._last = first, last
         self._arrived = self._started = 0
         if first:
             self._own = self._sums = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
         if self._one_by_one:  # it goes as soon as the weight is updated
             return Held(self._width * min(numel, self._inventory.largest_trained))
         if self._width < self._kept or self._first:
@@ -81,6 +87,7 @@ class ReplicatedFlow(Flow):
         return self._exchange() if self._last and self._ends else self.held
 
     def end(self) -> Held:
+        """End the pass; return the most that was held."""
         if self._width == self._kept or (self._first and self._last) or (self._last and self._ends):
             return self.held
         trained = self._kept * self._inventory.trained

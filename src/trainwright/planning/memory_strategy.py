@@ -31,11 +31,11 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def lasting(self) -> Mapping[str, int]:
-        """What is held between steps, by what it is."""
+        """Return what is held between steps, by what it is."""
 
     @abstractmethod
     def flow(self) -> Flow:
-        """What is held beside that in the course of a pass, from its beginning."""
+        """Return what is held beside that in the course of a pass, from its beginning."""
 
     @abstractmethod
     def step(self) -> int:
@@ -52,12 +52,13 @@ class StrategyMemory(ABC):
 
     @property
     def on_cpu(self) -> bool:
+        """Return whether the devices are CPUs."""
         return not self.setting.device.is_gpu
 
 
 @cache
 def memory_model(strategy: str) -> type[StrategyMemory]:
-    """The class that the strategy's spec names.
+    """Return the class that the strategy's spec names.
 
     Raises:
         RequestError: it cannot be imported, or is none.

@@ -24,6 +24,7 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Return the sum of all parts."""
         return self.gradients + self.gathered + self.buckets
 
 
@@ -37,25 +38,25 @@ class Flow:
     held = Held()
 
     def begin(self, first: bool, last: bool) -> None:
-        """A pass over a micro-batch begins, the first or the last of its step."""
+        """Begin a pass over a micro-batch, the first or the last of its step."""
 
     def forward(self, unit: int) -> Held:
-        """``unit`` is about to run forwards; ``held`` is then what it runs with."""
+        """Begin the forward pass of ``unit``; ``held`` is then what it runs with."""
         return self.held
 
     def head(self) -> Held:
-        """The blocks have run, and the loss is about to be computed."""
+        """Return the blocks have run, and the loss is about to be computed."""
         return self.held
 
     def forward_ended(self) -> None:
-        """The loss is computed."""
+        """End the forward passes: the loss is computed."""
 
     def backward(self, unit: int) -> Held:
-        """``unit`` is about to run backwards."""
+        """Begin the backward pass of ``unit``."""
         return self.held
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """The gradient of a parameter is there; without a name, those of all of the unit's."""
+        """Take the gradient of a parameter as it is there; without a name, those of all of the unit's."""
         return self.held
 
     def unit_ended(self, unit: int) -> Held:
@@ -63,7 +64,7 @@ class Flow:
         return self.held
 
     def end(self) -> Held:
-        """The backward pass has ended."""
+        """Return the backward pass has ended."""
         return self.held
 
 
@@ -75,6 +76,7 @@ class Peak:
         self._what = (Held(), 0, 0, False)
 
     def note(self, held: Held, kept: int, work: int, loss: bool = False) -> None:
+        """Keep the moment if it needs the most so far."""
         total = held.gradients + held.gathered + held.buckets + kept + work
         if total > self.total:
             self.total = total
@@ -119,7 +121,7 @@ class Walk:
             self._backwards(flow, parts)
 
     def evaluate(self, flow: Flow) -> None:
-        """A pass without gradients."""
+        """Run a forward-only pass."""
         embedding, head, peak = self.parts.embedding, self.parts.head, self.evaluation
         flow.begin(True, False)
         peak.note(flow.forward(-1), 0, 0)
@@ -193,7 +195,7 @@ class Walk:
         peak.note(flow.end(), 0, 0)
 
     def _moments(self, flow: Flow, unit: int, part: Pass, kept: int, waiting: int, loss: bool = False) -> int:
-        """The gradients of a part as they come. Returns the bytes of what waits to be added to another gradient."""
+        """Add the gradients of a part as they come. Returns the bytes of what waits to be added to another gradient."""
         peak = self.backward
         for moment in part.moments:
             peak.note(_with(flow.held, waiting), kept, moment.peak, loss)

@@ -50,15 +50,18 @@ class ZeroMemory(StrategyMemory):
     """DeepSpeed's flat partitions, and what its stage leaves whole."""
 
     def lasting(self) -> Mapping[str, int]:
+        """Return what is held between steps."""
         return _lasting(self.held, self._stage, self.width, self.choice.shards, self.setting.stack)
 
     def flow(self) -> Flow:
+        """Return the flow of gathered parameters and gradients through a step."""
         if self._stage == 3:
             return Stage3Flow(self.held, self.width, self.on_cpu, self.setting.stack)
         offload = self.choice.offload_optimizer and not self.on_cpu
         return Stage12Flow(self.held, self._stage, self.width, self.choice.shards, offload, self.setting.stack)
 
     def step(self) -> int:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         return _step(self.held, self._stage, self.width, self.choice.shards, self.on_cpu)
 
     @property
@@ -91,15 +94,18 @@ class Stage12Flow(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
         reduced = 0 if self._leaves else self._reduced
         return Held(gradients=self._gradients + reduced, buckets=self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
         self._first, self._last, self._counted = first, last, False
         if first:
             self._gradients = self._reduced = self._buffer = self._filled = self._loose = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
         if self._stage == 1 and self._width < self._sums:  # added to flat ones in the end (BF16_Optimizer)
             self._gradients += self._width * numel * self._first
             return self.held
@@ -114,6 +120,7 @@ class Stage12Flow(Flow):
         return self._into_bucket(numel) if self._stage == 2 else self.held
 
     def end(self) -> Held:
+        """End the pass; return the most that was held."""
         most = self.held
         if self._stage == 1 and self._width < self._sums:
             return most._replace(buckets=_FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
@@ -178,13 +185,16 @@ class Stage3Flow(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
         return Held(self._gradients, self._whole + self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
         self._whole = self._buffer = self._gradients = self._filled = 0
         self._ahead = OUTSIDE - 1  # the last unit that is gathered
 
     def forward(self, unit: int) -> Held:
+        """Run the forward pass."""
         most = self.held
         if unit > self._ahead:
             most = self._gather(unit)
@@ -193,15 +203,18 @@ class Stage3Flow(Flow):
         return most
 
     def head(self) -> Held:
+        """Return what the head runs with."""
         self._buffer = 0  # it went when the last weight in it was used
         return self.held
 
     def backward(self, unit: int) -> Held:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         if self._units.get(unit, 0) * self._width > self._whole:
             self._whole = min(self._limit(), self._whole + self._bucket * self._width)
         return self.held
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
         most = Held(self._gradients + self._width * numel, self._whole + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
             most = max(most, self._reduce(), key=_total)
@@ -213,6 +226,7 @@ class Stage3Flow(Flow):
         return most
 
     def end(self) -> Held:
+        """End the pass; return the most that was held."""
         most = self._reduce()
         self._whole = 0
         return most
@@ -278,7 +292,7 @@ def _largest_vector(inventory: Inventory) -> int:
 
 @lru_cache(maxsize=64)
 def _lasting(inventory: Inventory, stage: int, width: int, shards: int, stack: Stack = OWN) -> Mapping[str, int]:
-    """What is held between steps."""
+    """Return what is held between steps."""
     trained = inventory.trained
     if stage < 3:
         own = _partition(inventory, shards)[0]

@@ -28,7 +28,7 @@ class KnownModel:
     config: Mapping[str, Any] = field(hash=False)
 
     def architecture(self) -> Architecture:
-        """What it is made of; of a family that is not written down here by tracing, which imports torch."""
+        """Return what it is made of; of a family that is not written down here by tracing, which imports torch."""
         return architecture_of_config(self.config, self.id)
 
 
@@ -38,7 +38,7 @@ def known_models() -> tuple[KnownModel, ...]:
 
 
 def known_model(name: str) -> KnownModel | None:
-    """The model of the id ``name``, with or without its organisation, in any case; None for one not known."""
+    """Return the model of the id ``name``, with or without its organisation, in any case; None for one not known."""
     return _by_id().get(name.strip().lower())
 
 

@@ -65,6 +65,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Return whether the chosen candidate runs."""
         return self.chosen.runs
 
     @property
@@ -73,7 +74,7 @@ class Plan:
         return self.chosen.is_close
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """What the plan puts in the place of ``auto``, by section and key of a recipe."""
+        """Return what the plan puts in the place of ``auto``, by section and key of a recipe."""
         choice = self.chosen.choice
         train = {
             "mixed_precision": choice.mixed_precision,
@@ -86,7 +87,7 @@ class Plan:
         return {"train": train, "parallel": parallel}
 
     def predicted(self) -> dict[str, float]:
-        """What is compared with the run afterwards: bytes of a process, seconds of a step, threads of a process.
+        """Return what is compared with the run afterwards: bytes of a process, seconds of a step, threads of a process.
 
         ``calibrated`` and ``measured`` are 1 where the times are from rates measured on this machine, in a minute and
         in a few seconds. ``correction``: what the step's time was multiplied by, for what this machine's own runs took.
@@ -148,7 +149,7 @@ def make_plan(
     available: Callable[[str], str | None] = lambda strategy: None,
     own: Errors | None = None,
 ) -> Plan:
-    """The fastest way of doing ``workload`` on ``cluster`` that fits and keeps to ``wishes``.
+    """Return the fastest way of doing ``workload`` on ``cluster`` that fits and keeps to ``wishes``.
 
     ``basis``: what was measured there. ``available``: asked for a strategy; gives None, or the reason why it does not
     run there. ``own``: errors of plans of runs on that machine; None: those of runs of the same kind elsewhere.
@@ -184,8 +185,9 @@ _Chosen = tuple[Found, tuple[str, str] | None, tuple[Judged, ...]]
 
 
 def _in_precision(judge: Judge, wishes: Wishes) -> _Chosen:
-    """The search in the precision that is the fastest here; which that is and why, where it was left open; and the best
-    in others."""
+    """Return the search in the precision that is the fastest here; which that is and why, where it was left open;
+    and the best in others.
+    """
     options = precisions(wishes, judge.rates)
     tried = {precision: search(judge, replace(wishes, precision=precision)) for precision in options}
     found = {precision: one for precision, one in tried.items() if one.judged}
@@ -226,7 +228,7 @@ def _rates(basis: Basis) -> tuple[str, ...]:
 
 
 def wishes_of(recipe: Recipe) -> Wishes:
-    """What a recipe fixes: every key that is not ``auto``, and what it says of a strategy that it names."""
+    """Return what a recipe fixes: every key that is not ``auto``, and what it says of a strategy that it names."""
     train, parallel = recipe.train, recipe.parallel
     named = {
         "strategy": parallel.strategy,
@@ -249,7 +251,7 @@ def wishes_of(recipe: Recipe) -> Wishes:
 
 
 def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
-    """The recipe with these keys left open."""
+    """Return the recipe with these keys left open."""
     sections = {
         name: section.model_copy(update={key: "auto" for key in given_up if key in type(section).model_fields})
         for name, section in (("train", recipe.train), ("parallel", recipe.parallel))
@@ -258,7 +260,7 @@ def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
 
 
 def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
-    """A default that was written counts where the strategy was written too; of a resolved recipe all is."""
+    """Return a default that was written counts where the strategy was written too; of a resolved recipe all is."""
     if parallel.deepspeed_config is not None:  # the file says where its numbers are
         return {key: getattr(parallel, key) for key in _LAYOUT_KEYS}
     fixed = {}

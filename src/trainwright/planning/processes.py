@@ -10,7 +10,7 @@ from trainwright.recipe.schema import Recipe
 
 
 def choose_processes(recipe: Recipe, machine: Machine, nodes: int = 1) -> tuple[int, str]:
-    """Processes on each of ``nodes`` machines like this one, and why so many.
+    """Choose the number of processes on each of ``nodes`` machines like this one, with the reason.
 
     Where batch sizes or replicas are written out that the usual number contradicts, the nearest smaller number that
     they allow, else the nearest larger one. Where they allow none it is the usual number all the same.
@@ -31,6 +31,6 @@ def choose_processes(recipe: Recipe, machine: Machine, nodes: int = 1) -> tuple[
 
 
 def with_processes(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe for so many processes; whether that is sound is not looked at."""
+    """Return the recipe for so many processes; whether that is sound is not looked at."""
     parallel = recipe.parallel.model_copy(update={"num_processes": processes})
     return recipe.model_copy(update={"parallel": parallel})

@@ -37,6 +37,7 @@ class Group:
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks of the group."""
         return self.nodes * self.per_node
 
 
@@ -52,6 +53,7 @@ class Rates:
 
     @property
     def calibrated(self) -> bool:
+        """Return whether the rates come from a calibration."""
         return self.calibration is not None
 
     @property
@@ -60,8 +62,9 @@ class Rates:
         return self.calibration is not None or self.measurement is not None
 
     def setting(self, processes: int, threads: int | None = None) -> Setting:
-        """What each of ``processes`` on a node does, all of them at once; on a CPU of so many ``threads`` each, all
-        that there are if it is not said."""
+        """Return what each of ``processes`` on a node does, all of them at once; on a CPU of so many ``threads``
+        each, all that there are if it is not said.
+        """
         if self.cluster.device == "cpu" and threads is None:
             threads = max(1, self.cluster.cpu_cores // processes)
         key = processes, threads

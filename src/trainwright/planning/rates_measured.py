@@ -32,7 +32,7 @@ Nominal = Callable[[int, int | None], Setting]
 
 
 def measured_setting(measured: Calibration, nominal: Nominal, processes: int, threads: int | None) -> Setting:
-    """What each of ``processes`` of so many ``threads`` does, all at once.
+    """Return what each of ``processes`` of so many ``threads`` does, all at once.
 
     Each curve is that of the nearest setting that it was measured in; otherwise nominal, scaled by how far nominal
     rates are off there.
@@ -74,7 +74,7 @@ def thread_counts(measured: Calibration | None, processes: int, cores: int) -> t
 
 
 def peak(measured: Calibration, precision: str) -> float | None:
-    """The most operations a second that all processes of a setting were measured to do; None where none was."""
+    """Return the most operations a second that all processes of a setting were measured to do; None where none was."""
     rates = [
         2 * math.prod(sample.sizes) / sample.seconds * setting.processes
         for setting in measured.settings
@@ -129,7 +129,7 @@ def _nearest_curve(name: str, own: Setting, by_distance: Sequence[Setting], nomi
 
 
 def _through(curve: Curve, samples: Sequence[Sample]) -> Curve:
-    """A table that has what was measured among its points."""
+    """Return a table that has what was measured among its points."""
     known = {sample.sizes: sample for sample in (*curve.samples, *samples)}
     return replace(curve, samples=tuple(known[sizes] for sizes in sorted(known)))
 

@@ -104,7 +104,7 @@ _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
 
 def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> Setting:
-    """What each of ``processes`` on a node of ``cluster`` does, all at once, by its datasheets.
+    """Return what each of ``processes`` on a node of ``cluster`` does, all at once, by its datasheets.
 
     ``threads``: of each on a CPU; without it they share the cores.
     """

@@ -21,7 +21,7 @@ def reasons_of(
     cluster: Cluster,
     precision: tuple[str, str] | None,
 ) -> Iterator[str]:
-    """A line for every choice that the user left open: ``key value: why``."""
+    """Yield a line for every choice that the user left open: ``key value: why``."""
     choice = chosen.choice
     searched = found.best or chosen  # not compiled, as all that it is compared with
     if "num_processes" not in wishes.fixed:
@@ -96,7 +96,7 @@ def _size(judged: Judged) -> str:
 
 
 def between(judged: Judged) -> str:
-    """The interval of what such runs took."""
+    """Return the interval of what such runs took."""
     low, high = judged.needed_interval
     return f"{size(low)} to {size(high)}"
 
@@ -112,7 +112,7 @@ def _speed(judged: Judged) -> str:
 
 
 def _slower_part(judged: Judged, best: Judged) -> str:
-    """What the time goes into that the best does not spend."""
+    """Return what the time goes into that the best does not spend."""
     assert judged.time is not None and best.time is not None
     differences = {
         name: seconds - best.time.parts.get(name, 0.0) for name, seconds in judged.time.parts.items() if seconds

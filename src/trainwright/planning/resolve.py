@@ -66,7 +66,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
 
 
 def filled(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe with what ``plan`` chose in the place of every `auto`.
+    """Return the recipe with what ``plan`` chose in the place of every `auto`.
 
     Raises RequestError: what was chosen contradicts what was written, in the recipe or in its file for DeepSpeed.
     """
@@ -89,7 +89,7 @@ def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
 
 
 def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:
-    """The recipe with the strategy that its keys ask for, and remarks on what it asks of ``cluster``.
+    """Return the recipe with the strategy that its keys ask for, and remarks on what it asks of ``cluster``.
 
     Raises:
         RequestError: more processes than GPUs.
@@ -110,7 +110,7 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
 
 
 def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
-    """A key that only one strategy reads asks for that strategy."""
+    """Return a key that only one strategy reads asks for that strategy."""
     if (implied := implied_strategy(recipe.parallel)) is None:
         return recipe
     name, key = implied
@@ -127,7 +127,7 @@ def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:
 
 
 def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
-    """Validated anew: what was chosen may contradict what was written."""
+    """Validate the recipe again: what was chosen may contradict what was written."""
     try:
         return type(recipe).model_validate(values)
     except ValidationError as error:

@@ -68,6 +68,7 @@ class Judged:
 
     @property
     def layout(self) -> Layout:
+        """Return the candidate's layout."""
         return layout_of(self.choice)
 
     @property
@@ -91,10 +92,12 @@ class Judged:
 
     @property
     def fits(self) -> bool:
+        """Return whether the candidate fits."""
         return self.verdict == "fits" or (self.bold and self.is_close and self.needed_bytes <= self.available_bytes)
 
     @property
     def runs(self) -> bool:
+        """Return whether the candidate fits and nothing is missing for it."""
         return self.fits and self.missing is None
 
     @property
@@ -161,7 +164,7 @@ class Judge:
         return other
 
     def fit(self, choice: Choice) -> Judged:
-        """What a choice needs; not yet how long it takes."""
+        """Return what a choice needs; not yet how long it takes."""
         if choice not in self._fitted:
             self._fitted[choice] = self._fit(choice)
         return self._fitted[choice]
@@ -231,7 +234,7 @@ class _Tried:
 
 
 def search(judge: Judge, wishes: Wishes, sure: bool = False) -> Found:
-    """The fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast.
+    """Return the fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast.
 
     Where none does, the fastest that is close, but if it is to be ``sure``. Keeping numbers in the host's memory costs
     time, so it is looked at where nothing fits, or is close, without.
@@ -271,7 +274,7 @@ def _is_as_fast(one: _Tried, fastest: float) -> bool:
 
 
 def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
-    """The simplest of a layout's fastest choices; where none fits, the one that needs least.
+    """Return the simplest of a layout's fastest choices; where none fits, the one that needs least.
 
     ``fastest``: of all layouts. It decides for those that are as fast, so that the differences do not add up.
     """
@@ -289,7 +292,9 @@ def _try(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -
 
 
 def _try_layout(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> _Tried | None:
-    """What fits of a layout and may be its fastest, with all threads or, where that was seen to be faster, fewer."""
+    """Return what fits of a layout and may be its fastest, with all threads or, where that was seen to be faster,
+    fewer.
+    """
     found = [_with_threads(judge, layout, processes, wishes, threads) for threads in judge.rates.threads(processes)]
     tried = [one for one in found if one is not None]
     return min(tried, key=lambda one: one.fastest, default=None)
@@ -319,7 +324,7 @@ def _with_threads(judge: Judge, layout: Layout, processes: int, wishes: Wishes, 
 
 
 def _least(judge: Judge, choices: list[Choice]) -> Judged:
-    """The one that needs least memory: the smallest micro-batch, or the one without accumulation."""
+    """Return the one that needs least memory: the smallest micro-batch, or the one without accumulation."""
     return min((judge.fit(choices[0]), judge.fit(choices[-1])), key=lambda one: one.shortfall)
 
 

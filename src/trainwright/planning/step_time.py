@@ -48,10 +48,11 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of a step."""
         return sum(self.parts.values())
 
     def times(self, factor: float) -> StepTime:
-        """The same work in another time."""
+        """Return the same work in another time."""
         return replace(self, parts={name: seconds * factor for name, seconds in self.parts.items()})
 
     @property
@@ -174,7 +175,7 @@ class _Step:
         return found[1]
 
     def _reference(self) -> Work:
-        """The forward pass of what runs beside the model, which has no adapter."""
+        """Return the forward pass of what runs beside the model, which has no adapter."""
         beside = self.workload.beside
         if beside is None:
             return Work()
@@ -196,7 +197,7 @@ class _Step:
         return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
 
     def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:
-        """What is outside the blocks, then the blocks."""
+        """Return what is outside the blocks, then the blocks."""
         counts = self._counts()
         embedding = (
             self.pricing.work(run.embedding.forward, backward=False),

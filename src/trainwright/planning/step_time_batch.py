@@ -11,8 +11,9 @@ _PLACES = 64  # micro-batches whose lengths are looked at
 
 
 def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = None) -> MicroBatch:
-    """A micro-batch of mean size, of the process that the others wait for. ``sorted_rows``: by length, before they are
-    cut into micro-batches; None: those of a step."""
+    """Return a micro-batch of mean size, of the process that the others wait for. ``sorted_rows``: by length,
+    before they are cut into micro-batches; None: those of a step.
+    """
     most = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
         tokens = round(min(most, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
@@ -67,7 +68,7 @@ def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
 
 
 def _harmonic(count: int) -> float:
-    """The sum of 1 / k up to ``count``."""
+    """Return the sum of 1 / k up to ``count``."""
     return math.log(count) + 0.5772156649 + 1 / (2 * count) if count else 0.0
 
 

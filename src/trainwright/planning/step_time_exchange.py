@@ -124,7 +124,7 @@ class Exchange:
         return waiting + self._beside(scatters[1] if last else 0.0, units[0].backward)
 
     def _beside(self, exchanging: float, computing: float) -> float:
-        """What an exchange adds to the computing that goes on meanwhile."""
+        """Return what an exchange adds to the computing that goes on meanwhile."""
         return exchanging - self.hidden * min(exchanging, computing)
 
     def _over_replicas(self, units: Sequence[Unit]) -> float:

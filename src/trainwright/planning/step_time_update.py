@@ -46,6 +46,7 @@ class Update:
 
     @property
     def on_host(self) -> bool:
+        """Return whether the update runs in the host's memory."""
         return "optimizer state" in self.choice.offloaded
 
     def optimizer(self) -> float:

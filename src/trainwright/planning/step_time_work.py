@@ -134,7 +134,7 @@ class Pricing:
         return seconds * (_FUSED_LOSS if one_kernel else 1.0 if self.stack.loss == "chunked" else _FULL_LOSS)
 
     def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
-        """A curve of the device in ``precision``, or in what stands in for it."""
+        """Return a curve of the device in ``precision``, or in what stands in for it."""
         end = "" if last is None else f"/{last}"
         if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured by itself
             end = "/elementwise"

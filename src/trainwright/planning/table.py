@@ -49,7 +49,7 @@ def grouped(judged: Judged) -> dict[str, int]:
 
 
 def table(plan: Plan, everything: bool = False, width: int | None = None) -> Iterator[str]:
-    """A line for each candidate, the fastest first; without ``everything`` the best of each strategy only.
+    """Yield a line for each candidate, the fastest first; without ``everything`` the best of each strategy only.
 
     On a terminal of a ``width`` that has no room for it, memory is not drawn and a verdict has a line of its own.
     """
@@ -74,7 +74,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
 
 
 def words(plan: Plan) -> Iterator[str]:
-    """The chosen plan: what runs, why, what it needs and where its time goes."""
+    """Yield the chosen plan: what runs, why, what it needs and where its time goes."""
     if not plan.fits:
         yield shortage(plan.chosen, plan.cluster, plan.ways_out)
         return
@@ -96,7 +96,7 @@ def words(plan: Plan) -> Iterator[str]:
 
 
 def summary(plan: Plan) -> str:
-    """The chosen plan in a line."""
+    """Return the chosen plan in a line."""
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
     place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"

@@ -35,7 +35,9 @@ _OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head
 
 
 def beside(needs: Needs, architecture: Architecture, *, adapted: bool) -> Beside | None:
-    """What computes beside the model, or is in memory; None where nothing is. ``adapted``: an adapter is trained."""
+    """Return what computes beside the model, or is in memory; None where nothing is. ``adapted``: an adapter is
+    trained.
+    """
     reference = needs.reference
     if reference is None:
         return None
@@ -48,7 +50,7 @@ def beside(needs: Needs, architecture: Architecture, *, adapted: bool) -> Beside
 
 
 def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
-    """The parameters that are trained, ``(unit, name)`` as in an inventory; None: all."""
+    """Return the parameters that are trained, ``(unit, name)`` as in an inventory; None: all."""
     last = needs.last_block
     if last is None and needs.trainable is None:
         return None

@@ -26,7 +26,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def layout_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a plan needs to know of the model: its sizes, and its parameters as [unit, name, rows, columns]."""
+    """Return what a plan needs to know of the model: its sizes, and its parameters as [unit, name, rows, columns]."""
     with _fake(), _telling(config):
         model = _model(config, torch.float32)
         lm = CausalLM(model, packed=False)
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         self._events.append(["-", "", size])
 
     def gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        """A hook that takes the gradient of a parameter away."""
+        """Return a hook that takes the gradient of a parameter away."""
 
         def take(parameter: torch.Tensor) -> None:
             grad = parameter.grad
@@ -195,7 +195,7 @@ def _batch(lm: CausalLM, packed: bool, masked: bool, rows: int, length: int) -> 
 
 
 def _call(lm: CausalLM, block: nn.Module, batch: Batch) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """What the block is called with: its input, and the rest."""
+    """Return what the block is called with: its input, and the rest."""
     seen: dict[str, Any] = {}
 
     def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Benchmark:
 
 
 def find_benchmark(name: str, key: str = KEY) -> Benchmark:
-    """The benchmark that ``name`` is; none of its rows are read. Imports no torch.
+    """Return the benchmark that ``name`` is; none of its rows are read. Imports no torch.
 
     Args:
         key: what names it in messages.
@@ -117,7 +117,7 @@ class _Place:
             )
 
     def find(self, config: str, split: str = "") -> str | None:
-        """A source; None where the directory has no file for it. The Hub is not asked."""
+        """Return a source; None where the directory has no file for it. The Hub is not asked."""
         if self._directory is None:
             return f"{self._place}:{config}:{split or 'train'}"
         stem = self._directory / config / split if split else self._directory / config

@@ -146,7 +146,7 @@ class DataSection(Section):
         return {key: value for key, value in values.items() if value is not None or key not in _OF_A_TASK}
 
     def part(self, key: str) -> DataSection:
-        """The data of one of ``PARTS`` alone, as what is trained on; nothing is held back of it."""
+        """Return the data of one of ``PARTS`` alone, as what is trained on; nothing is held back of it."""
         nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
         found = self.model_copy(update={**nothing, "train": getattr(self, key)})
         found._part = f"data.{key}"

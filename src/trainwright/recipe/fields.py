@@ -12,6 +12,7 @@ Auto = Literal["auto"]
 
 
 def whole(value: object) -> object:
+    """Refuse true and false as whole numbers."""
     # Python's True is the number 1; a user who writes `max_steps: true` means something else.
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
@@ -63,7 +64,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def seconds_of(time: str) -> float:
-    """The seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError for what is none."""
+    """Return the seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError for what is none."""
     found = _TIME.fullmatch(time.strip())
     seconds = float(found[1]) * _UNITS[found[2][0]] if found else 0.0
     if seconds <= 0:

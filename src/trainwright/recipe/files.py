@@ -19,7 +19,9 @@ _SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSO
 
 
 def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
-    """A file of settings as text. Raises RequestError where it cannot be read, is no text or is over ``most`` bytes."""
+    """Return a file of settings as text. Raises RequestError where it cannot be read, is no text or is over
+    ``most`` bytes.
+    """
     try:
         if (what := special(path)) is not None:
             raise RequestError(f"{path}: is {what}, not a file")
@@ -39,7 +41,7 @@ def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
 
 
 def special(path: Path) -> str | None:
-    """What there is instead of a regular file, such as ``a named pipe``, which might be waited for without end.
+    """Return what there is instead of a regular file, such as ``a named pipe``, which might be waited for without end.
 
     None for a file, a directory, and a pipe from another command: ``<(command)`` of a shell, or /dev/stdin.
 
@@ -69,7 +71,8 @@ def read_json(path: Path, source: str | None = None, pairs: Callable[[list[tuple
 
 
 def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """The value that ``text`` is; ``source`` names it in messages. ``pairs`` makes an object of its keys and values.
+    """Return the value that ``text`` is; ``source`` names it in messages. ``pairs`` makes an object of its keys and
+    values.
 
     Raises:
         RequestError: it is not JSON, with line and column, or nested more than ``DEEPEST`` deep.

@@ -27,7 +27,7 @@ def recipe_json_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> None:
-    """Drops what pydantic makes up (titles from key names) and what partial files need not have."""
+    """Drop what pydantic adds (titles from key names) and what partial files do not need."""
     if isinstance(node, list):
         for item in node:
             _tidy(item)

@@ -34,7 +34,7 @@ def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
-    """The recipe that ``section.key=value`` make by themselves; ``name`` stands in messages for its file."""
+    """Return the recipe that ``section.key=value`` make by themselves; ``name`` stands in messages for its file."""
     return checked(read_merged(None, overrides), Origin(name)).recipe
 
 
@@ -44,14 +44,15 @@ def load_with_origins(path: Path | Tree, overrides: Sequence[str] = ()) -> Loade
 
 
 def loaded(tree: Tree) -> LoadedRecipe:
-    """The recipe of a tree that was read. Raises RequestError as load_recipe does."""
+    """Return the recipe of a tree that was read. Raises RequestError as load_recipe does."""
     if "objectives" in tree.values and "task" not in tree.values:
         raise RequestError(f"{tree}: is a study of unlearning and no recipe; run trainwright unlearn-study {tree}")
     return checked(tree, Origin(str(tree)))
 
 
 def checked(tree: Tree, file: Origin) -> LoadedRecipe:
-    """The recipe that ``tree`` is, read and put together; ``file`` is the place of what is written nowhere in it.
+    """Return the recipe that ``tree`` is, read and put together; ``file`` is the place of what is written nowhere in
+    it.
 
     Raises RequestError as load_recipe does.
     """
@@ -73,7 +74,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
 
 
 def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None) -> str:
-    """The recipe as YAML with every key, defaults too, so that the text by itself gives the same recipe.
+    """Return the recipe as YAML with every key, defaults too, so that the text by itself gives the same recipe.
 
     With ``origins`` (of load_with_origins) a comment on each key says where its value was written.
     """

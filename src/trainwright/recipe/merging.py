@@ -20,6 +20,7 @@ class Override(str):
 
     @classmethod
     def written(cls, text: str, origin: Origin) -> Override:
+        """Return an override with the place where it was written."""
         override = cls(text)
         override.origin = origin
         return override
@@ -88,7 +89,7 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
 
 
 def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
-    """Takes ``include`` out of the tree: the file names in it and their places."""
+    """Take ``include`` out of the tree: the file names in it and their places."""
     value = tree.values.pop("include", None)
     origins = {path: origin for path, origin in tree.origins.items() if path[0] == "include"}
     for path in origins:
@@ -106,7 +107,9 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _read_override(override: str) -> tuple[Tree, int]:
-    """What it changes, and how deep that is merged: a section key by key, and a key's whole value is replaced."""
+    """Return what it changes, and how deep that is merged: a section key by key, and a key's whole value is
+    replaced.
+    """
     origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
     source = str(origin)
     key, equals, text = override.partition("=")
@@ -126,7 +129,7 @@ def _read_override(override: str) -> tuple[Tree, int]:
 
 
 def _merge(base: Tree, over: Tree, depth: float = math.inf) -> None:
-    """Merges ``over`` into ``base``: mappings above ``depth`` key by key, everything else replaced."""
+    """Merge ``over`` into ``base``: mappings above ``depth`` key by key, everything else replaced."""
     _merge_values(base, base.values, over.values, (), depth)
     base.origins.update(over.origins)
     base.problems.extend(over.problems)

@@ -22,7 +22,7 @@ _DEEPEST = 64
 
 
 def absurd_sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The dotted key and what is wrong with it, for every number that no model can have."""
+    """Yield the dotted key and what is wrong with it, for every number that no model can have."""
     stack: list[tuple[str, Any, int]] = [("", config, 0)]
     while stack:
         place, value, depth = stack.pop()

@@ -66,7 +66,7 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
 
 
 def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, file: Origin) -> list[Problem]:
-    """The contradictions found once the ``unknown`` keys are set aside.
+    """Return the contradictions found once the ``unknown`` keys are set aside.
 
     Without those in the sections of the unknown keys: what is missing there is likely what was mistyped.
     """
@@ -76,19 +76,19 @@ def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, f
 
 
 def contradictions_in(error: ValidationError) -> list[Contradiction]:
-    """What checks.contradictions found, out of the error that pydantic makes of it."""
+    """Return what checks.contradictions found, out of the error that pydantic makes of it."""
     causes = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
     return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.found]
 
 
 def unknown_keys(error: ValidationError, tree: Tree) -> list[KeyPath]:
-    """The paths of all keys that the schema does not have."""
+    """Return the paths of all keys that the schema does not have."""
     model = _model(tree)
     return [field_path(item["loc"], model) for item in error.errors() if item["type"] == "extra_forbidden"]
 
 
 def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
-    """The path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
+    """Return the path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
     path: KeyPath = ()
     model: type[BaseModel] | None = whole
     items: type[BaseModel] | None = None  # of the list that may be at `path`
@@ -140,7 +140,9 @@ def _mistaken_values(
 
 
 def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
-    """The words for a value of ``key`` that is of none of the types it may be of; each of ``items`` is of one."""
+    """Return the words for a value of ``key`` that is of none of the types it may be of; each of ``items`` is of
+    one.
+    """
     if items[0]["type"] == "extension":
         return items[0]["msg"]
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
@@ -190,7 +192,7 @@ def _meant(path: KeyPath, near: KeyPath | None, model: type[BaseModel]) -> str:
 
 
 def _nearest(path: KeyPath, model: type[BaseModel]) -> KeyPath | None:
-    """The known key that an unknown one most likely stands for, here or in another section."""
+    """Return the known key that an unknown one most likely stands for, here or in another section."""
     *above, key = path
     here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above), model)}
     sections = model.model_fields
@@ -213,7 +215,7 @@ def _keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
 
 
 def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """The section at ``key`` of ``model``, or None where it is a single value or nothing known."""
+    """Return the section at ``key`` of ``model``, or None where it is a single value or nothing known."""
     field = model.model_fields.get(key) if model is not None else None
     kind = field.annotation if field is not None else None
     kinds = [kind, *get_args(kind)] if get_origin(kind) is not list else []  # a section of one task may be None
@@ -229,7 +231,7 @@ def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None
 
 
 def _items(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """The section that each item of the list at ``key`` is, or None where there is no list of sections."""
+    """Return the section that each item of the list at ``key`` is, or None where there is no list of sections."""
     field = model.model_fields.get(key) if model is not None else None
     return _listed(field.annotation) if field is not None else None
 

@@ -318,7 +318,7 @@ class Recipe(Section):
         return spec
 
     def own(self, kind: type[S]) -> S:
-        """The task's own section, which is a ``kind``."""
+        """Return the task's own section, which is a ``kind``."""
         section = getattr(self, self.spec.name)
         assert isinstance(section, kind), f"task {self.task} has a section of another kind"
         return section
@@ -341,7 +341,7 @@ class Recipe(Section):
 
 
 def model_of(values: Any) -> type[Recipe]:
-    """A recipe with the sections that ``values`` may have.
+    """Return a recipe with the sections that ``values`` may have.
 
     Raises:
         RequestError: a task of another package cannot be used.
@@ -354,7 +354,7 @@ def model_of(values: Any) -> type[Recipe]:
 
 @cache
 def recipe_model(task: str | None = None) -> type[Recipe]:
-    """A recipe with the section of every registered task, and of ``task`` where that is a place ``module:Name``.
+    """Return a recipe with the section of every registered task, and of ``task`` where that is a place ``module:Name``.
 
     Raises:
         RequestError: a task of another package cannot be used.
@@ -395,7 +395,7 @@ def _spec_of(task: Any) -> TaskSpec | None:
 
 
 def _with_a_corpus_for_the_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer that is made from texts is made from those to train on, unless it names its own."""
+    """Name the texts to train on for a tokenizer that is made from texts, unless it names its own."""
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(source := data.get("train"), str) and isinstance(model, dict):
         name = model.get("tokenizer")

@@ -62,10 +62,11 @@ class Library:
 
     @property
     def is_missing(self) -> bool:
+        """Return whether the library is not installed."""
         return find_spec(self.module) is None
 
     def check(self) -> None:
-        """Raises MachineError where it is not installed, or in a version that is not known to work."""
+        """Raise MachineError if it is not installed, or in a version that is not known to work."""
         try:
             version = importlib.metadata.version(self.module)
         except importlib.metadata.PackageNotFoundError:
@@ -129,29 +130,31 @@ class StrategySpec:
 
     @property
     def shards_parameters(self) -> bool:
+        """Return whether parameters are sharded."""
         return "parameters" in self.shards
 
     @property
     def is_one_process(self) -> bool:
+        """Return whether the strategy runs one process."""
         return self.most_processes == 1
 
     def offloaded(self, values: object) -> frozenset[str]:
-        """What is in the host's memory by the keys that ``values`` has set, such as a recipe's section."""
+        """Return what is in the host's memory by the keys that ``values`` has set, such as a recipe's section."""
         return frozenset().union(*(moved for key, moved in self.offloads.items() if getattr(values, key)))
 
     def refuses(self, values: Mapping[str, object]) -> Limit | None:
-        """The first limit that ``values``, by key of a recipe, go beyond."""
+        """Return the first limit that ``values``, by key of a recipe, go beyond."""
         return next((one for one in self.limits if values.get(one.key, "auto") not in (*one.allowed, "auto")), None)
 
 
 def spec_of(name: str) -> StrategySpec:
-    """The spec of a strategy that is named in a recipe. Raises RequestError as ``Registry.get`` does."""
+    """Return the spec of a strategy that is named in a recipe. Raises RequestError as ``Registry.get`` does."""
     spec: StrategySpec = STRATEGIES.get(name)
     return spec
 
 
 def check_library(name: str) -> None:
-    """Raises MachineError where a strategy needs a library that is not installed, or not in a version that works."""
+    """Raise MachineError if a strategy needs a library that is not installed, or not in a version that works."""
     if (library := spec_of(name).library) is not None:
         library.check()
 

@@ -158,6 +158,7 @@ def our_value(key: str, value: object) -> str | None:
 
 
 def known_keys() -> list[Ours]:
+    """Return all keys of a recipe."""
     return list(_keys())
 
 

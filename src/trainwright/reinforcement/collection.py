@@ -64,7 +64,7 @@ class Collection:
         return json.loads(json.dumps({key: value for key, value in asdict(self).items() if key != "path"}))
 
     def make_environment(self) -> Environment:
-        """The environment that is learnt in."""
+        """Return the environment that is learnt in."""
         return make(self.environment, **self.options)
 
 
@@ -144,7 +144,7 @@ def _claim(collection: Collection) -> None:
 
 
 def _marked(collection: Collection) -> Any:
-    """The request that the parts are of, None where there are no parts."""
+    """Return the request that the parts are of, None where there are no parts."""
     file = collection.parts / _REQUEST
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
@@ -155,7 +155,7 @@ def _together(source: Mapping[str, Any]) -> int:
 
 
 def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
-    """Groups of at most ``together`` goals, as even as can be, of a number that keeps all processes busy."""
+    """Return groups of at most ``together`` goals, as even as possible, so many that all processes are busy."""
     if not goals:
         return []
     count = -(-len(goals) // together)
@@ -224,7 +224,9 @@ def _work(
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Processes started here never hear Ctrl-C, and SIGTERM waits: stopped as it starts one ends in a traceback."""
+    """Start processes that ignore Ctrl-C, and delay SIGTERM: stopped while it starts one, it would end in a
+    traceback.
+    """
     asked: list[int] = []
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which they inherit
     terminate = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))

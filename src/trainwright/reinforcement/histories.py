@@ -90,11 +90,11 @@ class Histories:
         return len(self.goals)
 
     def make_environment(self) -> Environment:
-        """The environment that the histories are of."""
+        """Return the environment that the histories are of."""
         return make(self.environment["name"], **self.environment["options"])
 
     def goal(self, index: int, time: slice = slice(None), streams: slice = slice(None)) -> History:
-        """The history of the ``index``-th goal of ``goals``, or a part of it.
+        """Return the history of the ``index``-th goal of ``goals``, or a part of it.
 
         Raises:
             RequestError: the file is damaged there, or what is read is none of the environment's.
@@ -116,7 +116,7 @@ class Histories:
         return History(*(np.stack(parts) for parts in zip(*found, strict=True)))
 
     def indices_of(self, tasks: Any) -> list[int]:
-        """Indices of ``tasks`` ``[n, p]`` (a tensor or an array), for ``goal`` and ``read``.
+        """Return the indices of ``tasks`` ``[n, p]`` (a tensor or an array), for ``goal`` and ``read``.
 
         Raises:
             RequestError: there is no history of one of them.
@@ -213,7 +213,8 @@ def write(path: Path, environment: Environment, source: Mapping[str, Any], histo
 
 
 def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Returns of every finished episode, float32 ``[streams, episodes]``, of a goal's arrays ``[time, streams]``.
+    """Return the returns of every finished episode, float32 ``[streams, episodes]``, of a goal's arrays ``[time,
+    streams]``.
 
     NaN where a stream has fewer than another.
     """
@@ -227,7 +228,7 @@ def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 
 
 def narrow(counts: Sequence[int]) -> type[np.integer]:
-    """The smallest type that holds whole numbers below each of ``counts``."""
+    """Return the smallest type that holds whole numbers below each of ``counts``."""
     for kind in (np.uint8, np.int16):
         if max(counts) - 1 <= np.iinfo(kind).max:
             return kind
@@ -255,7 +256,7 @@ def _h5py() -> Any:
 
 
 def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of itself in an attribute, ``unsaid`` where it has none."""
+    """Return what a file says of itself in an attribute, ``unsaid`` where it has none."""
     written = file.attrs.get(attribute)
     if written is None:
         return unsaid

@@ -73,7 +73,7 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
 
 
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
-    """The data of a resolved recipe, prepared or found in the cache."""
+    """Return the data of a resolved recipe, prepared or found in the cache."""
     positions = positions_of(recipe, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
@@ -110,7 +110,7 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
 def load(
     recipe: Recipe, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
 ) -> tuple[PreTrainedModel, Weights | None]:
-    """A model; an empty one with what fills it, where each process needs parts of the weights only."""
+    """Return a model; an empty one with what fills it, where each process needs parts of the weights only."""
     if fills_parts(recipe):
         empty = load_empty(section, recipe.train.seed, tokenizer, prefix)
         if empty is not None:
@@ -124,7 +124,7 @@ def fills_parts(recipe: Recipe) -> bool:
 
 
 def _questions(recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase) -> ValidationQuestions | None:
-    """The validation rows to be answered; None where the recipe wants none."""
+    """Return the validation rows to be answered; None where the recipe wants none."""
     if not recipe.evaluate.metrics:
         return None
     assert prepared.validation is not None, "evaluate.metrics needs data.validation"
@@ -177,10 +177,11 @@ class LanguageModelTask:
         return stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
-        """The module that is trained, around the model with its adapter."""
+        """Return the module that is trained, around the model with its adapter."""
         return CausalLM(model, packed=self._packed, z_loss=self._z_loss())
 
     def blocks(self) -> list[nn.Module]:
+        """Return the repeated units of the module, in order."""
         return self._lm.blocks()
 
     def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
@@ -190,7 +191,7 @@ class LanguageModelTask:
         """Nothing is to be known of the weights of the start."""
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """The loss of a micro-batch depends on nothing outside it."""
+        """Do nothing: the loss of a micro-batch depends on nothing outside it."""
 
     def _how_to_write(self) -> Sampling:
         """Prompts are answered with the likeliest tokens."""
@@ -203,25 +204,28 @@ class LanguageModelTask:
         """Nothing but the weights is changed by a step."""
 
     def _example_weight(self, dataset: TokenDataset) -> float | None:
-        """What every example counts in the loss; None: as much as it has targets."""
+        """Return what every example counts in the loss; None: as much as it has targets."""
         return None
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+        """Return the metrics of the model's answers to validation rows. Every rank must call."""
         assert self._questions is not None and isinstance(module, CausalLM)
         with module.for_generation() as model:
             return self._questions.metrics(model, self._stop, world, together=together)
 
     def generate(self, module: nn.Module, prompt: str) -> str:
+        """Return the model's greedy answer to a prompt."""
         assert isinstance(module, CausalLM)
         with module.for_generation() as model:
             (answer,) = answer_batch(model, self._tokenizer, [self._asked(prompt)], self._sampling, self._stop)
         return answer.text.strip()
 
     def _asked(self, prompt: str) -> list[int]:
-        """The tokens of a prompt: a text to continue, or a user's turn."""
+        """Return the tokens of a prompt: a text to continue, or a user's turn."""
         return self._asker(prompt if self._plain else [{"role": "user", "content": prompt}])
 
     def describe(self) -> dict[str, Any]:
+        """Return fields of the `start` event: weights and data."""
         return {
             "weights": resolve(self._recipe.model).origin,
             "data": self._prepared.summary,
@@ -230,6 +234,7 @@ class LanguageModelTask:
         }
 
     def describe_example(self, index: int) -> str:
+        """Describe an example of the stream briefly, for error messages."""
         tokens, _ = self._prepared.train.document(self._prepared.train.documents(index)[0])
         text = self._tokenizer.decode(tokens[:48].tolist(), skip_special_tokens=True)
         return repr(" ".join(str(text).split())[:60])
@@ -246,9 +251,11 @@ class LanguageModelTask:
             save_model(directory, model.config, named, self._tokenizer, model.generation_config)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether an adapter with these parts would leave the model unchanged."""
         return adds_nothing(tensors)
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+        """Check that the exported adapter on its base gives the trained model's logits."""
         assert isinstance(module, CausalLM) and self._adapter is not None
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)

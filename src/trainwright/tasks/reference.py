@@ -58,7 +58,7 @@ def reference(
     notify: Callable[[str], None],
     without: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Reference:
-    """What the module, as it is now, says of some examples of a stream's data set. Every rank must call.
+    """Return what the module, as it is now, says of some examples of a stream's data set. Every rank must call.
 
     Args:
         stream: divides examples into micro-batches.
@@ -101,14 +101,14 @@ def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> st
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
-    """Sums of a tensor's bits as whole numbers, which are the same in any order and on any device."""
+    """Return the sums of a tensor's bits as whole numbers, which are the same in any order and on any device."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     parts = flat.split(_PART)
     return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]
 
 
 def _compute(strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: list[int]) -> Sums:
-    """Sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches where memory runs out."""
+    """Return the sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches if memory runs out."""
     size, rows = stream.global_batch_size, None
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     while True:
@@ -135,7 +135,7 @@ def _compute(strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch]
 
 
 def _together(world: World, own: Sums) -> Sums:
-    """What each rank has found; a document that several have counts once."""
+    """Return what each rank has found; a document that several have counts once."""
     mine = np.flatnonzero(~np.isnan(own))
     together = np.full_like(own, np.nan)
     for documents, values in world.gather((mine, own[mine])):

@@ -12,7 +12,9 @@ from trainwright.recipe.schema import Recipe
 
 
 def build_task(recipe: Recipe, cache: Path) -> Task:
-    """The recipe's task with its data mapped and its model on the CPU in fp32. Knows nothing of other processes."""
+    """Return the recipe's task with its data mapped and its model on the CPU in fp32. Knows nothing of other
+    processes.
+    """
     task: Task = task_module(recipe).build(recipe, cache)
     return task
 
@@ -28,7 +30,7 @@ def prepare_task(recipe: Recipe, cache: Path) -> int:
 
 
 def task_module(recipe: Recipe) -> Any:
-    """The code of the recipe's task, imported.
+    """Return the code of the recipe's task, imported.
 
     Raises:
         RequestError: that of another package cannot be imported, or lacks a function.

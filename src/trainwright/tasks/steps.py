@@ -15,7 +15,8 @@ class Sized(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def token_count(self) -> int: ...
+    def token_count(self) -> int:
+        """Return the number of tokens."""
 
 
 def batch_sizes(recipe: Recipe) -> BatchSizes:
@@ -25,7 +26,7 @@ def batch_sizes(recipe: Recipe) -> BatchSizes:
 
 
 def planned_examples(recipe: Recipe, dataset: Sized) -> int:
-    """Number of examples the run goes through, repetitions of epochs counted."""
+    """Return the number of examples the run goes through, repetitions of epochs counted."""
     train = recipe.train
     if train.max_steps is not None:
         return batch_sizes(recipe).before(train.max_steps)
@@ -38,7 +39,7 @@ def planned_examples(recipe: Recipe, dataset: Sized) -> int:
 def stream_of(
     recipe: Recipe, dataset: Data, total: int, *, training: bool, shuffle: bool, example_weight: float | None = None
 ) -> Stream[Data]:
-    """The stream that a resolved recipe asks for, up to ``total`` examples; see ``Stream``."""
+    """Return the stream that a resolved recipe asks for, up to ``total`` examples; see ``Stream``."""
     train, parallel = recipe.train, recipe.parallel
     rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
     assert parallel.num_processes != "auto", "the recipe is resolved"

@@ -17,7 +17,7 @@ Extract = Callable[[str], str | None]
 
 
 def extractor(pattern: str) -> Extract:
-    """What finds the short answer in a text; None where it has none.
+    """Return what finds the short answer in a text; None where it has none.
 
     Args:
         pattern: ``gsm8k`` (what follows ``####``), ``number`` (the last number), or a regular expression: its first
@@ -52,6 +52,7 @@ class AnswerMatch:
             raise RequestError(f"the reference has no answer by the pattern {self._pattern!r} (it ends with {shown!r})")
 
     def __call__(self, reference: str, answer: str) -> float:
+        """Return 1 if both texts have the same short answer, else 0."""
         wanted, found = self._extract(reference), self._extract(answer)
         return float(wanted is not None and found is not None and same(wanted, found))
 

@@ -39,6 +39,7 @@ class JsonSchema:
         self._validator = kind(schema, registry=Registry())
 
     def __call__(self, reference: str, answer: str) -> float:
+        """Return 1 if the answer is JSON that is valid under the schema, else 0."""
         from referencing.exceptions import Unresolvable
 
         try:

@@ -20,7 +20,7 @@ FINISH = {"perplexity": np.exp}
 def likelihood_columns(
     names: Sequence[str], rows: Sequence[TokenScores], last_turn: Sequence[int]
 ) -> dict[str, Column]:
-    """The columns of ``names`` over rows that were scored.
+    """Return the columns of ``names`` over rows that were scored.
 
     Args:
         last_turn: of every row, how many of its targets, the last ones, belong to its last answer.

@@ -17,6 +17,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Overlap(NamedTuple):
+    """How much of the words of a reference answer are in an answer."""
+
     precision: float
     recall: float
     f1: float

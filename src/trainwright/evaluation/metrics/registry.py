@@ -14,7 +14,7 @@ USUAL = ("loss", "perplexity", "token_accuracy", "exact_match", "rouge_l", "f1")
 
 
 def judges(names: Sequence[str], answer_pattern: str | None = None, json_schema: str | None = None) -> dict[str, Judge]:
-    """What judges answers, for those of ``names`` that do; ``answer`` and ``json_schema`` need theirs.
+    """Return what judges answers, for those of ``names`` that do; ``answer`` and ``json_schema`` need theirs.
 
     Raises:
         RequestError: the pattern or the schema cannot be used, or a metric of another package.

@@ -37,7 +37,8 @@ class Relearning:
 
 
 def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisation, world: World) -> float:
-    """The probability once every linear layer has so few bits (Zhang et al., arXiv 2410.16454). Every rank must call.
+    """Return the probability once every linear layer has so few bits (Zhang et al., arXiv 2410.16454). Every rank must
+    call.
 
     Raises:
         RequestError: the model is quantised already.
@@ -51,8 +52,9 @@ def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisati
 
 
 def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World) -> dict[str, float]:
-    """The probability of the rest of the forget set while a quarter of it, its first rows, is trained on again, by the
-    number of steps (Hu et al., arXiv 2406.13356). Every rank must call; each takes every step, so all have the same.
+    """Return the probability of the rest of the forget set while a quarter of it, its first rows, is trained on again,
+    by the number of steps (Hu et al., arXiv 2406.13356). Every rank must call; each takes every step, so all have the
+    same.
 
     Raises:
         RequestError: the forget set has no rows to leave out.

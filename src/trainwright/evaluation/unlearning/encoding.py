@@ -52,17 +52,18 @@ class Documents:
 
     @classmethod
     def open(cls, directory: Path) -> Documents:
+        """Read what ``save`` wrote."""
         about = json.loads((directory / "documents.json").read_text(encoding="utf-8"))
         places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
         return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
 
     def chosen(self, numbers: Sequence[int]) -> TokenDataset:
-        """Some of the documents, in this order."""
+        """Return some of the documents, in this order."""
         pairs = [self.dataset.document(number) for number in numbers]
         return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "chosen")
 
     def of_set(self, name: str) -> list[int]:
-        """The documents of the answers of a set, in the order of its items."""
+        """Return the documents of the answers of a set, in the order of its items."""
         found = [
             (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
         ]
@@ -118,7 +119,9 @@ class ItemEncoder:
         return Documents(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
 
     def prompts(self, each: ItemSet, positions: int | None) -> Prompts:
-        """What every item asks, and what should be said. A model with ``positions`` must have room for an answer."""
+        """Return what every item asks, and what should be said. A model with ``positions`` must have room for an
+        answer.
+        """
         if each.style == "chat":
             turns = [[{"role": "user", "content": item.prompt}] for item in each.items]
             tokens = self._asking(each, lambda encoder: encoder.prompts(turns))
@@ -136,7 +139,7 @@ class ItemEncoder:
         return Prompts(tokens, references)
 
     def _references(self, each: ItemSet) -> list[str]:
-        """The answers, as long as one may become."""
+        """Return the answers, as long as one may become."""
         answers = [item.answer for item in each.items]
         if each.style == "continue":
             encoded = tokenized(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
@@ -192,7 +195,7 @@ def _said(item: Item) -> Iterator[tuple[str, int, str]]:
 
 
 def _opening(each: ItemSet, item: Item) -> str:
-    """What stands before the answer, in plain text."""
+    """Return what stands before the answer, in plain text."""
     asked = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
     return each.before + asked
 

@@ -90,7 +90,7 @@ class Findings:
 
 
 def by_set(documents: Documents, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
-    """The scores of all documents, sorted into the sets that they are of."""
+    """Return the scores of all documents, sorted into the sets that they are of."""
     found: dict[str, SetScores] = {}
     for (name, item, what, _), number in documents.places.items():
         each = found.setdefault(name, SetScores([], []))

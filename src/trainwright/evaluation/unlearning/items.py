@@ -63,7 +63,7 @@ def read_sets(benchmark: Benchmark, names: Iterable[str], limit: int | None, key
 
 
 def read_set(wanted: EvaluationSet, limit: int | None, key: str) -> ItemSet:
-    """The items of one set. Raises as ``read_sets``."""
+    """Return the items of one set. Raises as ``read_sets``."""
     style, build = wanted.style, _BUILDERS.get(wanted.style)
     rows = _rows(wanted.source, limit, key)
     if build is None:
@@ -91,7 +91,7 @@ def _located(source: str, number: int, key: str, make: Any) -> Item:
 
 
 def _question(row: Row) -> Item:
-    """A row of TOFU: its wrong answers go with the paraphrase where there is one, with the answer where not."""
+    """Return a row of TOFU: its wrong answers go with the paraphrase where there is one, with the answer where not."""
     wrong = row.get("perturbed_answer", [])
     if isinstance(wrong, str):
         wrong = [wrong]
@@ -102,7 +102,7 @@ def _question(row: Row) -> Item:
 
 
 def _passage(row: Row) -> Item:
-    """A text to go on with, or a whole one."""
+    """Return a text to go on with, or a whole one."""
     if "prompt" not in row and "gt" not in row:
         return Item("", text_field(row, "text"))
     prompt, truth = text_field(row, "prompt"), text_field(row, "gt")
@@ -111,7 +111,7 @@ def _passage(row: Row) -> Item:
 
 
 def _choice(row: Row) -> Item:
-    """A question with letters to choose from, worded as lm-evaluation-harness words WMDP and MMLU."""
+    """Return a question with letters to choose from, worded as lm-evaluation-harness words WMDP and MMLU."""
     question, choices, right = text_field(row, "question").strip(), row.get("choices"), row.get("answer")
     if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS):
         raise RequestError(f"the field choices should be a list of 2 to {len(_LETTERS)} texts")
@@ -138,7 +138,7 @@ def _found_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
 
 
 def _own(row: Mapping[str, Any], layout: str) -> Item:
-    """A text, or the one question and answer of a conversation."""
+    """Return a text, or the one question and answer of a conversation."""
     if layout == "question_answer":
         return _question(dict(row))
     example = to_example(dict(row), layout)

@@ -51,7 +51,7 @@ class ReferenceLog:
 
 
 def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
-    """The reference in ``file``, or in the directory of an evaluation.
+    """Return the reference in ``file``, or in the directory of an evaluation.
 
     Raises:
         RequestError: it is no such log, or has nothing that a metric takes.
@@ -91,7 +91,7 @@ def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
 
 
 def log_of(found: Findings, values: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The log of an evaluation. ``about``: what stands at its top."""
+    """Return the log of an evaluation. ``about``: what stands at its top."""
     parts = {PARTS[name]: _part(found, name, scores) for name, scores in found.scores.items() if name in PARTS}
     return {**about, "metrics": values, **parts}
 

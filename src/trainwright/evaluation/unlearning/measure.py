@@ -46,6 +46,7 @@ class Work:
     attacked_sets: tuple[str, ...] = ()
 
     def save(self, directory: Path) -> None:
+        """Write the object to a file or directory."""
         self.documents.save(directory)
         about = {
             "sets": {name: asdict(each) for name, each in self.sets.items()},
@@ -57,6 +58,7 @@ class Work:
 
     @classmethod
     def open(cls, directory: Path) -> Work:
+        """Read what ``save`` wrote."""
         about = json.loads((directory / "work.json").read_text(encoding="utf-8"))
         prompts = {name: Prompts(**each) for name, each in about["prompts"].items()}
         sets = {name: _set(each) for name, each in about["sets"].items()}
@@ -70,7 +72,7 @@ def _set(values: Mapping[str, Any]) -> ItemSet:
 
 
 def score_documents(loaded: Loaded, work: Work, world: World, stage: Stage) -> list[TokenScores]:
-    """The likelihood of every document. Every rank must call."""
+    """Return the likelihood of every document. Every rank must call."""
     dataset = work.documents.dataset
     return score(loaded.lm, dataset, world, done=stage("scoring", len(dataset)))
 
@@ -78,7 +80,7 @@ def score_documents(loaded: Loaded, work: Work, world: World, stage: Stage) -> l
 def answer_sets(
     loaded: Loaded, work: Work, longest: int, world: World, stage: Stage, rows: int | None = None
 ) -> dict[str, list[Answer]]:
-    """What the model writes to every prompt, by set. Every rank must call.
+    """Return what the model writes to every prompt, by set. Every rank must call.
 
     Args:
         longest: new tokens of an answer in a chat.
@@ -100,7 +102,7 @@ def answer_sets(
 def attack_items(
     loaded: Loaded, work: Work, other: list[TokenScores] | None, world: World, stage: Stage
 ) -> dict[str, dict[str, Sequence[Floats]]]:
-    """What membership inference needs beside likelihoods, by what it is and by set. Every rank must call.
+    """Return what membership inference needs beside likelihoods, by what it is and by set. Every rank must call.
 
     Args:
         other: another model's scores of all documents, where these are asked for.

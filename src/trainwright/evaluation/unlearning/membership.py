@@ -22,12 +22,12 @@ def loss_attack(losses: Floats) -> float:
 
 
 def zlib_attack(losses: Floats, text: str) -> float:
-    """The mean loss, by how many bytes zlib makes of the text (Carlini et al., arXiv 2012.07805)."""
+    """Return the mean loss, by how many bytes zlib makes of the text (Carlini et al., arXiv 2012.07805)."""
     return float(losses.mean()) / len(zlib.compress(text.encode("utf-8")))
 
 
 def reference_attack(losses: Floats, others: Floats) -> float:
-    """The mean loss, less that of a model that has not seen the text (Carlini et al., arXiv 2012.07805)."""
+    """Return the mean loss, less that of a model that has not seen the text (Carlini et al., arXiv 2012.07805)."""
     return float(losses.mean() - others.mean())
 
 
@@ -37,7 +37,9 @@ def min_k_attack(losses: Floats, share: float = LOWEST) -> float:
 
 
 def min_k_plus_plus_attack(standardised: Floats, share: float = LOWEST) -> float:
-    """The same of log-likelihoods in standard deviations from the mean over the vocabulary (arXiv 2404.02936)."""
+    """Return the same of log-likelihoods in standard deviations from the mean over the vocabulary (arXiv
+    2404.02936).
+    """
     return min_k_attack(-standardised, share)
 
 

@@ -225,12 +225,12 @@ _NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
 
 
 def member_set(sets: Mapping[str, ItemSet]) -> str:
-    """What membership is inferred of."""
+    """Return what membership is inferred of."""
     return "members" if "members" in sets else "forget"
 
 
 def sets_of(name: str, available: Sequence[str]) -> list[str]:
-    """The sets that a metric looks at in a benchmark with these."""
+    """Return the sets that a metric looks at in a benchmark with these."""
     metric = METRICS[name]
     found = [each for each in metric.sets if each in available]
     superseded = {"members": "forget", "verbatim": "forget"}  # a set of their own where the benchmark has one
@@ -239,7 +239,7 @@ def sets_of(name: str, available: Sequence[str]) -> list[str]:
 
 
 def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
-    """What a metric lacks, in words; None: nothing.
+    """Return what a metric lacks, in words; None: nothing.
 
     Args:
         sets: that are there.
@@ -258,7 +258,7 @@ def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object
 
 
 def usual(sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> list[str]:
-    """The metrics that lack nothing, those that take long aside."""
+    """Return the metrics that lack nothing, those that take long aside."""
     return [name for name in METRICS if name not in _NOT_USUAL and missing(name, sets, options) is None]
 
 

@@ -47,7 +47,7 @@ class BenchmarkReport:
         settings: Mapping[str, Any],
         notes: list[str],
     ) -> BenchmarkReport:
-        """The report of what was found."""
+        """Return the report of what was found."""
         samples = [
             {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": said}
             for name, answers in found.answers.items()
@@ -59,14 +59,16 @@ class BenchmarkReport:
         return cls(values, rows, about, settings, notes, log_of(found, values, about), samples)
 
     def save(self, file: Path) -> None:
+        """Write the object to a file or directory."""
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def open(cls, file: Path) -> BenchmarkReport:
+        """Read what ``save`` wrote."""
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def lines(self) -> list[str]:
-        """The table, and what should be known beside it."""
+        """Return the table, and what should be known beside it."""
         rows = [
             [metric, name, number_text(value), f"{self.rows[name]:,}" if name in self.rows else ""]
             for metric, values in self.metrics.items()

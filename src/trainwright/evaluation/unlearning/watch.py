@@ -35,7 +35,7 @@ class Watch:
         positions: int | None,
         key: str,
     ) -> Watch | None:
-        """What can be watched of a benchmark; None where its rows have no wrong answers.
+        """Return what can be watched of a benchmark; None where its rows have no wrong answers.
 
         Args:
             rows: of each set.

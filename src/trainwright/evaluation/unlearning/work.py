@@ -66,7 +66,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
 
 
 def benchmark_of(asked: Asked, found: Found) -> Benchmark:
-    """The benchmark that is named, or else the one that the run was trained on."""
+    """Return the benchmark that is named, or else the one that the run was trained on."""
     if asked.benchmark is not None:
         return find_benchmark(asked.benchmark)
     data = None if found.recipe is None else found.recipe.data
@@ -79,7 +79,9 @@ def benchmark_of(asked: Asked, found: Found) -> Benchmark:
 
 
 def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
-    """The metrics that are asked for, or those that lack nothing. Raises RequestError where one lacks its data."""
+    """Return the metrics that are asked for, or those that lack nothing. Raises RequestError where one lacks its
+    data.
+    """
     options = {"--reference-log": asked.reference_log, "--reference-model": asked.reference_model}
     names = list(asked.metrics) if asked.explicit else usual(sets, options)
     for name in names:
@@ -112,7 +114,7 @@ def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, posit
 
 
 def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
-    """This rank's part of all that is measured; rank 0 leaves the result in ``work``. Every rank must call."""
+    """Measure this rank's part; rank 0 leaves the result in ``work``. Every rank must call."""
     job, about = Work.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
     found, dtype = Found.open(work / _MODEL), DTYPES[asked.dtype]
     other = None
@@ -140,12 +142,12 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
 
 
 def report_of(asked: Asked, work: Path) -> BenchmarkReport:
-    """What the ranks have left in ``work``."""
+    """Return what the ranks have left in ``work``."""
     return BenchmarkReport.open(work / "report.json")
 
 
 def _attack(name: str, asked: Asked, found: Found, loaded: Loaded, job: Work, world: World) -> dict[str, float]:
-    """What an attack makes of the model: each gets one of its own."""
+    """Return what an attack makes of the model: each gets one of its own."""
     forget = job.documents.chosen(job.documents.of_set("forget"))
     if name == "relearning":
         how = Relearning(asked.relearning_steps, asked.relearning_rate)

@@ -101,7 +101,7 @@ def _steps(part: Part, draft: Draft) -> None:
 
 
 def find_json(name: str, source: Source) -> Path | None:
-    """The DeepSpeed file: from here, as Accelerate takes it, or from the directory of the Accelerate file."""
+    """Return the DeepSpeed file: from here, as Accelerate takes it, or from the directory of the Accelerate file."""
     path = Path(name).expanduser()
     candidates = [path] if source.directory is None else [path, source.directory / path]
     return next((candidate for candidate in candidates if candidate.is_file()), None)

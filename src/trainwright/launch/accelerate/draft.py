@@ -47,7 +47,7 @@ class Draft:
         self.settings[key] = earlier or Setting(value, origin)
 
     def note(self, keys: str, reason: str) -> None:
-        """Notes with one reason are put together."""
+        """Add a note; notes with the same reason are joined."""
         for index, note in enumerate(self.notes):
             if note.reason == reason:
                 self.notes[index] = Note((*note.keys, keys), reason)
@@ -55,4 +55,5 @@ class Draft:
         self.notes.append(Note((keys,), reason))
 
     def problem(self, text: str, *, for_script: bool = False) -> None:
+        """Add a problem with the file."""
         self.problems.append(Problem(text, for_script))

@@ -78,7 +78,7 @@ _PARALLELISM: dict[str, tuple[str, str | None]] = {
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | None:
-    """What `accelerate launch` tells this worker; None where it was started by something else."""
+    """Return what `accelerate launch` tells this worker; None where it was started by something else."""
     variables = os.environ if environment is None else environment
     if "ACCELERATE_MIXED_PRECISION" not in variables:
         return None
@@ -86,7 +86,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | 
 
 
 def worker_environment(source: Source, meaning: Meaning, *, on_cpu: bool) -> dict[str, str]:
-    """The variables for workers that run a script of the user's own, by what the file says.
+    """Return the variables for workers that run a script of the user's own, by what the file says.
 
     ``on_cpu``: the workers have no GPU. Accelerate's library gives each of them a run of its own otherwise.
     """

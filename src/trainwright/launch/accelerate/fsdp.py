@@ -89,7 +89,7 @@ def _layout(part: Part, draft: Draft, nodes: int) -> None:
 
 
 def _sharding(part: Part) -> tuple[str | None, str]:
-    """The sharding strategy, which version 1's wizard writes as fsdp_reshard_after_forward."""
+    """Return the sharding strategy, which version 1's wizard writes as fsdp_reshard_after_forward."""
     stated = part.choice("fsdp_sharding_strategy", SHARDING)
     other = (part.text("fsdp_reshard_after_forward") or "").upper()
     if other in SHARDING and (stated is None or not part.source.stated):

@@ -20,7 +20,7 @@ def require(meaning: Meaning, machine: Machine, *, for_script: bool = False) -> 
 
 
 def lacking(meaning: Meaning, machine: Machine) -> list[str]:
-    """What is asked for and not here, and what to do, a line each; none where all of it is.
+    """Return what is asked for and not here, and what to do, a line each; none where all of it is.
 
     The machine is as it is without the file.
     """

@@ -102,6 +102,7 @@ class Meaning:
 
     @property
     def strategy(self) -> str | None:
+        """Return the strategy that the file asks for; None if it names none."""
         return self.value("parallel.strategy")
 
     @property
@@ -110,7 +111,7 @@ class Meaning:
         return None if self.processes is None else max(1, self.processes // self.nodes)
 
     def value(self, key: str) -> Any:
-        """What a recipe key is set to; None where the file says nothing of it."""
+        """Return what a recipe key is set to; None where the file says nothing of it."""
         return self.settings[key].value if key in self.settings else None
 
     def to_overrides(self) -> list[Override]:
@@ -203,7 +204,7 @@ def interpret(source: Source) -> Meaning:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as an override has it, on one line."""
+    """Return a value as an override has it, on one line."""
     plain = isinstance(value, str) and value.replace("_", "").isalnum() and value not in ("true", "false", "null")
     return str(value) if plain and not str(value)[0].isdigit() else json.dumps(value)
 
@@ -253,7 +254,7 @@ def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]
 def _spread(
     top: Part, draft: Draft, kind: str | None, processes: int | None, nodes: int, sizes: Sizes | None
 ) -> int | None:
-    """The number of processes, which the sizes of parallelism have to make, and give where nothing else does."""
+    """Return the number of processes, which the sizes of parallelism have to make, and give where nothing else does."""
     said = top.place("distributed_type" if kind == "NO" else "num_processes")
     if processes is None and sizes is not None:
         processes, said = sizes.processes, sizes.origin
@@ -382,7 +383,7 @@ def _is_on(value: Any) -> bool:
 
 
 def missing_rendezvous(meaning: Meaning) -> RequestError | None:
-    """The error of several machines without a place to meet, if that is so."""
+    """Return the error of several machines without a place to meet, if that is so."""
     if meaning.nodes == 1 or meaning.rendezvous is not None:
         return None
     return RequestError(

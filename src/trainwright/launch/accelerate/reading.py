@@ -90,7 +90,7 @@ def read(path: Path) -> Source:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that an Accelerate file points to, as loose as those may be. Raises RequestError."""
+    """Return a JSON file that an Accelerate file points to, as loose as those may be. Raises RequestError."""
     text = read_text(path)
     strict = _strict_json(text)
     if strict is not None:
@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _deepspeed_file(path: Path) -> Source:
-    """A DeepSpeed file in place of the Accelerate file that would name it."""
+    """Return a DeepSpeed file in place of the Accelerate file that would name it."""
     return Source(
         name=str(path),
         values={"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(path)}},
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 def _remarks(path: Path, values: dict[str, Any], *, strict: bool, is_json: bool) -> list[str]:
-    """What makes `accelerate launch` 1.15 refuse the file: it goes by the file's ending and by capitals."""
+    """Return what makes `accelerate launch` 1.15 refuse the file: it goes by the file's ending and by capitals."""
     remarks = []
     if path.suffix == ".json" and not strict:
         remarks.append("is not strict JSON" if is_json else "is YAML under a name that ends in .json")

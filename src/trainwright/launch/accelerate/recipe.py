@@ -41,7 +41,7 @@ def meaning_here(
     node_rank: int | None = None,
     rendezvous: str | None = None,
 ) -> Meaning:
-    """What a file means, with the numbers of the command line in place of its own, on a machine that can do it.
+    """Return what a file means, with the numbers of the command line in place of its own, on a machine that can do it.
 
     ``overrides`` may have words beside section.key=value, such as the recipe's name.
     GPUs that the file does not want are hidden from this process and its children (CUDA_VISIBLE_DEVICES), so it

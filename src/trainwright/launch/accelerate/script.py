@@ -87,7 +87,7 @@ def _check_exit(code: object, script: Script) -> None:
 
 
 def _told(error: BaseException, script: Script) -> Exception:
-    """The error as the launcher is to tell it: from the script's first line on."""
+    """Return the error as the launcher is to tell it: from the script's first line on."""
     if not isinstance(error, Exception):
         return RuntimeError(f"{script.target} ended by {type(error).__name__}")
     inner = error.__traceback__

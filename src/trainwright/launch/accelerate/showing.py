@@ -17,7 +17,7 @@ _SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mi
 
 
 def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -> str:
-    """The text, its lines at most ``width`` characters long where they can be broken."""
+    """Return the text, its lines at most ``width`` characters long where they can be broken."""
     lines = [source.name, ""]
     for label, text in _rows(source, meaning, machine):
         wrapped = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
@@ -27,7 +27,7 @@ def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -
 
 
 def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
-    """What `accelerate launch` 1.15 makes of the file where that is something else than it says."""
+    """Return what `accelerate launch` 1.15 makes of the file where that is something else than it says."""
     remarks = [f"accelerate launch itself refuses this file: {remark}" for remark in source.remarks]
     several = meaning.processes is not None and meaning.processes > 1
     if meaning.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
@@ -38,7 +38,7 @@ def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
 
 
 def commands(meaning: Meaning, machine: Machine) -> list[str]:
-    """The commands that start it here; none of them refuses the file."""
+    """Return the commands that start it here; none of them refuses the file."""
     found: list[str] = []
     if lacking(meaning, machine):
         return found

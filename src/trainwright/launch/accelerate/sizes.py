@@ -30,11 +30,14 @@ class Sizes:
 
     @property
     def processes(self) -> int:
+        """Return the number of processes that the sizes make."""
         return self.replicas * self.shards
 
 
 def read_sizes(part: Part, draft: Draft) -> Sizes | None:
-    """The sizes of data parallelism; None where the part says nothing. What else it asks for goes to ``draft``."""
+    """Return the sizes of data parallelism; None where the part says nothing. What else it asks for goes to
+    ``draft``.
+    """
     sizes = {name: part.count(PREFIX + name, least=1) for name in (*_DATA, *_OTHERS)}
     for name, kind in _OTHERS.items():
         if (sizes[name] or 1) > 1:

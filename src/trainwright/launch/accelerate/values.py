@@ -37,18 +37,21 @@ class Part:
         return self._values.get(key) not in (None, "", {}, [])
 
     def given(self) -> list[str]:
+        """Return the keys that are written."""
         return list(self._values)
 
     def raw(self, key: str) -> Any:
+        """Return the value of a key as it is written."""
         self._asked.add(key)
         return self._values.get(key)
 
     def text(self, key: str) -> str | None:
+        """Return the value of a key as text."""
         value = self.raw(key)
         return None if key not in self else str(value).strip()
 
     def flag(self, key: str) -> bool | None:
-        """True or false as YAML, JSON, Python and Accelerate's own wizard write them."""
+        """Read true or false as YAML, JSON, Python and Accelerate's own wizard write them."""
         text = self.text(key)
         if text is None:
             return None
@@ -58,6 +61,7 @@ class Part:
         return text.lower() in _TRUE
 
     def count(self, key: str, least: int = 0) -> int | None:
+        """Return the value of a key as a whole number of at least ``least``."""
         text = self.text(key)
         if text is None:
             return None
@@ -71,6 +75,7 @@ class Part:
         return number
 
     def decimal(self, key: str) -> float | None:
+        """Return the value of a key as a number."""
         text = self.text(key)
         try:
             return None if text is None else float(text)
@@ -92,7 +97,7 @@ class Part:
         return text.upper()
 
     def names(self, key: str) -> list[str]:
-        """A list, or text with commas; also the text of a list, which is how Accelerate passes one on."""
+        """Return a list, or text with commas; also the text of a list, which is how Accelerate passes one on."""
         value = self.raw(key)
         items = value if isinstance(value, list) else str(value).split(",") if key in self else []
         return [name for item in items if (name := str(item).strip("[]'\" "))]
@@ -103,11 +108,12 @@ class Part:
         return f"{self.source.place(*self.path, written)}: {written}: {self._shown(key)}"
 
     def wrong(self, key: str, expected: str, hint: str = "") -> None:
+        """Add the problem that a key's value is not what is expected."""
         where = self.source.place(*self.path, self._written.get(key, key))
         self.problems.append(f"{where}: {key}: expected {expected}, not {self._shown(key)}{hint}")
 
     def unknown(self, known: Iterable[str], elsewhere: dict[str, str]) -> list[str]:
-        """A line for every key that nobody asked for. ``elsewhere``: keys of other parts, and which part."""
+        """Return a line for every key that nobody asked for. ``elsewhere``: keys of other parts, and which part."""
         lines = []
         for key in self._values:
             if key in self._asked:

@@ -35,7 +35,7 @@ class Answers:
 
 
 def suggested(machine: Machine) -> Answers:
-    """The answers for this machine, all of it used."""
+    """Return the answers for this machine, all of it used."""
     return Answers(
         device="gpu" if machine.gpus else "cpu",
         machines=1,
@@ -50,13 +50,13 @@ def suggested(machine: Machine) -> Answers:
 
 
 def offered() -> dict[str, StrategySpec]:
-    """The strategies that a file can ask for, by name: none of another package, and none of one process."""
+    """Return the strategies that a file can ask for, by name: none of another package, and none of one process."""
     found = all_specs().items()
     return {name: spec for name, spec in found if STRATEGIES.package(name) is None and not spec.is_one_process}
 
 
 def file_values(answers: Answers) -> dict[str, Any]:
-    """The file's keys, in the order and the spelling of Accelerate's own wizard."""
+    """Return the file's keys, in the order and the spelling of Accelerate's own wizard."""
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
@@ -116,7 +116,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
 
 
 def file_text(path: Path, values: dict[str, Any]) -> str:
-    """What write() writes."""
+    """Return what write() writes."""
     if path.suffix == ".json":
         return json.dumps(values, indent=2) + "\n"
     return _HEADER + to_yaml(values)

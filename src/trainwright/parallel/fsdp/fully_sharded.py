@@ -117,6 +117,7 @@ class FullySharded:
         return self.module
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         if self._reshard:
             # Memory first: each micro-batch's gradients are summed into the shards, whole ones are never kept.
             self._root.set_requires_all_reduce(last)
@@ -137,6 +138,7 @@ class FullySharded:
             parameter.grad = grad
 
     def gradient_norm(self) -> float:
+        """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         squares: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for key, grad in self._gradients():
             squares[key in self._scalars].append(squared_norm(grad))
@@ -145,13 +147,14 @@ class FullySharded:
         return math.sqrt(self.world.sum([sharded])[0] / self._replicas + whole)
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parts of the gradients that there are."""
+        """Yield this rank's parts of the gradients that there are."""
         for key in self._masters:
             grad = self._parameters[key].grad
             if grad is not None:
                 yield key, grad.to_local() if isinstance(grad, DTensor) else grad
 
     def step(self, learning_rate: float, scale: float) -> None:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         for key, grad in self._gradients():
@@ -179,13 +182,16 @@ class FullySharded:
             master.grad = self._parameters[key].grad = None
 
     def discard_gradients(self) -> None:
+        """Drop the gradients without changing the weights."""
         self._root.reset_iter_state()
         self._forget_gradients()
 
     def state(self) -> dict[str, Shard]:
+        """Return this rank's part of parameters, buffers and optimizer state."""
         return dict(self._shards())
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+        """Fill the state from ``read(name, shard)``."""
         create_optimizer_state(self._optimizer)
         self._root.reset_iter_state()  # what is gathered is of the old weights
         for name, shard in self._shards():
@@ -215,6 +221,7 @@ class FullySharded:
         return Shard(local.detach(), tuple(parameter.shape), offset, replica, self._replicas)
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the full parameters and buffers in master precision. Every rank must iterate."""
         for key, parameter in self._parameters.items():
             if frozen or key in self._masters:
                 tensor = parameter.detach().to(self.world.device)
@@ -225,6 +232,7 @@ class FullySharded:
         return ((key, buffer) for key, buffer in self.module.named_buffers() if key in self._buffers)
 
     def layout(self) -> Layout:
+        """Describe how this rank holds the model."""
         sharded = {key: p for key, p in self._parameters.items() if key in self._masters and isinstance(p, DTensor)}
         name = max(sharded, key=lambda key: sharded[key].numel())
         parameter = sharded[name]
@@ -247,6 +255,7 @@ class FullySharded:
 
     @contextmanager
     def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+        """Provide the module with full parameters on every rank, for generation."""
         wanted = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
         reason = no_room(self.world, wanted, room)
         if reason is not None:
@@ -275,7 +284,7 @@ class FullySharded:
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:
-    """The ranks, in rows of neighbours that share one copy of the model."""
+    """Return the ranks, in rows of neighbours that share one copy of the model."""
     if world.size % replicas:
         raise RequestError(
             f"parallel.replicate_size: {replicas} copies of the model cannot be spread evenly over "
@@ -333,7 +342,7 @@ def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:
-    """The part of a parameter that this rank holds, in the same memory."""
+    """Return the part of a parameter that this rank holds, in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
     with torch.no_grad():
@@ -345,7 +354,7 @@ def _units(module: nn.Module) -> list[FSDPModule]:
 
 
 def _gathered_weights(unit: FSDPModule) -> Iterator[tuple[torch.dtype, int]]:
-    """The dtype that a unit casts each of its weights to when it gathers it, and the number of elements.
+    """Yield the dtype that a unit casts each of its weights to when it gathers it, and the number of elements.
 
     FSDP2 shows it in its own state only.
     """

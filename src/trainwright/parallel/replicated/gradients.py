@@ -56,7 +56,7 @@ class Gradients:
             parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The gradient of a parameter, or None when nothing reached it."""
+        """Return the gradient of a parameter, or None when nothing reached it."""
         total = self._sums.get(parameter)
         return parameter.grad if total is None else total
 
@@ -66,6 +66,7 @@ class Gradients:
         self._sums.pop(parameter, None)
 
     def clear(self) -> None:
+        """Drop all gradients."""
         for parameter in self._parameters:
             self.drop(parameter)
         self._exchanged = False

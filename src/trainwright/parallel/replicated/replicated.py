@@ -47,13 +47,16 @@ class Replicated:
         self._scales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         self._gradients.backward(loss, last=last)
 
     def gradient_norm(self) -> float:
+        """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
         return math.sqrt(squared_norm_of_all(grads))
 
     def step(self, learning_rate: float, scale: float) -> None:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         if self._scales_itself:
@@ -93,16 +96,20 @@ class Replicated:
             yield part
 
     def discard_gradients(self) -> None:
+        """Drop the gradients without changing the weights."""
         self._gradients.clear()
 
     def abandon_step(self) -> None:
+        """Let the other ranks finish a step whose passes failed here."""
         self._gradients.abandon()
 
     def state(self) -> dict[str, Shard]:
+        """Return this rank's part of parameters, buffers and optimizer state."""
         rank, size = self.world.rank, self.world.size
         return {name: Shard.whole(tensor, rank, size) for name, tensor in self._tensors()}
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+        """Fill the state from ``read(name, shard)``."""
         create_optimizer_state(self._optimizer)
         for name, tensor in self._tensors():
             tensor.copy_(read(name, Shard.whole(tensor)))
@@ -119,6 +126,7 @@ class Replicated:
                 yield f"optimizer.{slot}.{name}", value
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the full parameters and buffers in master precision. Every rank must iterate."""
         for name, parameter in self.module.named_parameters():
             if frozen or name in self._masters:
                 yield name, self._masters.get(name, parameter).detach()
@@ -128,6 +136,7 @@ class Replicated:
                 yield name, buffer
 
     def layout(self) -> Layout:
+        """Describe how this rank holds the model."""
         name = max(self._working, key=lambda key: self._working[key].numel())
         parameter, master = self._working[name], self._masters[name]
         elements = sum(p.numel() for p in self._working.values())
@@ -150,4 +159,5 @@ class Replicated:
 
     @contextmanager
     def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+        """Provide the module with full parameters on every rank, for generation."""
         yield self.module, None

@@ -93,7 +93,7 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
+    """Return the JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
     try:
         content = read_json(Path(path).expanduser(), pairs=_once)
     except RequestError as error:
@@ -111,7 +111,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_file(recipe: Recipe) -> None:
-    """That the recipe's file for DeepSpeed, if it has one, agrees with the resolved ``recipe``.
+    """Check that the recipe's file for DeepSpeed, if it has one, agrees with the resolved ``recipe``.
 
     Raises RequestError: everything that contradicts the recipe or has no effect here, by key.
     """
@@ -119,7 +119,7 @@ def check_file(recipe: Recipe) -> None:
 
 
 def check_keys(recipe: Recipe) -> None:
-    """That the recipe's file for DeepSpeed has no key that no recipe could have there. Raises RequestError."""
+    """Refuse keys of the recipe's file for DeepSpeed that no recipe could have there, with a RequestError."""
     _refuse(recipe, _unsupported)
 
 
@@ -167,7 +167,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
-    """The recipe's key for one of DeepSpeed's, and its value; None where it differs from step to step."""
+    """Return the recipe's key for one of DeepSpeed's, and its value; None where it differs from step to step."""
     train = recipe.train
     if key == "train_batch_size":
         return "train.global_batch_size", train.global_batch_size
@@ -332,7 +332,8 @@ _SECTIONS: dict[str, Callable[[dict[str, Any], Recipe], Iterator[str]]] = {
 
 
 def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -> dict[str, Any]:
-    """The configuration for ``deepspeed.initialize``: the user's tuning, and everything else as the engine needs it.
+    """Return the configuration for ``deepspeed.initialize``: the user's tuning, and everything else as the engine needs
+    it.
 
     Args:
         module: not sharded yet; sizes that are `auto` follow from its parameters.
@@ -388,7 +389,7 @@ def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
 
 
 def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dict[str, Any]:
-    """What is kept in the host's memory is the recipe's to say; how, the file's."""
+    """Return what is kept in the host's memory is the recipe's to say; how, the file's."""
     found = {}
     asked = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
     for key in (key for key, wanted in asked.items() if wanted):

@@ -112,7 +112,7 @@ class _InTurns(nn.Module):
 
 
 def hooks(module: nn.Module) -> Hooks:
-    """The hook tables of every submodule."""
+    """Return the hook tables of every submodule."""
     return [{name: getattr(part, name) for name in _HOOKS} for part in module.modules()]
 
 

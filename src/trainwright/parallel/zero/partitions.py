@@ -37,7 +37,7 @@ class Piece:
     position: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The range in a flat tensor laid out as the partition is, as a view."""
+        """Return the range in a flat tensor laid out as the partition is, as a view."""
         return flat.narrow(0, self.position, self.size)
 
 
@@ -45,19 +45,19 @@ class Partitions(Protocol):
     """The sharded state of one of DeepSpeed's optimizers."""
 
     def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
-        """This rank's piece of every trainable parameter, by name."""
+        """Return this rank's piece of every trainable parameter, by name."""
 
     def masters(self) -> list[torch.Tensor]:
-        """The flat fp32 partitions that the optimizer updates."""
+        """Return the flat fp32 partitions that the optimizer updates."""
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """This rank's part of the reduced gradients after the last backward; changing them changes the step."""
+        """Return this rank's part of the reduced gradients after the last backward; changing them changes the step."""
 
     def gradient_parts(self) -> int:
         """Over how many ranks an exchanged gradient is spread."""
 
     def optimizer_step(self) -> None:
-        """A step of the inner optimizer over the partitions, with the gradients they carry."""
+        """Take a step of the inner optimizer over the partitions, with the gradients they carry."""
 
     def refresh(self) -> None:
         """Give the changed masters to the parameters that compute."""
@@ -82,7 +82,7 @@ class _Stage1And2:
         self._optimizer = optimizer
 
     def _groups(self) -> Iterator[list[tuple[nn.Parameter, int]]]:
-        """The parameters of each group with where they begin in it."""
+        """Yield the parameters of each group with where they begin in it."""
         groups = self._optimizer.round_robin_bit16_groups
         for parameters, offsets in zip(groups, self._optimizer.round_robin_bit16_offsets, strict=True):
             yield list(zip(parameters, offsets, strict=True))

@@ -18,7 +18,7 @@ from trainwright.parallel.zero.partitions import Piece
 
 
 def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:
-    """This rank's rows of every tensor.
+    """Return this rank's rows of every tensor.
 
     Args:
         pieces: by name, the same names in the same order on every rank; with each piece the elements it stands for
@@ -42,7 +42,7 @@ def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size
 
 
 def covering_rows(piece: Piece, dtype: torch.dtype) -> tuple[Shard, slice]:
-    """An empty block of the rows that a piece touches, and where the piece lies in the flattened block."""
+    """Return an empty block of the rows that a piece touches, and where the piece lies in the flattened block."""
     width = _width(piece)
     first, last = piece.begin // width, -(-(piece.begin + piece.size) // width)
     shape = (last - first, *piece.shape[1:]) if piece.shape else ()
@@ -60,7 +60,7 @@ def _offset(piece: Piece, row: int) -> tuple[int, ...]:
 
 
 def _owned_rows(piece: Piece, rank: int) -> tuple[int, int]:
-    """The rows whose first element is in a rank's range."""
+    """Return the rows whose first element is in a rank's range."""
     width = _width(piece)
     begin, end = piece.ranges[rank]
     return (-(-begin // width), -(-end // width)) if end > begin else (0, 0)
@@ -78,7 +78,7 @@ _Received = dict[tuple[str, int], torch.Tensor]
 def _exchange(
     pieces: Mapping[str, tuple[Piece, torch.Tensor]], heads: Mapping[str, list[int]], rank: int, size: int
 ) -> _Received:
-    """The heads of all tensors from all ranks, by name and rank."""
+    """Return the heads of all tensors from all ranks, by name and rank."""
     lengths = [sum(heads[name][r] for name in pieces) for r in range(size)]
     if not any(lengths):
         return {}
@@ -98,7 +98,7 @@ def _exchange(
 
 
 def _following(received: _Received, name: str, rank: int, missing: int) -> list[torch.Tensor]:
-    """The rest of this rank's last row, from as many of the ranks after it as it lies on."""
+    """Return the rest of this rank's last row, from as many of the ranks after it as it lies on."""
     parts = []
     while missing > 0:
         rank += 1

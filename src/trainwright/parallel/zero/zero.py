@@ -90,17 +90,20 @@ class Zero:
         self._originals.clear()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         self._engine.set_gradient_accumulation_boundary(last)
         if self._sharded:
             loss = loss * self.world.size  # ZeRO-3 knows averages only
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
+        """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         squares = [squared_norm(part) for part in self._partitions.gradients()]
         own = float(torch.stack(squares).sum()) if squares else 0.0
         return math.sqrt(self.world.sum([own])[0])
 
     def step(self, learning_rate: float, scale: float) -> None:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         if scale != 1.0:
@@ -110,9 +113,11 @@ class Zero:
         self._partitions.forget()
 
     def discard_gradients(self) -> None:
+        """Drop the gradients without changing the weights."""
         self._partitions.forget()
 
     def state(self) -> dict[str, Shard]:
+        """Return this rank's part of parameters, buffers and optimizer state."""
         rank, size = self.world.rank, self.world.size
         shards = {}
         masters = self._partitions.masters()
@@ -132,6 +137,7 @@ class Zero:
         return shards
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
+        """Fill the state from ``read(name, shard)``."""
         self._create_optimizer_state()
         masters = self._partitions.masters()
         with torch.no_grad():
@@ -162,6 +168,7 @@ class Zero:
             master.grad = grad
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the full parameters and buffers in master precision. Every rank must iterate."""
         masters = self._partitions.masters()
         named: Iterator[tuple[str, Any]] = self._model.named_parameters()
         for name, parameter in named:
@@ -178,7 +185,9 @@ class Zero:
         yield from self._buffers()
 
     def _assemble(self, piece: Piece, local: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor. Of every byte all ranks but one have 0, so that the sum is exact in any dtype."""
+        """Return the whole of a tensor. Of every byte all ranks but one have 0, so that the sum is exact in any
+        dtype.
+        """
         total = piece.ranges[-1][1]
         whole = torch.zeros(total, dtype=local.dtype, device=self.world.device)
         whole[piece.begin : piece.begin + piece.size] = local
@@ -193,6 +202,7 @@ class Zero:
                 yield name, buffer
 
     def layout(self) -> Layout:
+        """Describe how this rank holds the model."""
         parameters: dict[str, Any] = {
             name: parameter for parameter, name in self._names.items() if name in self._pieces
         }
@@ -224,6 +234,7 @@ class Zero:
 
     @contextmanager
     def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+        """Provide the module with full parameters on every rank, for generation."""
         if not self._sharded:
             yield self._model, None
             return
@@ -258,7 +269,7 @@ def _hollow(module: nn.Module) -> None:
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:
-    """A frozen parameter under ZeRO-3: chunks as those of the others, in no partition."""
+    """Return a frozen parameter under ZeRO-3: chunks as those of the others, in no partition."""
     ranges = chunks(parameter.ds_numel, size)
     begin, end = ranges[rank]
     return Piece(tuple(parameter.ds_shape), ranges, begin, end - begin, group=-1, position=0)

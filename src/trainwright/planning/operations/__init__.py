@@ -52,7 +52,7 @@ class Passes:
 
 
 def passes(setting: Setting, recompute: str | int = "none") -> Passes:
-    """The parts of a model as it is trained, recomputed as the recipe's train.activation_checkpointing says."""
+    """Return the parts of a model as it is trained, recomputed as the recipe's train.activation_checkpointing says."""
     return _passes(setting, recompute)
 
 
@@ -73,7 +73,7 @@ def _passes(setting: Setting, recompute: str | int) -> Passes:
 
 @lru_cache(maxsize=128)
 def block_kinds(a: Architecture) -> tuple[BlockKind, ...]:
-    """The kinds of ``a``'s blocks in order; where only their number is known they are spread evenly."""
+    """Return the kinds of ``a``'s blocks in order; where only their number is known they are spread evenly."""
     kinds = []
     for block in range(a.layers):
         rotated = _spread(block, a.rotary_layers, a.layers)

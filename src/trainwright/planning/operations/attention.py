@@ -52,7 +52,7 @@ def document_attention(
 def sdpa_attention(
     tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device, masked: bool
 ) -> Tensor:
-    """transformers' sdpa over padded rows; ``masked``: by a mask of bytes, else causal. Gives [B, L, H, D]."""
+    """Apply transformers' sdpa over padded rows; ``masked``: by a mask of bytes, else causal. Returns [B, L, H, D]."""
     mask = batch.rows * batch.length**2 if masked else 0
     if heads.broadcast:
         return tokens_first(tape, _sdpa_math(tape, q, k, v, heads, batch.rows, batch.length, mask), heads)
@@ -81,7 +81,7 @@ def _flash(
     heads_first: bool = False,
     numel: int | None = None,
 ) -> Tensor:
-    """A kernel that keeps its inputs, its output and the ``sums`` logarithms of its sums, and works in ``room``.
+    """Return a kernel that keeps its inputs, its output and the ``sums`` logarithms of its sums, and works in ``room``.
 
     ``numel``: of the output, where it is not that of the queries."""
     recorded = tape.wants(q, k, v)
@@ -115,7 +115,7 @@ def _flash(
 def _document_flash(
     tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device
 ) -> Tensor:
-    """The flash kernel of a CPU, document by document, as one operator."""
+    """Return the flash kernel of a CPU, document by document, as one operator."""
     tokens, longest, before = batch.tokens, batch.longest, batch.second_longest
     work = _FP32 if longest < _BF16_FROM_LENGTH else q.width
     copied = q.numel + k.numel + v.numel if work != q.width else 0
@@ -175,7 +175,7 @@ def _each_document(
     device: Device,
     sinks: Parameter | None = None,
 ) -> Tensor:
-    """The general case: windows, dropout, capped scores, sinks, values of another width."""
+    """Return the general case: windows, dropout, capped scores, sinks, values of another width."""
     k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     outputs = []
     for length, count in batch.each_document(_MOST_DOCUMENTS):

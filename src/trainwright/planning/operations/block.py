@@ -52,6 +52,7 @@ class Block:
     sin: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Run a block."""
         if self.architecture.post_norm:
             return self._norms_after(hidden)
         if self.architecture.block_norms == 4:
@@ -164,7 +165,9 @@ class Block:
         return sdpa_attention(tape, q, k, v, heads, batch, self.device, masked or a.alibi)
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]; and what gates the result."""
+        """Return queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]; and what gates the
+        result.
+        """
         tape, a, weights, tokens = self.tape, self.architecture, self.weights, self.batch.tokens
         widths = (a.query_width, a.key_value_width, a.key_value_width)
         if a.fused_qkv:
@@ -189,7 +192,7 @@ class Block:
         return made[0], made[1], made[2], gate
 
     def _heads_of_falcon(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copied into the order of heads; those of several heads each are first given to every one of theirs."""
+        """Copy into the order of heads; those that serve several heads are first repeated for each of them."""
         tape, a = self.tape, self.architecture
         if 1 < a.key_value_heads < a.heads:
             group = a.heads // a.key_value_heads

@@ -33,7 +33,7 @@ _CHUNK = 64
 def delta_net(
     tape: Tape, a: Architecture, delta: DeltaNet, hidden: Tensor, weights: Weights, batch: MicroBatch
 ) -> Tensor:
-    """What stands in the place of attention, the output matrix included."""
+    """Return what stands in the place of attention, the output matrix included."""
     tokens, heads = batch.tokens, delta.value_heads
     tape.operation = "delta.in"
     mixed = project(tape, hidden, weights, "delta.in")
@@ -64,7 +64,7 @@ def delta_net(
 
 
 def _convolved(tape: Tape, x: Tensor, weights: Weights) -> Tensor:
-    """A causal convolution over each channel, and silu."""
+    """Return a causal convolution over each channel, and silu."""
     weight = weights["delta.convolution"]
     made = mul(tape, x, as_tensor(tape, weight, x.width))
     return from_input(tape, made)
@@ -128,7 +128,7 @@ def _scan(
 
 
 def _between(tape: Tape, total: Tensor, count: int) -> Tensor:
-    """What is left of a token at each later one of its chunk."""
+    """Return what is left of a token at each later one of its chunk."""
     spread = repeat(tape, total, _CHUNK)
     masked = plus(tape, spread, count * _CHUNK**2)
     return from_result(tape, masked)

@@ -18,7 +18,7 @@ def _elementwise(tape: Tape, inputs: Sequence[Tensor | Parameter], like: Tensor,
 
 
 def _reduced(tape: Tape, grad: Tensor, like: Tensor | Parameter) -> Tensor:
-    """The gradient of something that was broadcast, or is of another dtype: autograd makes it fit."""
+    """Return the gradient of something that was broadcast, or is of another dtype: autograd makes it fit."""
     if like.numel != grad.numel:
         total = tape.new(like.numel, grad.width)
         tape.launch("reduction", grad.bytes, total.bytes)
@@ -42,7 +42,9 @@ class _Like:
 
 
 def view(tape: Tape, x: Tensor, numel: int | None = None) -> Tensor:
-    """The same memory in another shape; ``numel``: of a slice of it along a dimension that is not split in memory."""
+    """Return the same memory in another shape; ``numel``: of a slice of it along a dimension that is not split in
+    memory.
+    """
     out = Tensor(tape, x.storage, x.numel if numel is None else numel, x.width, x.heads_first)
     out.base = x
     if tape.wants(x):
@@ -120,6 +122,7 @@ def split(tape: Tape, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def cat(tape: Tape, parts: Sequence[Tensor], heads_first: bool = False) -> Tensor:
+    """Concatenate tensors."""
     out = tape.new(sum(part.numel for part in parts), max(part.width for part in parts), heads_first)
     tape.launch("copy", out.bytes, out.bytes)
     if tape.wants(*parts):
@@ -140,7 +143,7 @@ def cat(tape: Tape, parts: Sequence[Tensor], heads_first: bool = False) -> Tenso
 
 
 def contiguous(tape: Tape, x: Tensor) -> Tensor:
-    """A copy in the order of the dimensions."""
+    """Return a copy in the order of the dimensions."""
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
         tape.record([out], [x], lambda grads: [grads[0].alias()] if grads[0] is not None else [None])
@@ -175,6 +178,7 @@ def as_tensor(tape: Tape, weight: Parameter, width: int) -> Tensor:
 
 
 def add(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
+    """Add two tensors, or a tensor and a parameter."""
     out = _elementwise(tape, [a, b], a, max(a.width, b.width))
     if tape.wants(a, b):
         likes = _Like(a), _Like(b)
@@ -195,7 +199,7 @@ def _fit(tape: Tape, grad: Tensor, like: _Like) -> Tensor:
 
 
 def scale(tape: Tape, x: Tensor) -> Tensor:
-    """Times, or plus, a number of Python; a sum needs less in the backward pass, but nothing that is kept."""
+    """Multiply by, or add, a Python number; a sum needs less in the backward pass, but keeps the same."""
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
 
@@ -223,6 +227,7 @@ def shift(tape: Tape, x: Tensor) -> Tensor:
 
 
 def neg(tape: Tape, x: Tensor) -> Tensor:
+    """Negate a tensor."""
     return scale(tape, x)
 
 
@@ -296,7 +301,9 @@ def mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
 
 
 def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
-    """A function whose derivative is computed from its result (tanh, sigmoid, rsqrt), with so many temporaries."""
+    """Return a function whose derivative is computed from its result (tanh, sigmoid, rsqrt), with so many
+    temporaries.
+    """
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
         kept = tape.save(out.alias())
@@ -315,7 +322,7 @@ def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
 
 
 def from_input(tape: Tape, x: Tensor) -> Tensor:
-    """An activation whose derivative is one kernel on its input (silu, gelu, relu squared by halves)."""
+    """Return an activation whose derivative is one kernel on its input (silu, gelu, relu squared by halves)."""
     kept = tape.save(x) if tape.wants(x) else None
     out = _elementwise(tape, [x], x)
     if kept is not None:

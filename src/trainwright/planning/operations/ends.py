@@ -72,14 +72,14 @@ def _masks(a: Architecture, batch: MicroBatch) -> list[int]:
 
 
 def head_weight(weights: Weights) -> Parameter:
-    """That of the head, which may be the embedding."""
+    """Return that of the head, which may be the embedding."""
     return weights.parameters.get("head", weights["embedding"])
 
 
 def finish(
     tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch, stack: Stack = OWN
 ) -> Tensor:
-    """Final norm and summed loss (models/causal_lm.py), or as ``stack`` has it."""
+    """Apply the final norm and the summed loss (models/causal_lm.py), or what ``stack`` has."""
     tape.operation = "final_norm"
     hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
     if stack.loss != "chunked":
@@ -173,7 +173,7 @@ def _in_place(tape: Tape, logits: Tensor) -> Tensor:
 
 
 def _picked(tape: Tape, x: Tensor) -> Tensor:
-    """The sum of one number of each row; its gradient is as large as ``x``."""
+    """Return the sum of one number of each row; its gradient is as large as ``x``."""
     total = tape.new(1, _FP32)
     numel, width = x.numel, x.width
     if tape.wants(x):
@@ -219,7 +219,7 @@ def _work_on(tape: Tape, a: Architecture, columns: int, rows: int, width: int) -
 
 
 def _added(tape: Tape, before: Tensor | None, weight: Parameter, rows: int, width: int) -> Tensor:
-    """The gradient of the head with that of one more chunk; in fp32 as soon as there is more than one."""
+    """Return the gradient of the head with that of one more chunk; in fp32 as soon as there is more than one."""
     if before is not None and width == _FP32:
         tape.product(weight.n, weight.k, rows, width, transposed=True)
         return before

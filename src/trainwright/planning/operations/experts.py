@@ -27,7 +27,7 @@ _FP32, _INT64 = 4, 8
 
 
 def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int, device: Device) -> Tensor:
-    """The experts that each token goes to, weighed, and what all tokens go through beside them."""
+    """Return the experts that each token goes to, weighed, and what all tokens go through beside them."""
     if a.every_expert:
         return view(tape, _every_expert(tape, a, hidden, weights, tokens))
     shared = mlp(tape, a, hidden, weights, "shared.") if a.shared_intermediate else None

@@ -23,7 +23,7 @@ def turned(tape: Tape, x: Tensor) -> Tensor:
 
 
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
-    """An activation times ``up``; the gradients take the places of both."""
+    """Return an activation times ``up``; the gradients take the places of both."""
     kept = [tape.save(x) for x in (gate, up)] if tape.wants(gate, up) else []
     out = tape.new(up.numel, up.width)
     tape.launch("elementwise", gate.bytes + up.bytes, out.bytes)

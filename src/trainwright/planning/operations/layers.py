@@ -108,7 +108,7 @@ def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> T
 
 
 def expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
-    """A quantised matrix in numbers (models/quantisation.py), by way of its scales in fp32."""
+    """Return a quantised matrix in numbers (models/quantisation.py), by way of its scales in fp32."""
     if weight.quantised == "int8":
         made = tape.new(weight.numel, width)
         tape.launch("elementwise", weight.numel, made.bytes)
@@ -224,7 +224,7 @@ def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None,
 
 
 def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
-    """The norm of ``a``'s family, of ``rows`` rows."""
+    """Return the norm of ``a``'s family, of ``rows`` rows."""
     weight = weights[name]
     if weights.stack.fused:
         return layer_norm(tape, x, weight, weights.bias(name), rows)
@@ -238,7 +238,7 @@ def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, ro
 
 
 def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:
-    """The plain MLP, or one of that form whose weights begin with ``prefix``."""
+    """Return the plain MLP, or one of that form whose weights begin with ``prefix``."""
 
     def through(x: Tensor, name: str) -> Tensor:
         tape.operation = name = f"{prefix}{name}"
@@ -287,10 +287,12 @@ def activation(tape: Tape, x: Tensor, name: str) -> Tensor:
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
+    """Apply softmax."""
     return from_result(tape, x)
 
 
 def rotate_half(tape: Tape, x: Tensor) -> Tensor:
+    """Rotate the halves of a head, as rotary positions do."""
     first, second = slices(tape, x, [x.numel // 2, x.numel // 2])
     return cat(tape, [neg(tape, second), first], heads_first=True)
 
@@ -301,7 +303,9 @@ def rotate(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The two halves of ``x`` turned against each other by tables of half its width: gpt_oss, and DeepSeek's pairs."""
+    """Return the two halves of ``x`` turned against each other by tables of half its width: gpt_oss, and DeepSeek's
+    pairs.
+    """
     first, second = split(tape, x, [x.numel // 2] * 2)
     left = add(tape, mul(tape, first, cos), mul(tape, second, sin))
     right = add(tape, mul(tape, second, cos), mul(tape, first, sin))

@@ -68,6 +68,7 @@ class Pass:
 
     @cached_property
     def gradients(self) -> int:
+        """Return the number of elements of all gradients."""
         return sum(moment.numel for moment in self.moments)
 
 
@@ -135,7 +136,7 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
 
 @lru_cache(maxsize=512)
 def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
-    """The final norm, the head and the loss."""
+    """Return the final norm, the head and the loss."""
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
         weights = end_weights(setting.architecture, setting.width, setting.trainable)
@@ -146,7 +147,7 @@ def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
 
 @lru_cache(maxsize=512)
 def embedding_pass(setting: Setting) -> Pass:
-    """What is before the blocks; the rotary tables are in what is kept."""
+    """Return what is before the blocks; the rotary tables are in what is kept."""
     a, batch = setting.architecture, setting.batch
     tape = Tape(setting.device)
     weights = end_weights(a, setting.width, setting.trainable)

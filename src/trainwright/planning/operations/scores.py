@@ -34,7 +34,7 @@ def eager_attention(
     device: Device,
     sinks: Parameter | None = None,
 ) -> Tensor:
-    """transformers' eager attention with capped scores or with sinks, over padded rows. Gives [B, L, H, D]."""
+    """Apply transformers' eager attention with capped scores or with sinks, over padded rows. Returns [B, L, H, D]."""
     if heads.group > 1:
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     length, count = batch.length, batch.rows * heads.queries
@@ -74,7 +74,7 @@ def _scores(tape: Tape, q: Tensor, k: Tensor, heads: Heads, length: int, rows: i
 
 
 def _with_sinks(tape: Tape, scores: Tensor, sinks: Parameter, rows: int, width: int) -> Tensor:
-    """The scores with one more in each of ``rows`` rows, the same for all rows of a head."""
+    """Return the scores with one more in each of ``rows`` rows, the same for all rows of a head."""
     return cat(tape, [scores, broadcast(tape, as_tensor(tape, sinks, width), rows)], heads_first=True)
 
 
@@ -93,6 +93,7 @@ def scores_attention(
     device: Device,
     sinks: Parameter | None,
 ) -> Tensor:
+    """Compute attention with all scores in memory."""
     count = rows * heads.queries
     scores = to(tape, _scores(tape, q, k, heads, length, rows), _FP32)
     if heads.softcap:

@@ -30,6 +30,7 @@ class MicroBatch:
 
     @property
     def longest(self) -> int:
+        """Return the longest length."""
         return max(length for length, _ in self.documents)
 
     @property
@@ -39,7 +40,9 @@ class MicroBatch:
         return lengths[1] if len(lengths) > 1 else 0
 
     def each_document(self, most: int) -> Iterator[tuple[int, int]]:
-        """The documents as (length, count): one by one, but equal ones together where there are more than ``most``."""
+        """Yield the documents as (length, count): one by one, but equal ones together where there are more than
+        ``most``.
+        """
         total = sum(count for _, count in self.documents)
         together = max(1, -(-total // most))
         for length, count in self.documents:
@@ -70,10 +73,12 @@ class Heads:
 
     @property
     def value_size(self) -> int:
+        """Return the size of a value."""
         return self.value or self.size
 
     @property
     def group(self) -> int:
+        """Return the number of queries for each key."""
         return self.queries // self.keys
 
 
@@ -86,6 +91,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
+        """Return whether it is a GPU."""
         return self.kind == "cuda"
 
 

@@ -83,6 +83,7 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
+        """Return the size in bytes."""
         return self.numel * self.width
 
     def alias(self) -> Tensor:
@@ -106,10 +107,12 @@ class Parameter:
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return self.n * self.k
 
     @property
     def bytes(self) -> int:
+        """Return the size in bytes."""
         return self.numel * self.width
 
 
@@ -136,6 +139,7 @@ class Saved:
         self._frame = frame
 
     def get(self) -> Tensor:
+        """Return the tensor, recomputed if it was not kept."""
         if self.tensor is None:
             assert self._frame is not None
             self._frame.fill()
@@ -165,6 +169,7 @@ class Frame:
         self._position = 0
 
     def save(self, tensor: Tensor | None) -> Saved:
+        """Keep a tensor, or a promise to recompute it."""
         if not self.filling:
             promise = Saved(None, self)
             self._promises.append(weakref.ref(promise))
@@ -185,6 +190,7 @@ class Frame:
         return kind in self.keep
 
     def fill(self) -> None:
+        """Recompute what was not kept."""
         self.filling, self._position, self._products = True, 0, 0
         outer, self.tape.frame = self.tape.frame, self
         try:
@@ -216,6 +222,7 @@ class Tape:
         self._sequence = 0
 
     def new(self, numel: int, width: int, heads_first: bool = False) -> Tensor:
+        """Allocate a tensor."""
         size = numel * width
         self.live += size
         if self.live > self.peak:
@@ -223,6 +230,7 @@ class Tape:
         return Tensor(self, Storage(size), numel, width, heads_first)
 
     def launch(self, kind: KernelKind, read: int, written: int) -> None:
+        """Record a kernel."""
         self.kernels.append(Kernel(self.operation, kind, read, written))
 
     def product(self, m: int, n: int, k: int, width: int, times: int = 1, transposed: bool = False) -> None:
@@ -233,7 +241,7 @@ class Tape:
         self.kernels.append(Kernel(self.operation, "product", read, written, 2 * times * m * n * k, m, n, k, times))
 
     def result(self, kind: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """What ``make`` computes; taken from what was kept where selective recomputation has it."""
+        """Return what ``make`` computes; taken from what was kept where selective recomputation has it."""
         frame = self.frame
         if frame is None or not frame.keeps(kind):
             return make()
@@ -282,6 +290,7 @@ class Tape:
 
     @contextmanager
     def no_grad(self) -> Iterator[None]:
+        """Record no gradients."""
         outer, self.grad = self.grad, False
         yield
         self.grad = outer

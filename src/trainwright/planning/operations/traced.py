@@ -34,7 +34,7 @@ def layout(config: str) -> dict[str, Any]:
 
 
 def numbers(config: str, recompute: str, width: int, batch: MicroBatch, input_wants: bool) -> dict[str, Any]:
-    """The fields of ``passes.Pass`` that are bytes of memory, of the first block.
+    """Return the fields of ``passes.Pass`` that are bytes of memory, of the first block.
 
     Raises:
         TraceError: the block cannot be traced.

@@ -55,11 +55,11 @@ class Weights:
         return self.parameters[name]
 
     def bias(self, name: str) -> Parameter | None:
-        """The bias beside a weight, None where there is none."""
+        """Return the bias beside a weight, None where there is none."""
         return self.parameters.get(f"{name}.bias")
 
     def add(self, name: str, n: int, k: int = 1, bias: bool = False) -> None:
-        """A matrix, or with ``k`` 1 a vector, and perhaps the bias beside it."""
+        """Add a matrix, or with ``k`` 1 a vector, and optionally its bias."""
         self._put(name, n, k, self._trainable)
         does = ADAPTED.get(name.removeprefix("shared."), frozenset())
         if (does or (self.stack.expert_linears and name.startswith("experts."))) and self._quantisation != "none":

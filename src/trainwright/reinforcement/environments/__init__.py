@@ -13,7 +13,7 @@ __all__ = ["Environment", "VectorEnvironment", "make"]
 
 
 def make(name: str, **options: Any) -> Environment:
-    """The environment of that name, or at that place ``module:Class``.
+    """Return the environment of that name, or at that place ``module:Class``.
 
     Args:
         options: its own, such as ``size`` and ``horizon``; each has a default.

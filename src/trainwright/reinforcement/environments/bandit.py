@@ -49,16 +49,20 @@ class Bandit(Environment):
         self.state_count = 1
 
     def tasks(self) -> torch.Tensor:
+        """Return all tasks of the environment, [n, p]."""
         places = torch.arange(self.count * self.action_count) + (self.seed << 32)
         return uniform(places, 0).view(self.count, self.action_count)
 
     def describe(self, task: torch.Tensor) -> str:
+        """Describe a task by its best arm."""
         return f"best arm {int(task.argmax())} of mean {float(task.max()):.3f}"
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
         return self.horizon * tasks.max(dim=1).values.float()
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        """Return a copy of the environment for each of ``tasks``."""
         return _BanditCopies(self, tasks, device, seed)
 
 

@@ -41,15 +41,17 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self) -> torch.Tensor:
-        """The parameters of every task, ``[tasks, p]``."""
+        """Return the parameters of every task, ``[tasks, p]``."""
 
     @abstractmethod
     def describe(self, task: torch.Tensor) -> str:
-        """A task's parameters ``[p]`` in words."""
+        """Return a task's parameters ``[p]`` in words."""
 
     @abstractmethod
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
-        """The highest expected return of an episode, for tasks ``[n, p]``: float32 ``[n]``, NaN where not known."""
+        """Return the highest expected return of an episode, for tasks ``[n, p]``: float32 ``[n]``, NaN where not
+        known.
+        """
 
     @abstractmethod
     def vector(
@@ -62,7 +64,7 @@ class Environment(ABC):
         """
 
     def split(self, seed: int, test_fraction: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tasks to train on and the tasks held back, ``[n, p]`` each, in an order that ``seed`` decides."""
+        """Return the tasks to train on and the tasks held back, ``[n, p]`` each, in an order that ``seed`` decides."""
         tasks = self.tasks()
         train, test = self.split_indices(seed, test_fraction)
         return tasks[train], tasks[test]
@@ -133,11 +135,13 @@ class VectorEnvironment(ABC):
 
     @abstractmethod
     def observations(self) -> torch.Tensor:
-        """What the copies show now, int64 ``[n, k]``; a new tensor."""
+        """Return what the copies show now, int64 ``[n, k]``; a new tensor."""
 
     @abstractmethod
     def states(self) -> torch.Tensor:
-        """The states the copies are in, int64 ``[n]`` from 0 to ``state_count``: all there is to know but the task."""
+        """Return the states the copies are in, int64 ``[n]`` from 0 to ``state_count``: all there is to know but
+        the task.
+        """
 
     @abstractmethod
     def _begin(self, mask: torch.Tensor) -> None:

@@ -55,9 +55,11 @@ class GridCopies(VectorEnvironment):
         self.position = self.start.repeat(self.copies, 1)
 
     def observations(self) -> torch.Tensor:
+        """Return the positions."""
         return self.position.clone()
 
     def states(self) -> torch.Tensor:
+        """Return the index of each position."""
         return self.position[:, 0] * self.size + self.position[:, 1]
 
     def _begin(self, mask: torch.Tensor) -> None:
@@ -83,16 +85,20 @@ class Darkroom(Grid):
         super().__init__(size, horizon)
 
     def tasks(self) -> torch.Tensor:
+        """Return all tasks of the environment, [n, p]."""
         return self._cells()
 
     def describe(self, task: torch.Tensor) -> str:
+        """Describe a task by its goal."""
         return f"goal ({int(task[0])}, {int(task[1])})"
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
         # The step that arrives is rewarded, and at the start no step is lost.
         return (self.horizon + 1 - self._distance(tasks)).clamp(0, self.horizon).float()
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        """Return a copy of the environment for each of ``tasks``."""
         return _DarkroomCopies(self, tasks, device, seed)
 
 
@@ -111,9 +117,11 @@ class DarkroomHard(Darkroom):
         self.state_count = 2 * size * size
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
         return (self._distance(tasks) <= self.horizon).float()
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        """Return a copy of the environment for each of ``tasks``."""
         return _HardCopies(self, tasks, device, seed)
 
 
@@ -149,19 +157,24 @@ class DarkroomPermuted(Grid):
 
     @property
     def start(self) -> tuple[int, int]:
+        """Return the corner in which episodes start."""
         return 0, 0
 
     def tasks(self) -> torch.Tensor:
+        """Return all tasks of the environment, [n, p]."""
         return torch.arange(len(self.permutations))[:, None]
 
     def describe(self, task: torch.Tensor) -> str:
+        """Describe a task by its permutation."""
         return f"actions {self.permutations[int(task[0])].tolist()}"
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
         best = max(self.horizon + 1 - 2 * (self.size - 1), 0)
         return torch.full((len(tasks),), float(min(best, self.horizon)), device=tasks.device)
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        """Return a copy of the environment for each of ``tasks``."""
         return _PermutedCopies(self, tasks, device, seed)
 
 

@@ -25,20 +25,24 @@ class KeyToDoor(Grid):
         self.state_count = 3 * size * size
 
     def tasks(self) -> torch.Tensor:
+        """Return all tasks of the environment, [n, p]."""
         axis = torch.arange(self.size)
         return torch.cartesian_prod(axis, axis, axis, axis)
 
     def describe(self, task: torch.Tensor) -> str:
+        """Describe a task by its key and door."""
         key_x, key_y, door_x, door_y = task.tolist()
         return f"key ({key_x}, {key_y}), door ({door_x}, {door_y})"
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
         # Where nothing is to be walked, a step that stays is still needed.
         key = self._distance(tasks[:, :2]).clamp(min=1)
         door = key + (tasks[:, 2:] - tasks[:, :2]).abs().sum(dim=1).clamp(min=1)
         return (key <= self.horizon).float() + (door <= self.horizon).float()
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        """Return a copy of the environment for each of ``tasks``."""
         return _KeyToDoorCopies(self, tasks, device, seed)
 
 

@@ -86,17 +86,21 @@ class UserEnvironment(Environment):
             raise RequestError(f"{_KEY}: cannot be made with {keywords} (task {task}): {error}") from error
 
     def tasks(self) -> torch.Tensor:
+        """Return all tasks of the environment, [n, p]."""
         return torch.arange(len(self.keywords))[:, None]
 
     def describe(self, task: torch.Tensor) -> str:
+        """Describe a task by its keywords."""
         return ", ".join(f"{key} {value}" for key, value in self.keywords[int(task[0])].items()) or "without keywords"
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
+        """Return the highest expected return of an episode, for tasks [n, p]."""
         if self.optimal_returns is None:
             return torch.full((len(tasks),), torch.nan)
         return torch.tensor(self.optimal_returns)[tasks[:, 0]].float()
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
+        """Return a copy of the environment for each of ``tasks``."""
         return _UserCopies(self, tasks, device, seed)
 
 

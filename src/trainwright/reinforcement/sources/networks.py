@@ -84,7 +84,9 @@ class Networks:
         torch.sum(room.first_slopes, 1, keepdim=True, out=first_bias)
 
     def update(self, learning_rate: float, max_grad_norm: float) -> None:
-        """A step of Adam, after scaling down the gradients of those goals whose norm is above ``max_grad_norm``."""
+        """Take a step of Adam, after scaling down the gradients of those goals whose norm is above
+        ``max_grad_norm``.
+        """
         for slopes, norms in zip(self.slopes, self._norms, strict=True):
             torch.linalg.vector_norm(slopes.flatten(1), dim=1, out=norms)
         norms = torch.linalg.vector_norm(self._norms.view(-1, self.goals), dim=0)

@@ -106,7 +106,7 @@ class Ppo:
         return logits, values.clone()
 
     def _encode(self, observations: torch.Tensor) -> torch.Tensor:
-        """What the networks are given, float32 ``[goals, streams, inputs]``."""
+        """Return what the networks are given, float32 ``[goals, streams, inputs]``."""
         if not self._names:
             return observations.view(self.goals, self.streams, -1).float()
         counts = self.environment.observation_counts

@@ -36,7 +36,7 @@ class Recording:
         self._step += 1
 
     def goal(self, index: int) -> History:
-        """The history of one goal."""
+        """Return the history of one goal."""
         return History(
             self._states[:, index],
             self._actions[:, index],

@@ -157,6 +157,6 @@ class _Arms:
 
 
 def _best(values: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
-    """The index of the largest of each row; of several, the one with the largest of ``ties``."""
+    """Return the index of the largest of each row; of several, the one with the largest of ``ties``."""
     largest = values == values.max(dim=1, keepdim=True).values
     return ties.masked_fill(~largest, -1).argmax(dim=1)

@@ -1,0 +1,1 @@
+"""Algorithm Distillation: agents that learn in their context."""

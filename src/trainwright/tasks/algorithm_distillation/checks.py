@@ -16,7 +16,7 @@ _SECTION = "algorithm_distillation"
 
 
 def check(recipe: Recipe) -> Iterator[Contradiction]:
-    """What contradicts the task, and what in its section contradicts itself."""
+    """Yield what contradicts the task, and what in its section contradicts itself."""
     section = recipe.own(AlgorithmDistillationSection)
     yield from _texts(recipe)
     yield from source_contradictions(section.source, f"{_SECTION}.source")

@@ -89,7 +89,7 @@ def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
 
 
 def _section_of(agent: Path) -> AlgorithmDistillationSection:
-    """What a model that was taken out of its run says of itself."""
+    """Return what a model that was taken out of its run says of itself."""
     _, about = load_history_model(agent)
     try:
         environment = about["environment"]
@@ -103,7 +103,7 @@ def _section_of(agent: Path) -> AlgorithmDistillationSection:
 
 
 def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryObjective:
-    """The model in evaluation mode on the CPU.
+    """Return the model in evaluation mode on the CPU.
 
     Raises:
         RequestError: its files cannot be read.
@@ -150,7 +150,7 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
 
 
 def _source(section: AlgorithmDistillationSection, environment: Environment, tasks: torch.Tensor) -> Returns | None:
-    """Returns of the algorithm that the model learnt from, on the tasks; None where there are no histories of them."""
+    """Return the returns of the source algorithm on the tasks; None where there are no histories of them."""
     try:
         with open_histories(section, environment) as histories:
             rows = [histories.goal(index) for index in histories.indices_of(tasks)]
@@ -171,7 +171,7 @@ class AgentReport:
 
     @classmethod
     def of(cls, asked: AgentAsked, work: Path) -> AgentReport:
-        """What ``work_on`` left."""
+        """Return what ``work_on`` left."""
         with np.load(work / RESULT) as file:
             return cls({name: file[name] for name in file.files}, find_agent(asked)[1].trial.last_episodes)
 
@@ -195,7 +195,7 @@ class AgentReport:
         return found
 
     def lines(self) -> Iterator[str]:
-        """A table of returns by episode, and the end of it with intervals."""
+        """Yield a table of returns by episode, and the end of it with intervals."""
         agents = self._agents()
         episodes = self.arrays["sampled"].shape[-1]
         shown = sorted({round(i * (episodes - 1) / max(1, _SHOWN_EPISODES - 1)) for i in range(_SHOWN_EPISODES)})
@@ -226,7 +226,7 @@ class AgentReport:
 
 
 def last_episodes(returns: Returns, count: int) -> Returns:
-    """The last episodes that each copy has, of returns [..., episodes] with NaN where one has no more."""
+    """Return the last episodes that each copy has, of returns [..., episodes] with NaN where one has no more."""
     there = np.isfinite(returns)
     return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
 

@@ -20,7 +20,7 @@ _COLOURS = {"sampled": "tab:blue", "greedy": "tab:cyan", "source": "tab:orange",
 
 
 def draw(arrays: Mapping[str, Any], path: Path) -> None:
-    """A PNG of mean returns with 95 % intervals, from the arrays of an evaluation.
+    """Draw a PNG of mean returns with 95 % intervals, from the arrays of an evaluation.
 
     Raises:
         MachineError: matplotlib is not installed.

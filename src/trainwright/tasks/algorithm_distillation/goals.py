@@ -37,7 +37,7 @@ class Goals:
 
 
 def tasks_tried(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
-    """The tasks ``[tasks, p]`` that an agent is tried on: those held back, or the first of them.
+    """Return the tasks ``[tasks, p]`` that an agent is tried on: those held back, or the first of them.
 
     Raises:
         RequestError: as ``tasks_held_back``.
@@ -87,7 +87,7 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
 
 
 def tasks_held_back(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
-    """The tasks ``[tasks, p]`` that are not trained on.
+    """Return the tasks ``[tasks, p]`` that are not trained on.
 
     Raises:
         RequestError: one of them is none of the environment's, or there are none.

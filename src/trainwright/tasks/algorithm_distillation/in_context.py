@@ -52,7 +52,7 @@ def try_out(
     together: bool = False,
     every_step: Callable[[], None] | None = None,
 ) -> Returns:
-    """Returns of every episode [tasks, copies, episodes], the same on every rank, in float32.
+    """Evaluate the agent: returns of every episode [tasks, copies, episodes], float32, the same on every rank.
 
     What a copy does depends on the seed, its task and its place among the copies, and not on who computes it.
 
@@ -104,7 +104,7 @@ def play(
     whole_length: bool = False,
     every_step: Callable[[], None] | None = None,
 ) -> Returns:
-    """Returns [n, episodes] of a policy on tasks [n, p], a copy of the environment each.
+    """Play a policy on tasks [n, p], a copy of the environment each; the result is the returns [n, episodes].
 
     Args:
         whole_length: take as many steps as the longest episodes would need, though all may be over before.

@@ -77,7 +77,7 @@ class SourceSection(Section):
 
 
 def source_contradictions(source: SourceSection, key: str) -> Iterator[Contradiction]:
-    """What does not go together in the section at ``key``."""
+    """Yield what does not go together in the section at ``key``."""
     for name in ("ppo", "q-learning", "ucb"):
         section = _section_of(name)
         kind = type(getattr(source, section))

@@ -27,7 +27,7 @@ def context_tokens(section: AlgorithmDistillationSection) -> int:
 
 
 def section_of(recipe: Recipe) -> AlgorithmDistillationSection | None:
-    """The task's section; None in a recipe of another task."""
+    """Return the task's section; None in a recipe of another task."""
     return recipe.own(AlgorithmDistillationSection) if recipe.spec.name == SPEC.name else None
 
 

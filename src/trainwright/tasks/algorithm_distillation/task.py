@@ -41,7 +41,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
 
 
 def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
-    """The task of a resolved recipe."""
+    """Return the task of a resolved recipe."""
     section = recipe.own(AlgorithmDistillationSection)
     environment = environment_of(section)
     with open_histories(section, environment) as histories:
@@ -93,6 +93,7 @@ class AlgorithmDistillation:
         self.validation: Stream[HistoryWindows] = stream_of(recipe, measured, few, training=False, shuffle=True)
 
     def blocks(self) -> list[nn.Module]:
+        """Return the repeated units of the module, in order."""
         return self._objective.blocks()
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
@@ -106,20 +107,22 @@ class AlgorithmDistillation:
                 notify(warning)
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """The loss of a micro-batch depends on nothing outside it."""
+        """Do nothing: the loss of a micro-batch depends on nothing outside it."""
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        """Return the summed losses of the windows of one micro-batch."""
         sums = module(self._train.batch(micro.examples).to(device))
         weight = float(sum(map(self._train.target_count, micro.examples)))
         return LossSum(sums[0], weight, sums.detach().double())
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """The sums of ``HistoryObjective``."""
+        """Return the sums of ``HistoryObjective``."""
         windows = self._held_back or self._train
         sums: torch.Tensor = module(windows.batch(micro.examples).to(device))
         return sums.double() * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Return the metrics from statistics that are summed over the split or step."""
         found = dict(zip(SUMS, statistics, strict=True))
         metrics = {
             "loss": found["total"] / found["actions"],
@@ -139,7 +142,9 @@ class AlgorithmDistillation:
         """Nothing but the weights is changed by a step."""
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
-        """Returns of the agent on the tasks held back, in its first episode and at the end; drawn, and greedy."""
+        """Return the agent's returns on the held-back tasks, in its first episode and at the end, sampled and
+        greedy.
+        """
         trial = self._section.trial
         metrics: dict[str, float] = {}
         assert isinstance(module, HistoryObjective)
@@ -165,9 +170,11 @@ class AlgorithmDistillation:
             module.train()
 
     def generate(self, module: nn.Module, prompt: str) -> str:
+        """Fail: there are no prompts."""
         raise AssertionError("there are no prompts")
 
     def describe(self) -> dict[str, Any]:
+        """Return fields of the `start` event: the windows and the model."""
         windows = self._train
         seen = "every step" if self._section.targets == "every" else "the last step"
         every = f", subsample {windows.cut.subsample}" if windows.cut.subsample > 1 else ""
@@ -184,6 +191,7 @@ class AlgorithmDistillation:
         }
 
     def describe_example(self, index: int) -> str:
+        """Describe an example of the stream briefly, for error messages."""
         return self._train.describe(index)
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
@@ -197,14 +205,16 @@ class AlgorithmDistillation:
         save_history_model(directory, self._objective.model.shape, about, named)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Fail: there is no adapter."""
         raise AssertionError("there is no adapter")
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+        """Fail: there is no adapter."""
         raise AssertionError("there is no adapter")
 
 
 def environment_of(section: AlgorithmDistillationSection) -> Environment:
-    """Raises RequestError naming the key."""
+    """Return the environment of a recipe. Raises RequestError with the key."""
     try:
         return make(section.environment, **section.environment_options)
     except RequestError as error:
@@ -212,7 +222,7 @@ def environment_of(section: AlgorithmDistillationSection) -> Environment:
 
 
 def shape_of(section: AlgorithmDistillationSection, environment: Environment) -> HistoryShape:
-    """The model that a recipe asks for, in its environment."""
+    """Return the model that a recipe asks for, in its environment."""
     model, compressed = section.model, section.context == "compressed"
     return HistoryShape(
         observations=tuple(environment.observation_counts),
@@ -232,7 +242,8 @@ def shape_of(section: AlgorithmDistillationSection, environment: Environment) ->
 
 
 def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
-    """What the recipe's source has differently from the one that made the histories; None where it made them itself.
+    """Return what the recipe's source has differently from the one that made the histories; None where it made them
+    itself.
 
     Histories that ``trainwright collect`` did not make are whatever they are.
     """
@@ -251,7 +262,7 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
 
 
 def short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
-    """What a context costs that does not hold an episode; None where it does."""
+    """Return what a context costs that does not hold an episode; None where it does."""
     if section.context_length >= environment.horizon:
         return None
     return (
@@ -262,7 +273,7 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
 
 
 def short_histories(windows: HistoryWindows) -> str | None:
-    """What it costs where no history fills a context; None where one does."""
+    """Return what it costs where no history fills a context; None where one does."""
     cut = windows.cut
     if windows.longest >= cut.window:
         return None
@@ -275,7 +286,7 @@ def short_histories(windows: HistoryWindows) -> str | None:
 
 
 def open_histories(section: AlgorithmDistillationSection, environment: Environment) -> Histories:
-    """The histories that a recipe names.
+    """Return the histories that a recipe names.
 
     Raises:
         RequestError: the file cannot be read, or is of another environment.

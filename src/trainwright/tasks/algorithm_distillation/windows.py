@@ -114,13 +114,15 @@ class HistoryWindows:
         return int(self._lengths.max())
 
     def documents(self, index: int) -> tuple[int, ...]:
+        """Return the one document of an example."""
         return (index,)
 
     def document_length(self, document: int) -> int:
+        """Return the number of tokens of one document."""
         return self.length(document)
 
     def length(self, index: int) -> int:
-        """Steps of one window."""
+        """Return the steps of one window."""
         return int(self._lengths[index])
 
     def target_count(self, index: int) -> int:
@@ -177,7 +179,9 @@ def _tensor(values: Array, dtype: Any) -> torch.Tensor:
 
 
 def _ordered(history: History, subsample: int) -> dict[str, Array]:
-    """The steps of a goal's streams [streams * time], those of every n-th episode together, and where these begin."""
+    """Return the steps of a goal's streams [streams * time], those of every n-th episode together, and where these
+    begin.
+    """
     dones = history.dones.T
     starts = np.ones(dones.shape, bool)
     starts[:, 1:] = dones[:, :-1]

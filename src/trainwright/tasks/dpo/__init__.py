@@ -1,0 +1,1 @@
+"""Preference tuning with DPO, IPO and KTO."""

@@ -47,11 +47,13 @@ class Mismatched(TokenDataset):
         )
 
     def document_length(self, document: int) -> int:
+        """Return the number of tokens of one document."""
         other = self.others[document]
         answer = super().document_length(int(other)) - self.prompts[other]
         return int(min(self.prompts[document] + answer, self.max_length))
 
     def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Return a prompt with the answer of another row."""
         tokens, targets = super().document(document)
         answer, answer_targets = super().document(int(self.others[document]))
         begin, other_begin = self.prompts[document], self.prompts[self.others[document]]
@@ -60,6 +62,7 @@ class Mismatched(TokenDataset):
         return joined, flags
 
     def document_targets(self, document: int) -> int:
+        """Return the number of targets of one document."""
         return int(np.count_nonzero(self.document(document)[1][1:]))
 
 

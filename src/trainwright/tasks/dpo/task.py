@@ -36,7 +36,7 @@ __all__ = ["PreferenceTuning", "build", "prepare_once"]
 
 
 def build(recipe: Recipe, cache: Path) -> PreferenceTuning:
-    """The task of a resolved recipe."""
+    """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return PreferenceTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache), cache)
 
@@ -123,6 +123,7 @@ class PreferenceTuning(LanguageModelTask):
         self._divergence = max(0.0, total / count)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        """Return the summed losses of the pairs or answers of one micro-batch."""
         batch = self._batch(self._prepared.train, micro, device)
         seen: list[torch.Tensor] = []
 
@@ -134,11 +135,11 @@ class PreferenceTuning(LanguageModelTask):
         return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
 
     def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What answers are compared by [D]: their log-ratios, in IPO a token's in the mean."""
+        """Return what answers are compared by [D]: their log-ratios, in IPO a token's in the mean."""
         return ratios / ratios.new_tensor(batch.target_counts) if self._dpo.loss == "ipo" else ratios
 
     def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The loss of every pair [P], in KTO of every answer [D]."""
+        """Return the loss of every pair [P], in KTO of every answer [D]."""
         dpo = self._dpo
         if dpo.loss == "kto":
             weights = dpo.desirable_weight, dpo.undesirable_weight
@@ -149,6 +150,7 @@ class PreferenceTuning(LanguageModelTask):
         return losses.dpo(chosen, rejected, dpo.beta, dpo.label_smoothing)
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
+        """Return a vector of sums over one micro-batch of the validation stream."""
         assert self._prepared.validation is not None
         batch = self._batch(self._prepared.validation, micro, device)
         scores = self._scores(self._answers[True].ratios(module(batch, losses=True), batch), batch)
@@ -176,6 +178,7 @@ class PreferenceTuning(LanguageModelTask):
         return torch.stack([value.double() for value in sums])
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Return the metrics from statistics that are summed over the split or step."""
         loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected = statistics
         found = {"loss": loss / weight}
         if pairs:

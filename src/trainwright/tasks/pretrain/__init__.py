@@ -1,0 +1,1 @@
+"""Pretraining on a corpus of text."""

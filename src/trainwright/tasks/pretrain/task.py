@@ -40,7 +40,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
 
 
 def build(recipe: Recipe, cache: Path) -> Pretraining:
-    """The task of a resolved recipe."""
+    """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Pretraining(recipe, tokenizer, _prepare_data(recipe, tokenizer, cache))
 
@@ -75,6 +75,7 @@ class Pretraining(LanguageModelTask):
         return batch.to(device)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        """Return the summed losses of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)
         total = module(batch)
         if self._pretrain.z_loss:  # what is minimised is then no loss of text alone
@@ -87,7 +88,7 @@ class Pretraining(LanguageModelTask):
         return self._token_bytes.index_select(0, batch.targets).sum()
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """``[summed loss in nats, bytes, correct predictions, targets]``."""
+        """Return ``[summed loss in nats, bytes, correct predictions, targets]``."""
         assert self._prepared.validation is not None
         batch = self._batch(self._prepared.validation, micro, device)
         loss, correct = module(batch, statistics=True)
@@ -95,6 +96,7 @@ class Pretraining(LanguageModelTask):
         return torch.stack(sums) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Return the metrics from statistics that are summed over the split or step."""
         nats, size, *rest = statistics
         # Bits for each byte of text: the same for every tokenizer (arXiv 2101.00027, section 3.1).
         found = {"bits_per_byte": nats / math.log(2) / size} if size else {}

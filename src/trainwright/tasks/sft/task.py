@@ -18,7 +18,7 @@ __all__ = ["SupervisedFineTuning", "build", "prepare_once"]
 
 
 def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
-    """The task of a resolved recipe."""
+    """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return SupervisedFineTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
 
@@ -27,17 +27,19 @@ class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        """Return the summed losses of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)
         return LossSum(module(batch), float(len(batch.targets)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """``[summed loss in nats, correct predictions, targets]``."""
+        """Return ``[summed loss in nats, correct predictions, targets]``."""
         assert self._prepared.validation is not None
         batch = self._batch(self._prepared.validation, micro, device)
         sums = module(batch, statistics=True)
         return torch.cat([sums, sums.new_full((1,), len(batch.targets))]) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Return the metrics from statistics that are summed over the split or step."""
         loss, correct, targets = statistics
         mean = torch.tensor(loss / targets, dtype=torch.float64)
         return {

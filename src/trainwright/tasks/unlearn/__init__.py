@@ -1,0 +1,1 @@
+"""Unlearning: its objectives, references and losses."""

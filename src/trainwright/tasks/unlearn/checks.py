@@ -18,7 +18,7 @@ _OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
 
 
 def check(recipe: Recipe) -> Iterator[Contradiction]:
-    """What does not go together in the sections ``unlearn`` and ``data``."""
+    """Yield what does not go together in the sections ``unlearn`` and ``data``."""
     section = recipe.own(UnlearnSection)
     yield from _rows(recipe, section)
     yield from _objective(section)

@@ -30,7 +30,7 @@ class Rows:
 
 
 def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Rows:
-    """The rows of a resolved recipe, prepared or found in the cache.
+    """Return the rows of a resolved recipe, prepared or found in the cache.
 
     Raises:
         RequestError: a source or a row is wrong.

@@ -118,7 +118,7 @@ class Losses:
     def _of_likelihoods(
         self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, found: Found
     ) -> torch.Tensor:
-        """The losses that are functions of the targets' negative log-likelihoods."""
+        """Return the losses that are functions of the targets' negative log-likelihoods."""
         chosen = places(batch, roles)
         head, targets = _at(head, chosen), batch.targets.index_select(0, chosen)
 
@@ -146,7 +146,7 @@ class Losses:
         return value + (weighted - weighted.detach())
 
     def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """The forget loss of every token or answer, from the losses of the tokens of each role."""
+        """Return the forget loss of every token or answer, from the losses of the tokens of each role."""
         if self._of == "tokens":
             return self._formula(losses=lambda: losses[self._learnt])
         own = losses[FORGET]
@@ -169,7 +169,7 @@ class Losses:
     def _of_logits(
         self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: Found
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of a loss over the targets of the documents with ``role``, with and without its gradient."""
+        """Return the sum of a loss over the targets of the documents with ``role``, with and without its gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
         chosen = places(batch, {role}, skip)
         teacher = None
@@ -218,7 +218,9 @@ class Formula:
 
     @classmethod
     def of(cls, section: UnlearnSection) -> Formula:
-        """Raises RequestError for a function that cannot be imported, or asks for something that there is not."""
+        """Find the formula of an objective. Raises RequestError if it cannot be imported, or asks for something
+        unknown.
+        """
         described = f"objective {section.objective}: its loss {section.facts.loss}"
         function = load(section.facts.loss, described)
         names = [*inspect.signature(function).parameters]
@@ -233,6 +235,7 @@ class Formula:
         return cls(function, given, tuple(name for name in names if name in tensors))
 
     def __call__(self, **tensors: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+        """Compute the objective from the tensors that it names."""
         return self.function(**{name: tensors[name]() for name in self.tensors}, **self.settings)
 
 
@@ -277,11 +280,11 @@ def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, t
 
 
 def _sums(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
-    """Sums over each document with ``role``, in float64, of values of their targets."""
+    """Return the sums over each document with ``role``, in float64, of values of their targets."""
     return torch.stack([part.sum() for part in values.double().split(_counts(batch, role))])
 
 
 def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
-    """The sum over documents with ``role`` of the mean of ``values`` over their targets."""
+    """Return the sum over documents with ``role`` of the mean of ``values`` over their targets."""
     parts = values.split(_counts(batch, role))
     return torch.stack([part.mean() for part in parts]).sum()

@@ -55,6 +55,7 @@ class UnlearnLM(CausalLM):
         losses: bool = False,
         work: Work | None = None,
     ) -> torch.Tensor:
+        """Return the loss of a batch, or what the reference says of it."""
         if work is not None:
             return work(self, batch)
         if self._speaks_for_reference:
@@ -65,6 +66,7 @@ class UnlearnLM(CausalLM):
         return found
 
     def train(self, mode: bool = True) -> UnlearnLM:
+        """Set the mode; the reference stays in evaluation mode."""
         super().train(mode)
         if self.reference is not None:
             self.reference.eval()
@@ -80,7 +82,7 @@ class UnlearnLM(CausalLM):
             self._speaks_for_reference = False
 
     def head(self, batch: Batch) -> Head:
-        """What the head makes the logits of the batch's targets [N, V] from."""
+        """Return what the head makes the logits of the batch's targets [N, V] from."""
         hidden, weight, bias, _ = self._at_targets(batch)
         return Head(hidden, weight, bias, self._head["softcap"], self._head["logit_scale"])
 
@@ -113,7 +115,7 @@ class UnlearnLM(CausalLM):
 
     @contextmanager
     def _frozen(self) -> Iterator[UnlearnLM]:
-        """The reference, without gradients and without dropout."""
+        """Freeze the reference: no gradients and no dropout."""
         with torch.no_grad():
             if self.reference is not None:
                 yield self.reference
@@ -129,7 +131,7 @@ class UnlearnLM(CausalLM):
 
 @contextmanager
 def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> Iterator[None]:
-    """The model with its first ``count`` blocks only, which it takes for all of them."""
+    """Reduce the model to its first ``count`` blocks."""
     holder, name = next(
         (module, name)
         for module in model.modules()

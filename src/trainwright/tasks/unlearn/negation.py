@@ -18,7 +18,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """The trained parameters by name, each the other way round from what it was before; all else as it is."""
+    """Yield the trained parameters by name, each the other way round from what it was before; all else as it is."""
     for name, tensor in tensors:
         start = before.get(name)
         if start is not None:
@@ -28,13 +28,13 @@ def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) ->
 
 
 def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """The matrices of a LoRA, which began by adding nothing, so that they add the opposite."""
+    """Return the matrices of a LoRA, which began by adding nothing, so that they add the opposite."""
     return ((name, tensor * -scale if ".lora_B." in name else tensor) for name, tensor in tensors)
 
 
 @contextmanager
 def scaled_adapter(model: nn.Module, factor: float) -> Iterator[None]:
-    """The model with what its adapter adds times ``factor``."""
+    """Scale what the model's adapter adds by ``factor``."""
     scales = [layer.scaling for _, layer in lora_layers(model)]
     before = [dict(scaling) for scaling in scales]
     for scaling in scales:

@@ -27,7 +27,9 @@ _OWN = ("start", "base")
 
 
 def other_model(recipe: Recipe) -> ModelSection | None:
-    """The model that the recipe names as its reference; None where it is the run's own or nothing is compared."""
+    """Return the model that the recipe names as its reference; None where it is the run's own or nothing is
+    compared.
+    """
     section = recipe.own(UnlearnSection)
     if not section.compares or section.reference in _OWN:
         return None
@@ -67,7 +69,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 def frozen_copy(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
 ) -> tuple[UnlearnLM, Weights | None] | None:
-    """The reference as a model of its own, and what fills it; None where none is needed beside the trained one.
+    """Return the reference as a model of its own, and what fills it; None where none is needed beside the trained one.
 
     Args:
         layer: where only its output is wanted, the last block that is kept.
@@ -102,12 +104,15 @@ class Both:
         self._own, self._reference = own, reference
 
     def load(self, rank: int) -> None:
+        """Load both models' weights."""
         self._own.load(rank)
         self._reference.load(rank)
 
     def fill(self, name: str, block: Shard, world: World) -> None:
+        """Fill a block of the model that the name belongs to."""
         (self._reference if name.startswith(PREFIX) else self._own).fill(name, block, world)
 
     def fingerprint(self) -> str | None:
+        """Return both models' fingerprints."""
         both = self._own.fingerprint(), self._reference.fingerprint()
         return None if None in both else "+".join(map(str, both))

@@ -70,7 +70,7 @@ class UnlearnSection(Section):
     )
 
     def value(self, key: str) -> Any:
-        """What a key is: as written, or else as the objective has it."""
+        """Return what a key is: as written, or else as the objective has it."""
         written = getattr(self, key)
         if written is not None:
             return written

@@ -66,7 +66,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
 
 
 def build(recipe: Recipe, cache: Path) -> Unlearning:
-    """The task of a resolved recipe."""
+    """Return the task of a resolved recipe."""
     tokenizer = load_tokenizer(recipe.model)
     return Unlearning(recipe, tokenizer, prepare_rows(recipe, tokenizer, cache), cache)
 
@@ -98,7 +98,7 @@ class Unlearning(LanguageModelTask):
         self.answers = self._watch is not None
 
     def _watched(self, recipe: Recipe) -> Watch | None:
-        """What of the recipe's benchmark is measured beside the losses, on as many rows as they are."""
+        """Return what of the recipe's benchmark is measured beside the losses, on as many rows as they are."""
         if recipe.data.benchmark is None or self._prepared.validation is None:
             return None
         positions = getattr(self._lm.config.get_text_config(), "max_position_embeddings", None)
@@ -107,6 +107,7 @@ class Unlearning(LanguageModelTask):
         return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+        """Return the metrics of the model's answers to validation rows. Every rank must call."""
         assert self._watch is not None and isinstance(module, CausalLM)
         return self._watch.metrics(module, world, together=together)
 
@@ -127,6 +128,7 @@ class Unlearning(LanguageModelTask):
         return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer)
 
     def blocks(self) -> list[nn.Module]:
+        """Return the blocks of the model and of its reference."""
         frozen = self._lm.reference
         return [*self._lm.blocks(), *(frozen.blocks() if frozen is not None else [])]
 
@@ -165,7 +167,7 @@ class Unlearning(LanguageModelTask):
         return switched_off(self._lm.model) if self._without_adapter else nullcontext()
 
     def _forget_rows(self) -> list[int]:
-        """The forget rows that the run trains on or measures."""
+        """Return the forget rows that the run trains on or measures."""
         streams = [stream for stream in (self.stream, self.validation) if stream is not None]
         if (self.stream.total_examples or 0) >= len(self._rows.forget):
             return list(range(len(self._rows.forget)))
@@ -179,7 +181,9 @@ class Unlearning(LanguageModelTask):
         return sorted({document // each for document in documents})
 
     def _log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """What the reference says of each document [D], float64; 0 of retain rows, which it was not asked about."""
+        """Return what the reference says of each document [D], float64; 0 of retain rows, which it was not asked
+        about.
+        """
         assert self._of_reference is not None
         sums, last = self._of_reference.sums, len(self._of_reference.sums)
         values = [float(sums[document]) if document < last else 0.0 for document in batch.documents]
@@ -209,6 +213,7 @@ class Unlearning(LanguageModelTask):
         return float(self.state.get("alpha", self._unlearn.value("alpha")))
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
+        """Return the weighted losses of the pairs of one micro-batch."""
         batch, found = self._batch(self._prepared.train, micro, device), Found()
         # The engine divides by the number of pairs, and each of the two losses has a number of its own.
         forget = self._unlearn.value("gamma") * self._pairs / max(1.0, self._counts.forget)
@@ -218,14 +223,14 @@ class Unlearning(LanguageModelTask):
         return LossSum(total, micro.weight, found.vector(self._counts_of(batch), device))
 
     def _allowed(self) -> float:
-        """What pdu takes off the loss: the limit of the retain loss, times its multiplier."""
+        """Return what pdu takes off the loss: the limit of the retain loss, times its multiplier."""
         return self._alpha * (self._unlearn.retain_limit or 0.0)
 
     def _counts_of(self, batch: Batch) -> Counts:
         return Counts.of(self._unlearn, list(zip(batch.roles, batch.target_counts, strict=True)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Sums as ``Found.vector`` has them."""
+        """Return the sums as ``Found.vector`` has them."""
         assert self._prepared.validation is not None
         batch, found = self._batch(self._prepared.validation, micro, device), Found()
         module(batch, work=lambda lm, batch: self._losses(lm, batch, 1.0, 1.0, found))
@@ -238,6 +243,7 @@ class Unlearning(LanguageModelTask):
         return found.vector(self._counts_of(batch), device) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Return the metrics from statistics that are summed over the split or step."""
         forget, of_forget, retain, of_retain, *likelihoods = statistics
         parts = {}
         if of_forget:
@@ -270,6 +276,7 @@ class Unlearning(LanguageModelTask):
             self.state["alpha"] = ascended(self.state["alpha"], metrics["retain_loss"], limit, step_size)
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+        """Write the model without its reference, negated if the objective subtracts."""
         own: Iterable[tuple[str, torch.Tensor]]
         own = ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
@@ -289,6 +296,7 @@ class Unlearning(LanguageModelTask):
         super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+        """Check that the exported adapter on its base gives the trained model's logits."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         with nullcontext() if scale is None else scaled_adapter(module.model, -scale):

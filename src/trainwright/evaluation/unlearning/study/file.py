@@ -102,7 +102,8 @@ class StudyFile:
         return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
 
     def finetuning(self, source: str, everything: str) -> str:
-        """The recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made from.
+        """Return the recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made
+        from.
 
         Raises:
             RequestError: it is wrong, or trains an adapter.
@@ -119,7 +120,7 @@ class StudyFile:
         return dump_recipe(recipe)
 
     def unlearning(self, name: str, start: Path, rows: Mapping[str, str]) -> str:
-        """The recipe of the objective called ``name``, in YAML.
+        """Return the recipe of the objective called ``name``, in YAML.
 
         Args:
             start: the full model.

@@ -46,7 +46,7 @@ class Results:
 
     @classmethod
     def read(cls, benchmark: str, subset: Mapping[str, int], evaluations: Path, names: Sequence[str]) -> Results:
-        """What the evaluations in ``evaluations``/<name> found."""
+        """Return what the evaluations in ``evaluations``/<name> found."""
         found: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
             about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ class Results:
         return cls(benchmark, subset, found)
 
     def value(self, model: str, metric: str, of: str) -> float | None:
-        """A metric of a model; None where it was not measured."""
+        """Return a metric of a model; None where it was not measured."""
         return self.models[model].get(metric, {}).get(of)
 
     @property
@@ -82,13 +82,14 @@ class Results:
         return ", ".join(f"{name} {count}" for name, count in self.subset.items())
 
     def markdown(self) -> str:
-        """The table."""
+        """Return the table."""
         head = ["model", *(title for _, _, title in self.columns)]
         lines = [head, ["---"] * len(head), *self.rows]
         about = f"{self.benchmark}{f' (rows: {self.about})' if self.subset else ''}\n\n"
         return about + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the object as JSON values."""
         return {"benchmark": self.benchmark, "subset": self.subset, "models": self.models}
 
     def write(self, directory: Path) -> list[str]:

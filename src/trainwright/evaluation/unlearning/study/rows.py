@@ -52,7 +52,7 @@ def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark
 
 
 def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
-    """The benchmark that ``write_rows`` has written."""
+    """Return the benchmark that ``write_rows`` has written."""
     kind, _, part = benchmark.name.partition("@")[0].partition(":")
     if kind == "tofu":
         return find_benchmark(f"tofu:{part}@{directory}")

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 
 def ascended(weight: float, retain_loss: float, limit: float, step_size: float) -> float:
-    """The multiplier of L_forget + lambda (L_retain - limit) after a step: max(0, lambda + eta (L_retain - limit))."""
+    """Return the multiplier of L_forget + lambda (L_retain - limit) after a step: max(0, lambda + eta (L_retain -
+    limit)).
+    """
     return max(0.0, weight + step_size * (retain_loss - limit))
