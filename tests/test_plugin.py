@@ -18,7 +18,7 @@ from tests.support.runs import events
 from tests.support.unlearning import write_rows
 
 PACKAGE = Path(__file__).parent / "plugin"
-NAMES = ("focal", "sums", "bounded_ascent", "length_ratio")
+NAMES = ("focal", "at_once", "sums", "bounded_ascent", "length_ratio")
 ON_SUMS = ("data.train=sums", "data.limit=null", "train.max_steps=2", "checkpoint.every=null")
 
 
@@ -79,7 +79,7 @@ def test_the_names_are_in_the_reference_of_the_docs(installed: Path) -> None:
     assert [name for name in NAMES if not re.search(rf"\| `{name}` .*\| trainwright-example \|", shown.stdout)] == []
 
 
-def test_the_task_the_source_and_the_metric_are_planned_and_train(installed: Path, tmp_path: Path) -> None:
+def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(installed: Path, tmp_path: Path) -> None:
     asked = ("data.validation=10", "evaluate.metrics=[length_ratio]", "evaluate.max_new_tokens=4", *ON_SUMS)
     file = recipe(tmp_path, "focal", focal={"gamma": 0})
     assert "focal of a fresh llama on sums" in run(installed, tmp_path, "recipe", "check", file, *asked)
@@ -96,6 +96,9 @@ def test_the_task_the_source_and_the_metric_are_planned_and_train(installed: Pat
         *one,
         "logging.run_directory=sft",
     )
+    spread = ("parallel.strategy=at_once", "parallel.num_processes=2", *one[1:], "logging.run_directory=spread")
+    run(installed, tmp_path, "train", recipe(tmp_path, "sft"), *ON_SUMS, "data.validation=10", *spread)
+    assert of_steps(tmp_path / "spread", "loss") == pytest.approx(of_steps(tmp_path / "sft", "loss"), rel=1e-5)
     # A power of 0 leaves the loss of fine-tuning.
     assert of_steps(tmp_path / "focal", "loss") == pytest.approx(of_steps(tmp_path / "sft", "loss"), rel=1e-5)
     measured = [event["metrics"] for event in events(tmp_path / "focal", "evaluate")]

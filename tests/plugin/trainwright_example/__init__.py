@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pydantic import Field
 
 from trainwright.data.registered import Source
+from trainwright.parallel.replicated.spec import DDP
 from trainwright.recipe.fields import NotNegative, Section
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.tasks.unlearn.objective import Objective
@@ -26,6 +28,8 @@ FOCAL = TaskSpec(
     section_description="The focal loss; only with `task: focal`.",
     also_called=("focal_loss",),
 )
+
+AT_ONCE = replace(DDP, summary="as ddp, with all gradients in one bucket", bucket_bytes=None)
 
 BOUNDED_ASCENT = Objective(
     "gradient ascent on forget tokens until their loss is beta",
