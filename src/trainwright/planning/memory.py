@@ -103,7 +103,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         batch = micro_batch(workload, choice, later=True)
         after = passes(replace(setting, batch=batch), recompute)
     moved = _moved(choice, cluster)
-    frozen = choice.strategy == "fsdp" and setting.adapter is not None
+    frozen = choice.spec.gathers_blocks and setting.adapter is not None
     holds = stack.holds_inputs and frozen and choice.activation_checkpointing == "full"
     walk = Walk(parts, after, workload.architecture.tied, setting.width, moved, holds, _cached(setting))
     model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)

@@ -134,6 +134,11 @@ class StrategySpec:
         return "parameters" in self.shards
 
     @property
+    def gathers_blocks(self) -> bool:
+        """Whether parameters are gathered a block at a time."""
+        return self.shards_parameters and not self.hooks_modules
+
+    @property
     def is_one_process(self) -> bool:
         """Return whether the strategy runs one process."""
         return self.most_processes == 1
