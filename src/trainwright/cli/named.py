@@ -11,6 +11,7 @@ class NamesInHelp(TyperCommand):
     """List what recipes can name, by key, at the end of a command's help."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the names under the options."""
         from trainwright.registries import KEYS
 
         super().format_epilog(ctx, formatter)

@@ -62,14 +62,16 @@ class TokenDataset:
 
     @property
     def document_count(self) -> int:
+        """Return the number of documents."""
         return len(self.offsets) - 1
 
     @property
     def documents_per_example(self) -> int:
+        """Return the number of documents of each example, its companion included."""
         return (1 if self.members is None else self.members.shape[1]) + (self.companions is not None)
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """The documents of one example, in its order; a companion is the last."""
+        """Return the documents of one example, in its order; a companion is the last."""
         companion: tuple[int, ...] = ()
         if self.companions is not None:
             turn, index = divmod(index, len(self))
@@ -78,11 +80,11 @@ class TokenDataset:
         return own + companion
 
     def role(self, document: int) -> int:
-        """What one document is to its example."""
+        """Return what one document is to its example."""
         return 0 if self.roles is None else int(self.roles[document])
 
     def document_length(self, document: int) -> int:
-        """Number of tokens of one document."""
+        """Return the number of tokens of one document."""
         return int(self.offsets[document + 1] - self.offsets[document])
 
     def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
@@ -96,7 +98,7 @@ class TokenDataset:
         return int(np.count_nonzero(self.targets[begin + 1 : end]))
 
     def length(self, index: int) -> int:
-        """Number of tokens of one example."""
+        """Return the number of tokens of one example."""
         return sum(map(self.document_length, self.documents(index)))
 
     def target_count(self, index: int) -> int:
@@ -104,7 +106,7 @@ class TokenDataset:
         return sum(map(self.document_targets, self.documents(index)))
 
     def example_lengths(self) -> npt.NDArray[np.int64]:
-        """Number of tokens of every example, of the first epoch's where they have companions."""
+        """Return the number of tokens of every example, of the first epoch's where they have companions."""
         each: npt.NDArray[np.int64] = np.diff(self.offsets)
         lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
         if self.companions is None:
@@ -117,10 +119,11 @@ class TokenDataset:
         return int(np.count_nonzero(self.targets)) / max(1, self.token_count)
 
     def will_need(self, examples: Iterable[int]) -> None:
-        """The arrays are small enough for the system to keep by itself."""
+        """Do nothing: the arrays are small enough for the system to keep in memory."""
 
     @property
     def token_count(self) -> int:
+        """Return the number of tokens."""
         return int(self.offsets[-1])
 
     @classmethod

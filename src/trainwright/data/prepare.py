@@ -108,7 +108,7 @@ def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
 
 
 def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
-    """The datasets of ``directory`` and the layout of their rows; None if it is not there or not whole."""
+    """Return the datasets of ``directory`` and the layout of their rows; None if it is not there or not whole."""
     try:
         about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
         train = TokenDataset.open(directory / "train")
@@ -181,7 +181,7 @@ def writable(root: Path) -> Iterator[None]:
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of the vocabulary, merges, rules, special tokens and chat template."""
+    """Return a digest of the vocabulary, merges, rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestError(f"the tokenizer {tokenizer.name_or_path} is not a fast one (tokenizer.json)")

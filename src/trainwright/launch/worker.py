@@ -143,7 +143,7 @@ def run_worker(
 
 
 def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layout]:
-    """The task's model as the recipe spreads it over the processes, and how it lies on this one."""
+    """Return the task's model as the recipe spreads it over the processes, and how it lies on this one."""
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
     )
@@ -157,7 +157,7 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layou
 
 
 def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
-    """The newest checkpoint that verifies; rank 0 reads every byte and the others take its word."""
+    """Return the newest checkpoint that verifies; rank 0 reads every byte and the others take its word."""
     chosen: str | None = None
     refused: list[str] = []
     if world.is_main:

@@ -58,7 +58,7 @@ class GgufFacts:
 
 
 def gguf_facts(file: Path) -> GgufFacts:
-    """What tells ``file`` from others of the same model. Raises RequestError for a file that is damaged."""
+    """Return what tells ``file`` from others of the same model. Raises RequestError for a file that is damaged."""
     digest = _remembered(file, cache_root() / "models", "sha256", lambda: _digest(file, "sha256"))
     return GgufFacts(digest, _precision(file))
 
@@ -129,7 +129,7 @@ def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str
 
 
 def _metadata(file: Path, key: str) -> dict[str, Any]:
-    """The file's key-value pairs; refuses damaged files and architectures without a conversion."""
+    """Return the file's key-value pairs; refuses damaged files and architectures without a conversion."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
