@@ -12,12 +12,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.api import Plan, Recipe, Run, plan, resume, train
+    from trainwright.api import (
+        Comparison,
+        Evaluation,
+        Merged,
+        Plan,
+        Recipe,
+        Run,
+        evaluate,
+        generate,
+        merge,
+        plan,
+        resume,
+        train,
+        verify,
+    )
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
 
 __version__ = "0.1.0"
 __all__ = [
+    "Comparison",
+    "Evaluation",
     "MachineError",
+    "Merged",
     "Plan",
     "Recipe",
     "RequestError",
@@ -25,9 +42,13 @@ __all__ = [
     "Stopped",
     "TrainingError",
     "TrainwrightError",
+    "evaluate",
+    "generate",
+    "merge",
     "plan",
     "resume",
     "train",
+    "verify",
 ]
 
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.launch import run_directory
-from trainwright.launch.joined import run_joined
+from trainwright.launch.joined import JoinAsked, run_joined
 from trainwright.launch.process import console, stop_requested
-from trainwright.launch.request import is_bare_resume
+from trainwright.launch.request import is_bare_resume, split_words
 from trainwright.launch.run_directory import RECIPE
 from trainwright.launch.stop import interruptible
 from trainwright.launch.told import is_mine_to_tell, rank_by_name
@@ -88,9 +88,10 @@ def main() -> None:
     arguments = _parse(sys.argv[1:])
     try:
         with interruptible():
-            code = run_joined(
-                arguments.recipe, arguments.resume, arguments.rendezvous_timeout, prepare, work, arguments.force
-            )
+            recipe, overrides = split_words(arguments.recipe)
+            seconds, force = arguments.rendezvous_timeout, arguments.force
+            asked = JoinAsked(recipe, tuple(overrides), arguments.resume, seconds, force)
+            code = run_joined(asked, prepare, work)
     except TrainwrightError as error:
         if is_mine_to_tell(rank_by_name(os.environ), str(error)):
             say(f"error: {error}", file=sys.stderr)

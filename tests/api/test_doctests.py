@@ -20,7 +20,12 @@ def examples(module: str) -> list[doctest.DocTest]:
 MODULES = [module.name for module in pkgutil.iter_modules(api.__path__, "trainwright.api.") if examples(module.name)]
 
 
-@pytest.mark.parametrize("module", MODULES)
+# Those that start torch without training.
+SLOW = ("evaluation", "generation", "merging", "verification")
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(SLOW)) for name in MODULES]
+
+
+@pytest.mark.parametrize("module", PARAMETERS)
 def test_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     settings = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4")
     Recipe.load(TINY, *settings, "logging.tensorboard=false").save(tmp_path / "tiny.yaml")

@@ -43,9 +43,9 @@ def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -
         progress: show what it prints.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-call-") as scratch:
-        call, answer = Path(scratch, "call"), Path(scratch, "answer")
+        call, answered = Path(scratch, "call"), Path(scratch, "answer")
         call.write_bytes(pickle.dumps((function, arguments)))
-        command = [sys.executable, "-c", _CODE, json.dumps(sys.path), str(call), str(answer), str(os.getpid())]
+        command = [sys.executable, "-c", _CODE, json.dumps(sys.path), str(call), str(answered), str(os.getpid())]
         with passing_on() as (programs, requested):
             process = _started(command, progress)
             programs.append(process)
@@ -54,14 +54,14 @@ def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -
                 sys.stdout.flush()
             code = process.wait()
         found: tuple[Any, BaseException | None] = (None, None)
-        if answer.exists():
-            found = pickle.loads(answer.read_bytes())
+        if answered.exists():
+            found = pickle.loads(answered.read_bytes())
         result, error = found
         if error is not None:
             raise error from None
         if requested:  # it ended all the same, by the signal or before it came
             signal.raise_signal(requested[0])
-        if not answer.exists():
+        if not answered.exists():
             raise TrainingError(f"the process of {function.__name__} ended with exit code {code} and no message")
         return result
 
@@ -76,23 +76,34 @@ def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **options)
 
 
-def serve(call: str, answer: str, parent: str) -> None:
-    """Make the call that ``apart`` has written down, and write the answer."""
+_file: Path | None = None  # where this process answers; None where it was not started for a call
+
+
+def answer(result: object, error: BaseException | None) -> None:
+    """Answer the call, for which this process was started, now; what is answered later does not count."""
+    if _file is None or _file.exists():
+        return
+    try:
+        content = pickle.dumps((result, error))
+    except Exception:
+        said = "".join(traceback.format_exception(error)) if error is not None else traceback.format_exc()
+        content = pickle.dumps((None, TrainingError(said)))
+    _file.with_name("part").write_bytes(content)
+    _file.with_name("part").rename(_file)
+
+
+def serve(call: str, answer_file: str, parent: str) -> None:
+    """Make the call that ``apart`` has written down, and answer it."""
+    global _file
     _stop_with(int(parent))
+    _file = Path(answer_file)
     function, arguments = pickle.loads(Path(call).read_bytes())
     result = error = None
     try:
         result = function(*arguments)
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
-    try:
-        content = pickle.dumps((result, error))
-    except Exception:
-        said = "".join(traceback.format_exception(error)) if error is not None else traceback.format_exc()
-        content = pickle.dumps((None, TrainingError(said)))
-    file = Path(answer)
-    file.with_name("part").write_bytes(content)
-    file.with_name("part").rename(file)
+    answer(result, error)
 
 
 def _stop_with(parent: int) -> None:

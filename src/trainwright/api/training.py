@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.api.apart import apart
+from trainwright.api.joining import join, launcher
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import Run
 from trainwright.errors import Interrupted, RequestError, Stopped
@@ -34,6 +35,9 @@ def train(
     progress: bool = False,
 ) -> Run:
     """Train as a recipe says, to the end; what ``trainwright train`` does.
+
+    In a script that torchrun, ``accelerate launch``, srun or mpirun has started in several processes, each of them
+    calls it and they train together; a failure is raised in all.
 
     Args:
         recipe: a `Recipe`, or the path of a recipe file.
@@ -74,7 +78,7 @@ def train(
         None if accelerate_config is None else Path(accelerate_config),
         force,
     )
-    return Run(apart(_train, asked, progress=progress))
+    return _run(asked, progress)
 
 
 def resume(
@@ -111,7 +115,12 @@ def resume(
     """
     source = None if recipe is None else source_of(recipe)
     asked = TrainingAsked(source, overrides, fspath(run), num_processes, force=force)
-    return Run(apart(_train, asked, progress=progress))
+    return _run(asked, progress)
+
+
+def _run(asked: TrainingAsked, progress: bool) -> Run:
+    name = launcher(asked.nodes)
+    return Run(apart(_train, asked, progress=progress) if name is None else join(asked, name, progress))
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ def prepare(asked: TrainingAsked) -> Prepared:
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
 
-    overrides, meaning = _with_number(asked), None
+    overrides, meaning = with_number(asked), None
     words = [*asked.words(), *overrides[len(asked.overrides) :]]
     nodes, node_rank, rendezvous = asked.nodes, asked.node_rank, asked.rendezvous
     if asked.accelerate_config is not None:
@@ -247,7 +256,7 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
     return Meeting(nodes, node_rank, host, port, seconds or 600.0)
 
 
-def _with_number(asked: TrainingAsked) -> list[str]:
+def with_number(asked: TrainingAsked) -> list[str]:
     """The overrides, with the number of processes among them."""
     count, overrides = asked.num_processes, list(asked.overrides)
     if count is None:

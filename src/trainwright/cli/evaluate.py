@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from trainwright.errors import RequestError
 from trainwright.text import say
-
-if TYPE_CHECKING:
-    from trainwright.evaluation.asked import Asked
-    from trainwright.machine.detect import Machine
-    from trainwright.parallel.world import World
 
 
 def evaluate(
@@ -111,231 +101,43 @@ def evaluate(
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
-    from trainwright.api.workers import dtype_name, in_processes, process_count, work_directory
-    from trainwright.cli.evaluate_agent import evaluate_agent, may_be_agent
-    from trainwright.evaluation.asked import Asked
-    from trainwright.launch.environment import refuse_worker
-    from trainwright.machine.detect import detect
+    from trainwright.api.measuring import MeasureAsked, measure
 
-    refuse_worker("eval")
-    trial = {"episodes": episodes, "copies": copies, "temperature": temperature}
-    of_texts = {
-        "--data": data,
-        "--format": format != "auto",
-        "--against": against,
-        "--adapter": adapter,
-        "--metrics": metrics,
-        "--benchmark": benchmark,
-        "--reference-log": reference_log,
-        "--reference-model": reference_model,
-        "--answer-pattern": answer_pattern,
-        "--json-schema": json_schema,
-        "--limit": limit,
-        "--quick": quick,
-        "--full": full,
-        "--max-new-tokens": max_new_tokens,
-        "--max-length": max_length,
-        "--relearning-steps": relearning_steps,
-        "--relearning-rate": relearning_rate,
-        "--lm-eval": lm_eval,
-        "--lm-eval-include": lm_eval_include,
-        "--dtype": dtype != "auto",
-        "--batch-size": batch_size,
-    }
-    if may_be_agent(model) and evaluate_agent(
-        model, checkpoint, trial, of_texts, num_processes, _new_directory(out, model)
-    ):
-        return
-    if given := [name for name, value in trial.items() if value is not None]:
-        raise RequestError(f"--{given[0]}: has no effect, as {model} is no agent that acts in an environment")
-    on_benchmark = benchmark is not None or _of_benchmarks(metrics)
-    if on_benchmark:
-        others: dict[str, object] = {"data": data, "against": against, "lm-eval": lm_eval}
-        others |= {"answer-pattern": answer_pattern, "json-schema": json_schema}
-        others |= {"quick": quick or None, "full": full or None}
-        names = _benchmark_metrics(metrics, others)
-    else:
-        names = _metrics(metrics, answer_pattern, json_schema)
-        _refuse_idle(of_texts, names)
-    if quick and (full or limit is not None):
-        raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")
-    if full and limit is not None:
-        raise RequestError("--limit: so many rows are answered anyway; leave --full out")
-    _check_format(format)
-    if data is not None:
-        from trainwright.data.sources import check_source
-
-        check_source(data, "--data", format == "documents")
-    machine = detect()
-    directory = _new_directory(out, model)
-    asked = Asked(
+    options = MeasureAsked(
         model=model,
-        metrics=names,
-        explicit=metrics is not None,
-        against=against,
-        adapter=None if adapter is None else str(adapter),
-        checkpoint=checkpoint,
         data=data,
         format=format,
+        against=against,
+        benchmark=benchmark,
+        reference_log=_text(reference_log),
+        reference_model=reference_model,
+        relearning_steps=relearning_steps,
+        relearning_rate=relearning_rate,
+        adapter=_text(adapter),
+        checkpoint=checkpoint,
+        metrics=metrics,
+        answer_pattern=answer_pattern,
+        json_schema=_text(json_schema),
         limit=limit,
         quick=quick,
         full=full,
-        answer_pattern=answer_pattern,
-        json_schema=None if json_schema is None else str(json_schema),
-        max_new_tokens=max_new_tokens or Asked.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         max_length=max_length,
-        dtype=dtype_name(dtype, machine),
+        lm_eval=lm_eval,
+        lm_eval_include=_text(lm_eval_include),
+        dtype=dtype,
         batch_size=batch_size,
-        tasks=_tasks(lm_eval, lm_eval_include),
-        task_directory=None if lm_eval_include is None else str(lm_eval_include),
-        on_benchmark=on_benchmark,
-        benchmark=benchmark,
-        reference_log=None if reference_log is None else str(reference_log),
-        reference_model=reference_model,
-        relearning_steps=relearning_steps or Asked.relearning_steps,
-        relearning_rate=Asked.relearning_rate if relearning_rate is None else relearning_rate,
+        num_processes=num_processes,
+        episodes=episodes,
+        copies=copies,
+        temperature=temperature,
+        out=_text(out),
     )
-    processes = process_count(machine, num_processes)
-    with work_directory("eval") as work:
-        in_processes(
-            functools.partial(_prepare, asked, machine, processes, work),
-            functools.partial(_entry, asked, work),
-            modules=[_module(asked)],
-            machine=machine,
-            processes=processes,
-            work=work,
-        )
-        report = _report(asked, work)
-        for line in report.lines():
-            say(line)
-        report.write(directory)
+    directory, lines = measure(options)
+    for line in lines:
+        say(line)
     say(f"\n{directory}/")
 
 
-def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
-    import_module(_module(asked)).prepare(asked, machine, processes, work)
-
-
-def _entry(asked: Asked, work: Path, world: World) -> None:
-    from trainwright.api.workers import counted
-
-    import_module(_module(asked)).work_on(asked, work, world, functools.partial(counted, world))
-
-
-def _report(asked: Asked, work: Path) -> Any:
-    return import_module(_module(asked)).report_of(asked, work)
-
-
-def _module(asked: Asked) -> str:
-    """What does the work: of these two each has ``prepare``, ``work_on`` and ``report_of``."""
-    return "trainwright.evaluation.unlearning.work" if asked.on_benchmark else "trainwright.evaluation.work"
-
-
-def _of_benchmarks(named: str | None) -> bool:
-    """Whether metrics are named that only a benchmark of unlearning has."""
-    if named is None:
-        return False
-    from trainwright.evaluation.metrics.registry import LIKELIHOODS
-    from trainwright.evaluation.unlearning.registry import METRICS
-    from trainwright.registries import METRICS as OF_ANSWERS
-
-    return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
-
-
-def _benchmark_metrics(named: str | None, given: Mapping[str, object]) -> tuple[str, ...]:
-    """The metrics by name; none: those that lack nothing. ``given``: options that a benchmark does not take."""
-    from trainwright.evaluation.unlearning.registry import METRICS
-
-    if used := next((option for option, value in given.items() if value is not None), None):
-        raise RequestError(f"--{used}: is for rows of data, and --metrics or --benchmark ask for a benchmark's")
-    names = () if named is None else _split(named)
-    if unknown := [name for name in names if name not in METRICS]:
-        raise RequestError(
-            f"--metrics: {unknown[0]!r} is no metric of a benchmark of unlearning; there are {', '.join(METRICS)}"
-        )
-    return names
-
-
-def _split(named: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in named.split(","))
-
-
-def _metrics(named: str | None, answer_pattern: str | None, json_schema: Path | None) -> tuple[str, ...]:
-    """The metrics by name, checked with what they need."""
-    from trainwright.evaluation.libraries import require
-    from trainwright.evaluation.metrics.extraction import extractor
-    from trainwright.evaluation.metrics.registry import LIKELIHOODS, USUAL
-    from trainwright.registries import METRICS
-
-    settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
-    names = _split(named) if named is not None else USUAL
-    if named is None:
-        names += tuple(name for name, (_, value) in settings.items() if value is not None)
-    known = (*LIKELIHOODS, *METRICS.names())
-    if unknown := [name for name in names if name not in known and METRICS.find(name) is None]:
-        raise RequestError(
-            f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}, and those of --benchmark"
-        )
-    for name, (option, value) in settings.items():
-        if name in names and value is None:
-            raise RequestError(f"--metrics {name}: needs {option}")
-        if name not in names and value is not None:
-            raise RequestError(f"{option}: has no effect, as --metrics leaves {name} out")
-    if answer_pattern is not None:
-        extractor(answer_pattern)
-    require("scipy", "a confidence interval")
-    if any(name.startswith("rouge") for name in names):
-        require("rouge_score", "rouge_l")
-    return names
-
-
-def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
-    """Raise RequestError for an option that has no effect where the metrics ``names`` are measured on rows."""
-    from trainwright.evaluation.metrics.registry import LIKELIHOODS
-
-    of_answers = ("--full", "--max-new-tokens", "--batch-size")
-    of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
-    benchmark = ("--reference-log", "--reference-model", "--relearning-steps", "--relearning-rate")
-    idle: list[tuple[bool, Sequence[str], str]] = [
-        (True, benchmark, "without --benchmark"),
-        (not given["--data"], ("--format",), "without --data"),
-        (
-            bool(given["--lm-eval"] and not given["--data"]),
-            of_rows,
-            "as only tasks of --lm-eval are measured; name rows with --data",
-        ),
-        (all(name in LIKELIHOODS for name in names), of_answers, "as no metric of --metrics is of answers"),
-    ]
-    for applies, options, why in idle:
-        if applies and (used := next((name for name in options if given[name] not in (None, False)), None)):
-            raise RequestError(f"{used}: has no effect {why}")
-
-
-def _check_format(layout: str) -> None:
-    from trainwright.data.layouts import SINGLE
-
-    known = ("auto", "documents", *SINGLE)
-    if layout not in known:
-        raise RequestError(f"--format: {layout!r} is no layout of rows to measure on; there are {', '.join(known)}")
-
-
-def _tasks(named: str | None, directory: Path | None) -> tuple[str, ...]:
-    if named is None:
-        if directory is not None:
-            raise RequestError("--lm-eval-include: has no effect without --lm-eval")
-        return ()
-    from trainwright.evaluation.libraries import require
-
-    require("lm_eval", "--lm-eval")
-    return _split(named)
-
-
-def _new_directory(wanted: Path | None, model: str) -> Path:
-    """Where the result goes: ``wanted``, or evaluations/<model>-<date>-<time>."""
-    if wanted is None:
-        name = model.rstrip("/").rpartition("/")[2] or "model"
-        wanted = Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = wanted.expanduser()
-    if directory.exists():
-        raise RequestError(f"--out: {directory} exists; choose another directory")
-    return directory
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -13,8 +13,6 @@ from trainwright.errors import RequestError
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
-    import torch
-
     from trainwright.inference.finding import Found
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A run's directory, an adapter's, or (export) a model's.")]
@@ -36,14 +34,9 @@ def merge(
     ] = None,
 ) -> None:
     """Work an adapter into its base model, and check the result by its logits."""
-    from trainwright.inference.finding import find_model
-    from trainwright.inference.loading import for_users
-    from trainwright.models.merging import merge as merged
+    from trainwright.api.merging import merged
 
-    with for_users(), Activity(sys.stderr, "reading the model"):
-        found = find_model(model, adapter)
-        _check_finished(found)
-        result = merged(found.section, found.seed, out.expanduser(), _dtype(dtype))
+    result = merged(model, str(out), adapter, dtype)
     say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, each of them changed")
     say(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
     say(f"it writes: {result.sample!r}")
@@ -141,32 +134,15 @@ def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
     """The model as a plain directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
+    from trainwright.api.merging import check_finished, dtype_of
     from trainwright.inference.loading import load
     from trainwright.models.merging import merge as merged
     from trainwright.models.save import save_model
 
     if found.checkpoint is None and found.section.adapter.type != "none":
-        merged(found.section, found.seed, out, _dtype(dtype))
+        merged(found.section, found.seed, out, dtype_of(dtype))
         return
-    _check_finished(found)
+    check_finished(found)
     loaded = load(found, torch.float32, torch.device("cpu"))
     model = loaded.lm.model
-    save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, _dtype(dtype))
-
-
-def _check_finished(found: Found) -> None:
-    """Raise RequestError for an adapter that is in a checkpoint alone."""
-    if found.checkpoint is not None and found.section.adapter.type != "none":
-        raise RequestError(
-            f"{found.origin} is a checkpoint of an adapter, and one is merged once its run is finished: go on with "
-            f"trainwright train --resume {found.run or 'RUN'}, then name the run or its final/"
-        )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if name is not None and name not in dtypes:
-        raise RequestError(f"--dtype: {name} is none of {', '.join(dtypes)}")
-    return None if name is None else dtypes[name]
+    save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, dtype_of(dtype))

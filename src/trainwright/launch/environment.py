@@ -101,11 +101,9 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
         RequestError: naming the launcher, the command to give it, and the variables that tell.
     """
     given = Variables(os.environ if variables is None else variables)
-    found = _launched(given, os.getppid())
-    by_accelerate = given.has(_ACCELERATE)  # which may have been told more than a number of processes
-    if not by_accelerate and (found is None or found.size in (1, nodes)):
+    if (launcher := launcher_of(given, nodes)) is None:
         return
-    launcher = "accelerate launch" if found is None or by_accelerate else found.launcher
+    found = _launched(given, os.getppid())
     start, variables_of_it = _WORKERS[launcher]
     place = f" as rank {found.rank} of {found.size}" if found is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
@@ -113,6 +111,18 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
         f"trainwright {command} starts its processes itself, and {launcher} has started this one{place}; {instead} "
         f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
     )
+
+
+def launcher_of(given: Variables, nodes: int = 1) -> str | None:
+    """The launcher that has started this process as one of several; None where none has.
+
+    One process on each of ``nodes`` machines is none of several.
+    """
+    found = _launched(given, os.getppid())
+    by_accelerate = given.has(_ACCELERATE)  # which may have been told more than a number of processes
+    if not by_accelerate and (found is None or found.size in (1, nodes)):
+        return None
+    return "accelerate launch" if found is None or by_accelerate else found.launcher
 
 
 def _launched(given: Variables, parent: int) -> Environment | None:

@@ -38,7 +38,7 @@ from trainwright.launch.process import (
     lossy_text,
     threads_allowed,
 )
-from trainwright.launch.request import Request, check_request, for_started, read_request, resolve_request
+from trainwright.launch.request import Request, check_request, for_started, request_of, resolve_request
 from trainwright.launch.stop import STOP_SIGNALS, follow_signals
 from trainwright.launch.told import is_mine_to_tell
 from trainwright.machine.detect import detect
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from trainwright.launch.members import Place
     from trainwright.launch.rendezvous import Meeting
     from trainwright.parallel.world import Seat
+    from trainwright.recipe.yaml_text import Tree
 
 # How long rank 0, which may host the store, stays for the others at the end; where it has refused, some of
 # them may never have come.
@@ -71,26 +72,44 @@ class Opened:
         return Path(self.working_directory) / self.directory
 
 
-def run_joined(
-    arguments: list[str],
-    resume: str | None,
-    seconds: float,
-    prepare: Callable[[Path], None],
-    work: Callable[[Path, bool, Seat], int],
-    force: bool = False,
-) -> int:
-    """This process's part in a run; returns its exit code, having told of a failure once in the whole run.
+@dataclass(frozen=True)
+class JoinAsked:
+    """What every process of the run is asked for.
 
-    Args:
-        arguments: RECIPE and overrides.
+    Attributes:
         resume: None, a run's directory, or "" for the newest.
         seconds: how long to wait for the other processes.
+        force: start even where the plan says that it does not fit.
+        number: of earlier runs that the same processes have trained, where they train one after the other.
+        launcher: pid of what the launcher has started or is itself; None: this process's parent.
+    """
+
+    recipe: Path | Tree | None
+    overrides: tuple[str, ...]
+    resume: str | None = None
+    seconds: float = 600.0
+    force: bool = False
+    number: int = 0
+    launcher: int | None = None
+
+
+def run_joined(
+    asked: JoinAsked,
+    prepare: Callable[[Path], None],
+    work: Callable[[Path, bool, Seat], int],
+    tell: Callable[[int, str], None] = lambda code, message: None,
+) -> int:
+    """This process's part in a run; returns its exit code, having printed a failure once in the whole run.
+
+    Args:
         prepare: called on rank 0 with the run's directory.
         work: trains: run directory, whether to resume, seat.
-        force: start even where the plan says that it does not fit.
+        tell: called in every process with the exit code and the message of a failure, before the process ends.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
-    environment = read_environment()
+    environment = read_environment(parent=asked.launcher)
+    if asked.number:
+        environment = replace(environment, job=f"{environment.job}-{asked.number}")
     meaning = _accelerate()
     os.environ.update(environment.torch_variables())
     if (parent := _parent(environment)) is not None:
@@ -102,24 +121,24 @@ def run_joined(
     from trainwright.launch.last_words import LastWords
 
     try:
-        meeting = _meet(environment, arguments, resume, seconds)
+        meeting = _meet(environment, asked)
     except TrainwrightError as error:
+        tell(error.exit_code, str(error))
         # Where rank 0 is missing, rank 1 speaks for the rest of its job.
-        job = f"{environment.address}:{environment.port} {arguments} {resume}"
+        job = f"{environment.address}:{environment.port} {_words(asked)}"
         if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code
-    words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers)
+    words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
     with ExitStack() as held:
         try:
             if environment.rank == 0:
                 held.enter_context(_interruptible(words))
-                asked = _Asked(arguments, resume, seconds, force)
                 opened, place = _open(asked, environment, meaning, meeting, words, prepare, held)
             else:
                 opened, place = _follow(environment, meeting, words)
         except Exception as error:
-            return _refused(error, environment, meeting, words)
+            return _refused(error, environment, meeting, words, tell)
         if not own_threads:
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
@@ -138,12 +157,10 @@ def run_joined(
         return code
 
 
-@dataclass(frozen=True)
-class _Asked:
-    arguments: list[str]
-    resume: str | None
-    seconds: float
-    force: bool
+def _words(asked: JoinAsked) -> list[str]:
+    """As on a command line; the same in all processes of a run."""
+    recipe = [] if asked.recipe is None else [str(asked.recipe)]
+    return [*recipe, *asked.overrides, *([] if asked.resume is None else ["--resume", asked.resume])]
 
 
 def _accelerate() -> Meaning | None:
@@ -156,7 +173,7 @@ def _accelerate() -> Meaning | None:
     return meaning
 
 
-def _meet(environment: Environment, arguments: list[str], resume: str | None, seconds: float) -> Meeting | None:
+def _meet(environment: Environment, asked: JoinAsked) -> Meeting | None:
     from trainwright.launch import rendezvous
     from trainwright.launch.members import Member
 
@@ -166,14 +183,13 @@ def _meet(environment: Environment, arguments: list[str], resume: str | None, se
     if address is not None:
         rendezvous.set_interfaces(address)
     member = Member.here(environment)  # before the others come, who want an answer at once
-    asked = [*arguments, *([] if resume is None else ["--resume", resume])]
-    meeting = rendezvous.meet_ranks(environment, asked, seconds)
+    meeting = rendezvous.meet_ranks(environment, _words(asked), asked.seconds)
     meeting.post(member.posted())
     return meeting
 
 
 def _open(
-    asked: _Asked,
+    asked: JoinAsked,
     environment: Environment,
     meaning: Meaning | None,
     meeting: Meeting | None,
@@ -215,7 +231,7 @@ def _open(
     return opened, everyone[0]
 
 
-def _request(asked: _Asked, environment: Environment, meaning: Meaning | None) -> Request:
+def _request(asked: JoinAsked, environment: Environment, meaning: Meaning | None) -> Request:
     if meaning is not None:
         from trainwright.launch.accelerate.machine import require
 
@@ -227,7 +243,7 @@ def _request(asked: _Asked, environment: Environment, meaning: Meaning | None) -
             )
         meaning.refuse_problems()
         require(meaning, detect())
-    request = read_request(asked.arguments, asked.resume, meaning)
+    request = request_of(asked.recipe, list(asked.overrides), asked.resume, meaning)
     return for_started(request, environment.size, environment.launcher)
 
 
@@ -239,7 +255,7 @@ def _follow(environment: Environment, meeting: Meeting | None, words: LastWords)
     follow_signals()
     said = meeting.wait_for("opened")
     if "refused" in said:
-        raise _Told(int(said["refused"]))
+        raise _Told(int(said["refused"]), str(said["why"]))
     opened = Opened(**said["opened"])
     recipe = opened.path / run_directory.RECIPE
     if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
@@ -256,14 +272,21 @@ def _follow(environment: Environment, meeting: Meeting | None, words: LastWords)
 class _Told(TrainwrightError):
     """Rank 0 has refused, and says so itself."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__()
+    def __init__(self, exit_code: int, why: str) -> None:
+        super().__init__(why)
         self.exit_code = exit_code
 
 
-def _refused(error: Exception, environment: Environment, meeting: Meeting | None, words: LastWords) -> int:
+def _refused(
+    error: Exception,
+    environment: Environment,
+    meeting: Meeting | None,
+    words: LastWords,
+    tell: Callable[[int, str], None],
+) -> int:
     """Nothing has begun: rank 0 says why, and every rank ends with the same code."""
     if isinstance(error, _Told):
+        tell(error.exit_code, str(error))
         _leave_together(environment, meeting, _TOLD_SECONDS)
         return error.exit_code
     if environment.rank != 0:
@@ -274,7 +297,8 @@ def _refused(error: Exception, environment: Environment, meeting: Meeting | None
         code, said = error.exit_code, str(error)
     words.interrupting(lambda: None)
     if meeting is not None:
-        meeting.publish("opened", {"refused": code})
+        meeting.publish("opened", {"refused": code, "why": said})
+    tell(code, said)
     say(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal)
     _leave_together(environment, meeting, _TOLD_SECONDS)
     return code
@@ -309,6 +333,8 @@ def _threads(place: Place) -> int:
 
 
 def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Seat:
+    from torch.distributed import PrefixStore
+
     from trainwright.parallel.world import Seat
 
     return Seat(
@@ -317,7 +343,7 @@ def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Se
         environment.local_rank,
         place.local_size,
         place.gpu,
-        None if meeting is None else meeting.store,
+        None if meeting is None else PrefixStore(f"job/{environment.job}", meeting.store),
     )
 
 

@@ -27,14 +27,25 @@ _HEAR_SECONDS = 5.0
 
 
 class LastWords:
-    """What a rank says when it fails, and what it does when it hears that another has."""
+    """What a rank says when it fails, and what it does when it hears that another has.
 
-    def __init__(self, rank: int, terminal: TextIO, peers: Peers | None) -> None:
+    Args:
+        tell: called with the exit code and the message of either.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        terminal: TextIO,
+        peers: Peers | None,
+        tell: Callable[[int, str], None] = lambda code, message: None,
+    ) -> None:
         self.rank = rank
         self.heard = threading.Event()
         self.text, self.exit_code = "", EXIT_TRAINING  # of what was heard
         self.terminal = terminal
         self._peers = peers
+        self._report = tell
         self._logs: Path | None = None
         self._interrupt: Callable[[], None] | None = None
         if peers is not None:
@@ -63,6 +74,7 @@ class LastWords:
         if is_follow_up(record) and self._peers is not None and self.heard.wait(_HEAR_SECONDS):
             return self.exit_code
         failure = describe_failure(self.rank, record, self._logs or Path("logs"))
+        self._report(failure.exit_code, failure.message)
         if self._logs is not None or self.rank == 0:
             self._tell(failure.message, own=True)
         if self._peers is not None:
@@ -77,6 +89,7 @@ class LastWords:
         self.text = str(message.get("text") or self._gone(peer))
         if self._logs is not None:
             self._tell(self.text, own=False)
+        self._report(self.exit_code, self.text)
         self.heard.set()
         if self._interrupt is not None:
             self._interrupt()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters import attach_adapter, lora_layers
 from trainwright.models.load import load_config, load_model, load_tokenizer, no_progress_bar
+from trainwright.models.merged import Merged
 from trainwright.models.resolve import resolve
 from trainwright.models.save import replacing, save_model
 
@@ -30,18 +30,6 @@ _CHECK_MEMORY = 1.5  # times the fp32 weights: what comparing in fp32 takes
 _PROBE_TOKENS, _NEW_TOKENS = 24, 8
 _PROMPT = "The"
 _KEPT, _REPLACED, _ORIGINAL = ".base_layer", ".modules_to_save.default", ".original_module"
-
-
-@dataclass(frozen=True)
-class Merged:
-    """``changed``: matrices that are not those of the base. ``difference``: of logits to those of base and adapter,
-    as a part of the largest. ``sample``: something that the merged model wrote.
-    """
-
-    directory: Path
-    changed: int
-    difference: float
-    sample: str
 
 
 def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None = None) -> Merged:

@@ -1,4 +1,4 @@
-"""``trainwright eval`` of a model of histories: how well it learns in its context."""
+"""Measuring a model of histories: how well it learns in its context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
@@ -21,15 +20,15 @@ def may_be_agent(model: str) -> bool:
     return (path / "recipe.yaml").is_file() or (path / "agent.json").is_file()
 
 
-def evaluate_agent(
+def measure_agent(
     model: str,
     checkpoint: str | None,
     trial: Mapping[str, Any],
     of_texts: Mapping[str, Any],
     num_processes: int | None,
     directory: Path,
-) -> bool:
-    """Try the agent and write what was found, or False where the model is none.
+) -> list[str] | None:
+    """Try the agent, write what was found and give its table, or None where the model is no agent.
 
     Args:
         trial: episodes, copies and temperature, None where they are not given.
@@ -41,9 +40,10 @@ def evaluate_agent(
     from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, AgentReport, is_agent
 
     if not is_agent(model):
-        return False
+        return None
     if unread := [name for name, value in of_texts.items() if value]:
         raise RequestError(f"{unread[0]}: has no effect, as {model} acts in an environment and reads no texts")
+    from trainwright.api.measuring import written
     from trainwright.api.workers import in_processes, process_count, work_directory
     from trainwright.machine.detect import detect
 
@@ -60,11 +60,7 @@ def evaluate_agent(
             work=work,
         )
         report = AgentReport.of(asked, work)
-        for line in report.lines():
-            say(line)
-        report.write(directory)
-    say(f"\n{directory}/")
-    return True
+        return written(report, directory)
 
 
 def _prepare(asked: AgentAsked) -> None:

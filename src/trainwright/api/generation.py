@@ -1,0 +1,312 @@
+"""Generation: what a model answers to prompts, to a file of them, or to what is typed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.activity import Activity, doing
+from trainwright.api.apart import apart
+from trainwright.errors import RequestError
+from trainwright.text import say
+
+if TYPE_CHECKING:
+    from trainwright.inference.sampling import Sampling
+    from trainwright.machine.detect import Machine
+    from trainwright.parallel.world import World
+
+FIELD = "generated"  # of a row, for its answer
+_ANSWERS = "answers.json"
+
+
+def generate(
+    model: str | PathLike[str],
+    prompts: str | Sequence[str | Sequence[Mapping[str, Any]]] | None = None,
+    *,
+    file: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
+    system: str | None = None,
+    plain: bool = False,
+    adapter: str | PathLike[str] | None = None,
+    checkpoint: str | int | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+    dtype: str = "auto",
+    batch_size: int | None = None,
+    num_processes: int | None = None,
+    progress: bool = False,
+) -> list[str]:
+    """Have a model answer; what ``trainwright generate`` does.
+
+    Args:
+        model: a `Run`, one of its checkpoints, an adapter, a model directory or a hub id.
+        prompts: a text, or a list of texts and conversations (lists of ``{"role": …, "content": …}``).
+        file: answer this instead: every line of a ``.txt`` file, or every row of ``.jsonl``, ``.json`` or ``.csv``.
+        out: with ``file``: where the rows go, each with its answer as ``generated``; must be new.
+        system: the system turn of every conversation.
+        plain: continue texts, as a model without a chat template does anyway.
+        adapter: an adapter to put on the model.
+        checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first there is.
+        max_new_tokens: the longest answer, in tokens.
+        temperature: 0: always the likeliest token.
+        top_p: draw from the likeliest so much.
+        top_k: draw from so many of the likeliest.
+        seed: with a prompt's number it decides what is drawn for it. Default: 0.
+        dtype: ``fp32``, ``bf16`` or ``fp16``. auto: bf16 on GPUs that have it.
+        batch_size: prompts that are answered at once.
+        num_processes: for a list or a file. Default: one a GPU, or one.
+        progress: show how many prompts are answered.
+
+    Returns:
+        The answers, in the order of the prompts or rows; of a single text one.
+
+    Raises:
+        RequestError: the model, a prompt or the arguments are wrong.
+        MachineError: the machine cannot hold the model.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> answers = tw.generate("runs/tiny", ["What is a list?", "What is a tuple?"], max_new_tokens=4)
+        >>> len(answers)
+        2
+    """
+    if prompts is None and file is None:
+        raise RequestError("generate: give prompts, or a file of them")
+    if prompts is not None and file is not None:
+        raise RequestError("--prompt and --file: give one of the two")
+    asked = GenerateAsked(
+        model=fspath(model),
+        file=None if file is None else fspath(file),
+        out=None if out is None else Path(out),
+        system=system,
+        plain=plain,
+        adapter=None if adapter is None else fspath(adapter),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        dtype=dtype,
+        batch_size=batch_size,
+        num_processes=num_processes,
+    )
+    if isinstance(prompts, str):
+        return [apart(answer, asked, prompts, progress=progress)]
+    if prompts is None:
+        return apart(answer_file, asked, progress=progress)
+    return apart(_answer_list, asked, list(prompts), progress=progress)
+
+
+@dataclass(frozen=True)
+class GenerateAsked:
+    """What is to be answered, and how, as the options of ``trainwright generate`` have it; None: not given."""
+
+    model: str
+    file: str | None = None
+    out: Path | None = None
+    system: str | None = None
+    plain: bool = False
+    adapter: str | None = None
+    checkpoint: str | None = None
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    dtype: str = "auto"
+    batch_size: int | None = None
+    num_processes: int | None = None
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        from trainwright.inference.sampling import Sampling
+
+        return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed or 0)
+
+
+def answer(asked: GenerateAsked, prompt: str | None = None) -> str:
+    """Answer one prompt, or with None whoever types, in this process and on its output; the last answer."""
+    machine = _checked(asked)
+    from trainwright.launch.process import limit_threads
+
+    limit_threads(machine.cpu_cores, 1)
+    with Activity(sys.stderr, "importing torch and transformers"):
+        import torch
+
+        from trainwright.inference.chat import HELP, Speaker, chat, typed
+        from trainwright.inference.finding import find_model
+        from trainwright.inference.loading import DTYPES, check_fits, load
+
+        doing("reading the model")
+        dtype = DTYPES[_dtype(asked, machine)]
+        found = find_model(asked.model, asked.adapter, asked.checkpoint)
+        check_fits(found, dtype, machine, 1)
+        loaded = load(found, dtype, torch.device(machine.device))
+    plain = _is_plain(asked, loaded.chat)
+    speaker = Speaker(loaded, asked.sampling(), _say, plain=plain, system=asked.system)
+    if prompt is not None:
+        said = speaker.answer(prompt if plain else [{"role": "user", "content": prompt}]).text
+        _say("\n")
+        return said if plain else said.strip()
+    if sys.stdin.isatty():
+        what = "it continues what you type" if plain else HELP
+        say(f"{found.origin}: {what}", file=sys.stderr)
+    chat(speaker, typed("> "), _say)
+    return ""
+
+
+def answer_file(asked: GenerateAsked) -> list[str]:
+    """Answer the rows of a file, using up this process; the answers, which are in ``asked.out`` too."""
+    from trainwright.api.workers import in_processes, process_count, work_directory
+
+    machine = _checked(asked)
+    processes = process_count(machine, asked.num_processes)
+    asked = replace(asked, dtype=_dtype(asked, machine))
+    with work_directory("generate") as work:
+        in_processes(
+            functools.partial(_prepare, asked, machine, processes, work),
+            functools.partial(_answer, asked, work),
+            modules=[
+                "trainwright.inference.answering",
+                "trainwright.inference.loading",
+                "trainwright.inference.asking",
+            ],
+            machine=machine,
+            processes=processes,
+            work=work,
+        )
+        answers: list[str] = json.loads((work / _ANSWERS).read_text(encoding="utf-8"))
+    return answers
+
+
+def _answer_list(asked: GenerateAsked, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
+    """As a file of them is answered."""
+    rows = [{"prompt": each} if isinstance(each, str) else {"messages": list(each)} for each in prompts]
+    with tempfile.TemporaryDirectory(prefix="trainwright-prompts-") as scratch:
+        file = Path(scratch, "prompts.jsonl")
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return answer_file(replace(asked, file=str(file), out=Path(scratch, "answers.jsonl")))
+
+
+def _checked(asked: GenerateAsked) -> Machine:
+    """The machine that answers, once nothing asked for contradicts another part. Raises RequestError, MachineError."""
+    from trainwright.launch.environment import refuse_worker
+    from trainwright.machine.accelerators import refuse_unusable
+    from trainwright.machine.detect import detect
+
+    refuse_worker("generate")
+    _check(asked.file, asked.out, asked.num_processes, asked.batch_size)
+    drawn = asked.top_p < 1 or asked.top_k is not None or asked.seed is not None
+    if asked.temperature == 0 and drawn:
+        raise RequestError(
+            "--top-p, --top-k and --seed: nothing is drawn at temperature 0; set --temperature, for instance to 0.7"
+        )
+    machine = detect()
+    refuse_unusable(machine)
+    return machine
+
+
+def _dtype(asked: GenerateAsked, machine: Machine) -> str:
+    from trainwright.api.workers import dtype_name
+
+    return dtype_name(asked.dtype, machine)
+
+
+def _check(file: str | None, out: Path | None, num_processes: int | None, batch_size: int | None) -> None:
+    if (file is None) != (out is None):
+        raise RequestError("--file and --out belong together: what is answered, and where the answers go")
+    if file is None and (num_processes is not None or batch_size is not None):
+        raise RequestError("--num-processes and --batch-size are for --file; one question is answered by one process")
+    if file is not None:
+        from trainwright.data.sources import check_source
+
+        check_source(file, "--file")
+    if out is not None:
+        from trainwright.inference.answer_file import check_answer_file
+
+        check_answer_file(out)
+
+
+def _is_plain(asked: GenerateAsked, chat: bool) -> bool:
+    """Whether texts are continued; ``chat``: the model was made for conversations."""
+    plain = asked.plain or not chat
+    if plain and asked.system is not None:
+        raise RequestError("--system: the model continues texts, which have no system turn")
+    return plain
+
+
+def _say(text: str) -> None:
+    say(text, end="")
+
+
+def _prepare(asked: GenerateAsked, machine: Machine, processes: int, work: Path) -> None:
+    """Find the model, read the rows and turn them into tokens, once."""
+    from trainwright.inference.asking import Asker, read_questions
+    from trainwright.inference.finding import find_model
+    from trainwright.inference.loading import DTYPES, check_fits
+    from trainwright.models.load import load_config, load_tokenizer
+
+    found = find_model(asked.model, asked.adapter, asked.checkpoint)
+    check_fits(found, DTYPES[asked.dtype], machine, processes)
+    found.save(work / "found.json")
+    questions = read_questions(str(asked.file), "--file")
+    for note in questions.notes:
+        say(note, file=sys.stderr)
+    tokenizer = load_tokenizer(found.section)
+    plain = _is_plain(asked, tokenizer.chat_template is not None)
+    asker = Asker(tokenizer, plain=plain, system=asked.system)
+    positions = getattr(load_config(found.section, tokenizer).get_text_config(), "max_position_embeddings", None)
+    prompts = []
+    for row, question, place in zip(questions.rows, questions.asked, questions.places, strict=True):
+        try:
+            prompts.append(asker(question))
+            if positions is not None and len(prompts[-1]) >= positions:
+                raise RequestError(f"{len(prompts[-1]):,} tokens, and the model has only {positions:,} positions")
+            if FIELD in row:
+                raise RequestError(f"it has a field {FIELD} already, where the answer should go")
+        except RequestError as error:
+            raise RequestError(f"--file: {place}: {error}") from None
+    about = {"rows": questions.rows, "prompts": prompts, "plain": plain}
+    (work / "questions.json").write_text(json.dumps(about, default=str), encoding="utf-8")
+
+
+def _answer(asked: GenerateAsked, work: Path, world: World) -> None:
+    """This rank's share of the answers; rank 0 writes all of them, or nothing."""
+    from trainwright.api.workers import counted
+    from trainwright.inference.answer_file import write_answers
+    from trainwright.inference.answering import answer_all
+    from trainwright.inference.finding import Found
+    from trainwright.inference.loading import DTYPES, load
+    from trainwright.inference.stopping import stop_of
+
+    about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
+    loaded = load(Found.open(work / "found.json"), DTYPES[asked.dtype], world.device)
+    stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
+    done = counted(world, "answers", len(about["prompts"]))
+    with loaded.lm.for_generation() as model:
+        answers = answer_all(
+            model,
+            loaded.tokenizer,
+            about["prompts"],
+            asked.sampling(),
+            stop,
+            world,
+            rows=asked.batch_size,
+            done=done,
+        )
+    if world.is_main:
+        texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]
+        assert asked.out is not None
+        write_answers(asked.out, [{**row, FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
+        (work / _ANSWERS).write_text(json.dumps(texts), encoding="utf-8")

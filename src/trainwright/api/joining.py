@@ -1,0 +1,72 @@
+"""A run whose processes another launcher has started: torchrun and the like run the script, and each process joins."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.api.apart import answer, apart
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, Interrupted, RequestError, Stopped, error_of
+from trainwright.launch.environment import Variables, launcher_of
+
+if TYPE_CHECKING:
+    from trainwright.api.training import TrainingAsked
+    from trainwright.launch.joined import JoinAsked
+    from trainwright.parallel.world import Seat
+
+_OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
+_started = itertools.count()
+
+
+def launcher(nodes: int | None) -> str | None:
+    """What has started this process as one of several that are to train together; None where nothing has."""
+    return launcher_of(Variables(os.environ), nodes or 1)
+
+
+def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
+    """Train as one of the processes that the launcher ``name`` has started; the run's directory. Raises as `train`."""
+    from trainwright.api.training import with_number
+    from trainwright.launch.joined import JoinAsked
+
+    if given := [key for key in _OF_OUR_LAUNCHER if getattr(asked, key) is not None]:
+        raise RequestError(f"{given[0]}: {name} has started the processes and says how they meet; leave it out")
+    overrides = tuple(with_number(asked))
+    seconds = asked.rendezvous_timeout or JoinAsked.seconds
+    joined = JoinAsked(asked.recipe, overrides, asked.resume, seconds, asked.force, next(_started), os.getppid())
+    return apart(_join, joined, progress=progress)
+
+
+def _join(asked: JoinAsked) -> Path:
+    """In a process of its own on every rank: it ends with the run, whatever becomes of the script's."""
+    from trainwright.launch.joined import run_joined
+    from trainwright.launch.stop import interruptible
+    from trainwright.worker import prepare, work
+
+    found: list[Path] = []
+
+    def train(run: Path, resume: bool, seat: Seat) -> int:
+        found.append(run)
+        return work(run, resume, seat)
+
+    failed: list[tuple[int, str]] = []
+
+    def tell(code: int, message: str) -> None:
+        failed.append((code, message))
+        answer(None, error_of(code, message))  # at once: a rank that fails does not come back from training
+
+    try:
+        with interruptible():
+            code = run_joined(asked, prepare, train, tell)
+    except Interrupted:
+        raise Stopped("stopped before the first step; nothing was changed") from None
+    if failed:
+        raise error_of(*failed[0])
+    if code == EXIT_STOPPED:
+        stopped = Stopped(f"stopped after a checkpoint; continue with --resume {found[0]}")
+        stopped.run = found[0]
+        raise stopped
+    if code != EXIT_FINISHED:
+        raise error_of(code, f"the run ended with exit code {code}; its logs are in {found[0] / 'logs'}")
+    return found[0].absolute()

@@ -1,0 +1,286 @@
+"""Measuring a model: on rows of data, on a benchmark of unlearning, or as an agent; alone or beside another one."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.evaluation.asked import Asked
+    from trainwright.machine.detect import Machine
+    from trainwright.parallel.world import World
+
+
+@dataclass(frozen=True)
+class MeasureAsked:
+    """What is asked for, as the options of ``trainwright eval`` have it; None: not given."""
+
+    model: str
+    data: str | None = None
+    format: str = "auto"
+    against: str | None = None
+    benchmark: str | None = None
+    reference_log: str | None = None
+    reference_model: str | None = None
+    relearning_steps: int | None = None
+    relearning_rate: float | None = None
+    adapter: str | None = None
+    checkpoint: str | None = None
+    metrics: str | None = None
+    answer_pattern: str | None = None
+    json_schema: str | None = None
+    limit: int | None = None
+    quick: bool = False
+    full: bool = False
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    lm_eval: str | None = None
+    lm_eval_include: str | None = None
+    dtype: str = "auto"
+    batch_size: int | None = None
+    num_processes: int | None = None
+    episodes: int | None = None
+    copies: int | None = None
+    temperature: float | None = None
+    out: str | None = None
+
+    def trial(self) -> dict[str, Any]:
+        """What only agents take."""
+        return {"episodes": self.episodes, "copies": self.copies, "temperature": self.temperature}
+
+    def of_texts(self) -> dict[str, Any]:
+        """What agents do not take, by option; false where it is not given."""
+        of_all = {"model", "checkpoint", "num_processes", "out", *self.trial()}
+        given = {name: value for name, value in asdict(self).items() if name not in of_all}
+        given |= {name: given[name] != "auto" for name in ("format", "dtype")}
+        return {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+
+
+def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
+    """Measure, using up this process; the directory of what was found, and its table."""
+    from trainwright.api.agents import may_be_agent, measure_agent
+    from trainwright.api.workers import in_processes, process_count, work_directory
+    from trainwright.launch.environment import refuse_worker
+    from trainwright.machine.detect import detect
+
+    refuse_worker("eval")
+    model, trial = options.model, options.trial()
+    directory = _new_directory(options.out, model)
+    if may_be_agent(model):
+        lines = measure_agent(model, options.checkpoint, trial, options.of_texts(), options.num_processes, directory)
+        if lines is not None:
+            return directory, lines
+    if given := [name for name, value in trial.items() if value is not None]:
+        raise RequestError(f"--{given[0]}: has no effect, as {model} is no agent that acts in an environment")
+    machine = detect()
+    asked = _checked(options, machine)
+    processes = process_count(machine, options.num_processes)
+    with work_directory("eval") as work:
+        in_processes(
+            functools.partial(_prepare, asked, machine, processes, work),
+            functools.partial(_entry, asked, work),
+            modules=[_module(asked)],
+            machine=machine,
+            processes=processes,
+            work=work,
+        )
+        report = import_module(_module(asked)).report_of(asked, work)
+        lines = written(report, directory)
+    return directory, lines
+
+
+def written(report: Any, directory: Path) -> list[str]:
+    """Write what was found to ``directory``; its table, which is kept in the error where that fails."""
+    lines = list(report.lines())
+    try:
+        report.write(directory)
+    except RequestError as error:
+        for line in lines:
+            error.add_note(line)
+        raise
+    return lines
+
+
+def _checked(options: MeasureAsked, machine: Machine) -> Asked:
+    """What is asked for, once nothing in it contradicts another part. Raises RequestError."""
+    from trainwright.api.workers import dtype_name
+    from trainwright.evaluation.asked import Asked
+
+    on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
+    if on_benchmark:
+        names = _benchmark_metrics(options)
+    else:
+        names = _metrics(options.metrics, options.answer_pattern, options.json_schema)
+        _refuse_idle(options.of_texts(), names)
+    if options.quick and (options.full or options.limit is not None):
+        raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")
+    if options.full and options.limit is not None:
+        raise RequestError("--limit: so many rows are answered anyway; leave --full out")
+    _check_format(options.format)
+    if options.data is not None:
+        from trainwright.data.sources import check_source
+
+        check_source(options.data, "--data", options.format == "documents")
+    rate = options.relearning_rate
+    return Asked(
+        model=options.model,
+        metrics=names,
+        explicit=options.metrics is not None,
+        against=options.against,
+        adapter=options.adapter,
+        checkpoint=options.checkpoint,
+        data=options.data,
+        format=options.format,
+        limit=options.limit,
+        quick=options.quick,
+        full=options.full,
+        answer_pattern=options.answer_pattern,
+        json_schema=options.json_schema,
+        max_new_tokens=options.max_new_tokens or Asked.max_new_tokens,
+        max_length=options.max_length,
+        dtype=dtype_name(options.dtype, machine),
+        batch_size=options.batch_size,
+        tasks=_tasks(options.lm_eval, options.lm_eval_include),
+        task_directory=options.lm_eval_include,
+        on_benchmark=on_benchmark,
+        benchmark=options.benchmark,
+        reference_log=options.reference_log,
+        reference_model=options.reference_model,
+        relearning_steps=options.relearning_steps or Asked.relearning_steps,
+        relearning_rate=Asked.relearning_rate if rate is None else rate,
+    )
+
+
+def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
+    import_module(_module(asked)).prepare(asked, machine, processes, work)
+
+
+def _entry(asked: Asked, work: Path, world: World) -> None:
+    from trainwright.api.workers import counted
+
+    import_module(_module(asked)).work_on(asked, work, world, functools.partial(counted, world))
+
+
+def _module(asked: Asked) -> str:
+    """What does the work: of these two each has ``prepare``, ``work_on`` and ``report_of``."""
+    return "trainwright.evaluation.unlearning.work" if asked.on_benchmark else "trainwright.evaluation.work"
+
+
+def _of_benchmarks(named: str | None) -> bool:
+    """Whether metrics are named that only a benchmark of unlearning has."""
+    if named is None:
+        return False
+    from trainwright.evaluation.metrics.registry import LIKELIHOODS
+    from trainwright.evaluation.unlearning.registry import METRICS
+    from trainwright.registries import METRICS as OF_ANSWERS
+
+    return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
+
+
+def _benchmark_metrics(options: MeasureAsked) -> tuple[str, ...]:
+    """The metrics by name; none: those that lack nothing. Raises RequestError."""
+    from trainwright.evaluation.unlearning.registry import METRICS
+
+    others: dict[str, object] = {"data": options.data, "against": options.against, "lm-eval": options.lm_eval}
+    others |= {"answer-pattern": options.answer_pattern, "json-schema": options.json_schema}
+    others |= {"quick": options.quick or None, "full": options.full or None}
+    if used := next((option for option, value in others.items() if value is not None), None):
+        raise RequestError(f"--{used}: is for rows of data, and --metrics or --benchmark ask for a benchmark's")
+    names = () if options.metrics is None else _split(options.metrics)
+    if unknown := [name for name in names if name not in METRICS]:
+        raise RequestError(
+            f"--metrics: {unknown[0]!r} is no metric of a benchmark of unlearning; there are {', '.join(METRICS)}"
+        )
+    return names
+
+
+def _split(named: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in named.split(","))
+
+
+def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
+    """The metrics by name, checked with what they need."""
+    from trainwright.evaluation.libraries import require
+    from trainwright.evaluation.metrics.extraction import extractor
+    from trainwright.evaluation.metrics.registry import LIKELIHOODS, USUAL
+    from trainwright.registries import METRICS
+
+    settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
+    names = _split(named) if named is not None else USUAL
+    if named is None:
+        names += tuple(name for name, (_, value) in settings.items() if value is not None)
+    known = (*LIKELIHOODS, *METRICS.names())
+    if unknown := [name for name in names if name not in known and METRICS.find(name) is None]:
+        raise RequestError(
+            f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}, and those of --benchmark"
+        )
+    for name, (option, value) in settings.items():
+        if name in names and value is None:
+            raise RequestError(f"--metrics {name}: needs {option}")
+        if name not in names and value is not None:
+            raise RequestError(f"{option}: has no effect, as --metrics leaves {name} out")
+    if answer_pattern is not None:
+        extractor(answer_pattern)
+    require("scipy", "a confidence interval")
+    if any(name.startswith("rouge") for name in names):
+        require("rouge_score", "rouge_l")
+    return names
+
+
+def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
+    """Raise RequestError for an option that has no effect where the metrics ``names`` are measured on rows."""
+    from trainwright.evaluation.metrics.registry import LIKELIHOODS
+
+    of_answers = ("--full", "--max-new-tokens", "--batch-size")
+    of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
+    benchmark = ("--reference-log", "--reference-model", "--relearning-steps", "--relearning-rate")
+    idle: list[tuple[bool, Sequence[str], str]] = [
+        (True, benchmark, "without --benchmark"),
+        (not given["--data"], ("--format",), "without --data"),
+        (
+            bool(given["--lm-eval"] and not given["--data"]),
+            of_rows,
+            "as only tasks of --lm-eval are measured; name rows with --data",
+        ),
+        (all(name in LIKELIHOODS for name in names), of_answers, "as no metric of --metrics is of answers"),
+    ]
+    for applies, options, why in idle:
+        if applies and (used := next((name for name in options if given[name] not in (None, False)), None)):
+            raise RequestError(f"{used}: has no effect {why}")
+
+
+def _check_format(layout: str) -> None:
+    from trainwright.data.layouts import SINGLE
+
+    known = ("auto", "documents", *SINGLE)
+    if layout not in known:
+        raise RequestError(f"--format: {layout!r} is no layout of rows to measure on; there are {', '.join(known)}")
+
+
+def _tasks(named: str | None, directory: str | None) -> tuple[str, ...]:
+    if named is None:
+        if directory is not None:
+            raise RequestError("--lm-eval-include: has no effect without --lm-eval")
+        return ()
+    from trainwright.evaluation.libraries import require
+
+    require("lm_eval", "--lm-eval")
+    return _split(named)
+
+
+def _new_directory(wanted: str | None, model: str) -> Path:
+    """Where the result goes: ``wanted``, or evaluations/<model>-<date>-<time>."""
+    if wanted is None:
+        name = model.rstrip("/").rpartition("/")[2] or "model"
+        wanted = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    directory = Path(wanted).expanduser()
+    if directory.exists():
+        raise RequestError(f"--out: {directory} exists; choose another directory")
+    return directory

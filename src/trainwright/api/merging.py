@@ -1,0 +1,81 @@
+"""Merging: an adapter worked into its base model."""
+
+from __future__ import annotations
+
+import sys
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.activity import Activity
+from trainwright.api.apart import apart
+from trainwright.errors import RequestError
+from trainwright.models.merged import Merged
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.inference.finding import Found
+
+
+def merge(
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    adapter: str | PathLike[str] | None = None,
+    dtype: str | None = None,
+    progress: bool = False,
+) -> Merged:
+    """Work an adapter into its base model, and check the result by its logits; what ``trainwright merge`` does.
+
+    Args:
+        model: a `Run` or its directory, an adapter's directory, or the base of ``adapter``.
+        out: where the merged model is written; must be new.
+        adapter: the adapter, where ``model`` is its base.
+        dtype: store it in ``fp32``, ``bf16`` or ``fp16``. Default: as the base is stored.
+        progress: tell what takes long.
+
+    Raises:
+        RequestError: there is no adapter, or ``out`` is there already.
+        TrainingError: the result does not compute what base and adapter do; nothing is written.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.merge("runs/tiny", "merged")
+        Traceback (most recent call last):
+            ...
+        trainwright.errors.RequestError: there is no adapter to merge: ...
+    """
+    words = fspath(model), fspath(out), None if adapter is None else fspath(adapter), dtype
+    return apart(merged, *words, progress=progress)
+
+
+def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
+    """Merge in this process."""
+    from trainwright.inference.finding import find_model
+    from trainwright.inference.loading import for_users
+    from trainwright.models.merging import merge as work_in
+
+    with for_users(), Activity(sys.stderr, "reading the model"):
+        found = find_model(model, adapter)
+        check_finished(found)
+        return work_in(found.section, found.seed, Path(out).expanduser(), dtype_of(dtype))
+
+
+def check_finished(found: Found) -> None:
+    """Raise RequestError for an adapter that is in a checkpoint alone."""
+    if found.checkpoint is not None and found.section.adapter.type != "none":
+        raise RequestError(
+            f"{found.origin} is a checkpoint of an adapter, and one is merged once its run is finished: go on with "
+            f"trainwright train --resume {found.run or 'RUN'}, then name the run or its final/"
+        )
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """What ``--dtype`` names. Raises RequestError."""
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if name is not None and name not in dtypes:
+        raise RequestError(f"--dtype: {name} is none of {', '.join(dtypes)}")
+    return None if name is None else dtypes[name]

@@ -1,0 +1,99 @@
+"""Verification: that a recipe gives the same run on several processes as on one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.activity import Activity, doing
+from trainwright.api.apart import apart
+from trainwright.api.recipe import Recipe, source_of
+from trainwright.doctor.comparison import Comparison
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.recipe.yaml_text import Tree
+
+
+def verify(
+    recipe: Recipe | str | PathLike[str],
+    *overrides: str,
+    steps: int = 5,
+    accelerate_config: str | PathLike[str] | None = None,
+    progress: bool = False,
+) -> Comparison:
+    """Compare a few steps on one process with the recipe's strategy and processes; what ``trainwright verify`` does.
+
+    Args:
+        recipe: a `Recipe`, or the path of a recipe file.
+        overrides: ``section.key=value``, the value in YAML.
+        steps: optimizer steps to compare.
+        accelerate_config: a file to take processes, strategy and the like from, as ``accelerate config`` writes it.
+        progress: show both runs and the table.
+
+    Returns:
+        The steps of both: `Comparison.is_same`, and in words `Comparison.verdict`.
+
+    Raises:
+        RequestError: the recipe is wrong, or runs on one process.
+        MachineError: the machine cannot run either side.
+        TrainingError: either side failed.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.verify("tiny.yaml", "parallel.strategy=single")
+        Traceback (most recent call last):
+            ...
+        trainwright.errors.RequestError: parallel.strategy: this recipe runs on one process here (single), ...
+    """
+    config = None if accelerate_config is None else Path(accelerate_config)
+    return apart(compare, VerifyAsked(source_of(recipe), overrides, steps, config), progress=progress)
+
+
+@dataclass(frozen=True)
+class VerifyAsked:
+    """What is compared, and how many steps of it."""
+
+    recipe: Path | Tree
+    overrides: tuple[str, ...] = ()
+    steps: int = 5
+    accelerate_config: Path | None = None
+
+
+def compare(asked: VerifyAsked) -> Comparison:
+    """Run both sides, using up this process, and show them on standard output."""
+    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.request import check_request, request_of, resolve_request
+    from trainwright.machine.accelerators import with_device
+    from trainwright.machine.detect import detect
+
+    refuse_worker("verify")
+    meaning = None if asked.accelerate_config is None else _meaning(asked.accelerate_config, asked.overrides)
+    with Activity(sys.stderr, "planning"):
+        request = request_of(asked.recipe, list(asked.overrides), None, meaning)
+        machine = with_device(detect(), request.recipe.parallel.device)
+        resolved = resolve_request(request, machine).recipe
+        # Before the first side runs: nobody wants to wait for that and hear then that the second one cannot.
+        check_request(request, resolved, creates=False)
+        doing("importing torch and transformers")
+        from trainwright.doctor.verify import verify as compared
+        from trainwright.worker import prepare
+
+    return compared(resolved, machine, asked.steps, prepare, sys.stdout)
+
+
+def _meaning(file: Path, overrides: tuple[str, ...]) -> Meaning:
+    from trainwright.launch.accelerate.recipe import meaning_here
+
+    alone = any(word.startswith("parallel.num_processes=") for word in overrides)
+    meaning = meaning_here(file, overrides, nodes=1 if alone else None)
+    if meaning.nodes > 1:
+        raise RequestError(
+            f"{file}: num_machines is {meaning.nodes}, and verify compares on this machine alone; say on how many "
+            "processes: parallel.num_processes=2"
+        )
+    return meaning
