@@ -70,6 +70,8 @@ def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "text": True, "encoding": "utf-8", "errors": "replace"}
     if not progress:
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    elif sys.stdout is sys.__stderr__:
+        options["stdout"] = 2
     elif sys.stdout is not sys.__stdout__:  # a notebook's, or somebody's who keeps it
         environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
-from trainwright.errors import EXIT_TRAINING, RequestError, TrainingError
-from trainwright.launch.program import run_program
+from trainwright.errors import RequestError, TrainingError
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -134,18 +134,18 @@ def _load(recipe: Path, fixed: Sequence[str], variant: Variant) -> Recipe:
 
 
 def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> None:
-    """Train one variant to its end, unless it has been. Raises SystemExit with the run's code where it ends early."""
+    """Train one variant to its end, unless it has been. Raises TrainwrightError where it ends early."""
     if (run / "final").is_dir():
         say(f"{run} is finished already", file=sys.stderr)
         return
-    asked = [str(recipe), *fixed, *variant.overrides, f"logging.run_directory={run}"]
-    if (run / "recipe.yaml").is_file():
-        asked = ["--resume", str(run)]
+    from trainwright import api
+
     run.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "trainwright", "train", *asked]
-    code = run_program(command, one_of_many=True, stdout=sys.stderr)
-    if code:
-        raise SystemExit(code if code > 0 else EXIT_TRAINING)
+    with redirect_stdout(sys.stderr):
+        if (run / "recipe.yaml").is_file():
+            api.resume(run, progress=True)
+        else:
+            api.train(recipe, *fixed, *variant.overrides, f"logging.run_directory={run}", progress=True)
 
 
 def _last_metrics(run: Path) -> dict[str, Any]:

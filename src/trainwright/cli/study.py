@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.program import run_program
+from trainwright.errors import RequestError, Stopped, TrainwrightError
 from trainwright.text import printable, say
 
 if TYPE_CHECKING:
@@ -134,37 +133,43 @@ class _Road:
         run = self._directory / _RUNS / name
         if (run / "final").is_dir():
             return
+        from trainwright import api
+
         resume = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
         if run.exists() and not resume:
             import shutil
 
             shutil.rmtree(run)  # stopped before there was anything to go on from
-        what = ["--resume", str(run)] if resume else [str(file), f"logging.run_directory={run}"]
-        self._do(f"{'goes on with' if resume else 'trains'} {name}", ["train", *what])
+        if resume:
+            self._do(f"goes on with {name}", lambda: api.resume(run, progress=True))
+        else:
+            self._do(f"trains {name}", lambda: api.train(file, f"logging.run_directory={run}", progress=True))
 
     def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
         from trainwright.evaluation.unlearning.study.file import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
-        words = [str(self._directory / _RUNS / name), "--benchmark", benchmark.name, "--out", str(out)]
-        words += ["--max-new-tokens", str(self._study.study.evaluate.max_new_tokens)]
+        model = str(self._directory / _RUNS / name)
+        options: dict[str, Any] = {"benchmark": benchmark.name, "out": str(out)}
+        options["max_new_tokens"] = self._study.study.evaluate.max_new_tokens
         if name == RETAIN:
             metrics = list(dict.fromkeys(_OF_REFERENCE.get(metric, metric) for metric in metrics))
         else:
-            words += _references(metrics, reference, self._directory / _RUNS / RETAIN)
-        words += ["--metrics", ",".join(metrics), *self._processes()]
-        self._ask(f"evaluate-{name}", " ".join(words) + "\n", done=out.exists())
+            options |= _references(metrics, reference, self._directory / _RUNS / RETAIN)
+        options |= {"metrics": ",".join(metrics), **self._processes()}
+        words = (f"--{option.replace('_', '-')} {value}" for option, value in options.items())
+        self._ask(f"evaluate-{name}", " ".join([model, *words]) + "\n", done=out.exists())
         if not out.exists():
             out.parent.mkdir(exist_ok=True)
-            self._do(f"measures {name}", ["eval", *words])
+            self._do(f"measures {name}", lambda: _measured(model, options))
 
-    def _processes(self) -> list[str]:
+    def _processes(self) -> dict[str, int]:
         from trainwright.machine.detect import detect
 
         wanted = self._study.study.parallel.get("num_processes", "auto")
         machine = detect()
         most = len(machine.gpus) or machine.cpu_cores
-        return ["--num-processes", str(min(wanted, most))] if isinstance(wanted, int) else []
+        return {"num_processes": min(wanted, most)} if isinstance(wanted, int) else {}
 
     def _ask(self, name: str, text: str, *, done: bool) -> Path:
         """Note what a part is asked to be; refuse where it is there already and was asked to be something else."""
@@ -177,29 +182,37 @@ class _Road:
         file.write_text(text, encoding="utf-8")
         return file
 
-    def _do(self, what: str, words: Sequence[str]) -> None:
-        """One command of ours, in a process of its own. Ends the study as it ends, where it does not finish."""
+    def _do(self, what: str, part: Callable[[], object]) -> None:
+        """One part. Where it does not finish, the study ends as it has."""
         self._tell(what)
-        code = run_program([sys.executable, "-m", "trainwright", *words], one_of_many=True)
-        if code == EXIT_STOPPED:
-            say(f"stopped; the study {what} at that point: run the same command again to continue", file=sys.stderr)
-        elif code != EXIT_FINISHED:
-            say(f"the study failed: it {what} at that point; run the same command again to continue", file=sys.stderr)
-        if code != EXIT_FINISHED:
-            raise SystemExit(code if code > 0 else EXIT_STOPPED)
+        try:
+            part()
+        except Stopped as stopped:
+            stopped.add_note(f"stopped; the study {what} at that point: run the same command again to continue")
+            raise
+        except TrainwrightError as error:
+            error.add_note(f"the study failed: it {what} at that point; run the same command again to continue")
+            raise
 
     def _tell(self, what: str) -> None:
         minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
         say(f"[{minutes:02d}:{seconds:02d}] {what}")
 
 
-def _references(metrics: Sequence[str], log: Path, model: Path) -> list[str]:
+def _measured(model: str, options: dict[str, Any]) -> None:
+    from trainwright import api
+
+    found = api.evaluate(model, **options, progress=True)
+    say(f"{found}\n\n{found.directory}/")
+
+
+def _references(metrics: Sequence[str], log: Path, model: Path) -> dict[str, str]:
     """What compares a model with the retain-only one, where something is asked that does."""
     from trainwright.evaluation.unlearning.registry import METRICS
 
     taken = {METRICS[name].option for name in metrics}
-    options = {"--reference-log": log, "--reference-model": model}
-    return [word for option, where in options.items() if option in taken for word in (option, str(where))]
+    options = {"reference_log": log, "reference_model": model}
+    return {name: str(where) for name, where in options.items() if f"--{name.replace('_', '-')}" in taken}
 
 
 def _show(results: Results) -> None:

@@ -18,26 +18,22 @@ from trainwright.launch.stop import STOP_SIGNALS
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def run_program(command: Sequence[str], *, one_of_many: bool = False, **options: Any) -> int:
+def run_program(command: Sequence[str], **options: Any) -> int:
     """Run ``command`` to its end; its exit code, or minus the signal that ended it.
 
     Stop signals are passed on, and it decides what they mean: a run has the time for a checkpoint. When this process
     is killed, the program gets SIGTERM (on Linux).
 
     Args:
-        one_of_many: others are to follow. If it finishes although a stop was requested, the signal is raised here.
         options: of ``subprocess.Popen``.
 
     Raises:
         FileNotFoundError: there is no such program.
     """
-    with passing_on() as (programs, requested):
+    with passing_on() as (programs, _):
         process = started(command, **options)
         programs.append(process)
-        code = process.wait()
-    if one_of_many and requested and code == 0:
-        signal.raise_signal(requested[0])
-    return code
+        return process.wait()
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
