@@ -107,7 +107,10 @@ class Registry(Generic[T]):
 
     def _suggestion(self, name: str) -> str:
         near = get_close_matches(name, self.names(), 1)
-        return f"did you mean {near[0]}?" if near else f"choose from {', '.join(self.names())}, or give module:Name"
+        if near:
+            return f"did you mean {near[0]}?"
+        names = f"choose from {', '.join(self.names())}, or" if self.names() else "none is installed;"
+        return f"{names} give module:Name"
 
     def _registered(self) -> dict[str, _Entry]:
         entries: dict[str, _Entry] = {}

@@ -100,6 +100,19 @@ ENVIRONMENTS: Registry[Any] = Registry(
     required=("tasks", "describe", "optimal_return", "vector"),
 )
 
+# A subclass of engine.policy.StepPolicy each; Trainwright's own (engine/policies.py) are always on.
+STEP_POLICIES: Registry[Any] = Registry(
+    "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
+)
+
+# Called with the directory of a run each, to make what is called with every event of it; beside the console.
+OBSERVERS: Registry[Any] = Registry(
+    "trainwright.observers",
+    {"tensorboard": "trainwright.observe.tensorboard:TensorBoardObserver.of_run"},
+    kind="observer",
+    required=("__call__",),
+)
+
 # The keys of a recipe that name something registered.
 KEYS: dict[str, Registry[Any]] = {
     "task": TASKS,
@@ -108,4 +121,6 @@ KEYS: dict[str, Registry[Any]] = {
     "unlearn.objective": OBJECTIVES,
     "evaluate.metrics": METRICS,
     "algorithm_distillation.environment": ENVIRONMENTS,
+    "train.step_policies": STEP_POLICIES,
+    "logging.observers": OBSERVERS,
 }

@@ -130,8 +130,9 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 def _observers(run: Path) -> list[Observer]:
     from trainwright.observe.console import ConsoleObserver
-    from trainwright.observe.registry import OBSERVERS, observers_named
+    from trainwright.observe.registry import observers_named
     from trainwright.recipe.loading import load_recipe
+    from trainwright.registries import OBSERVERS
 
     section, stream = load_recipe(run / RECIPE).logging, console()
     observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))

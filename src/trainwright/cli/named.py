@@ -16,4 +16,6 @@ class NamesInHelp(TyperCommand):
 
         super().format_epilog(ctx, formatter)
         with formatter.section("Names in recipes, or module:Name"):
-            formatter.write_dl([(key, ", ".join(registry.names())) for key, registry in KEYS.items()])
+            formatter.write_dl(
+                [(key, ", ".join(registry.names()) or "none is installed") for key, registry in KEYS.items()]
+            )

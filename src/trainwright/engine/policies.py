@@ -1,4 +1,4 @@
-"""Trainwright's own step policies (loss scale of fp16, gradient noise, loss spikes), and the registry of others."""
+"""Trainwright's own step policies: loss scale of fp16, gradient noise, loss spikes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from collections.abc import Callable
 from trainwright.data.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.policy import Gradients, StepPolicy, Training
-from trainwright.extensions import Registry
-
-# What recipes can name in ``train.step_policies``: classes that are called with a ``Training``. Ours are always on.
-POLICIES: Registry[Callable[[Training], StepPolicy]] = Registry(
-    "trainwright.step_policies", {}, "step policy", ("before", "again", "metrics", "skips", "after")
-)
 
 # As torch.amp.GradScaler has them.
 _FIRST_LOSS_SCALE = 2.0**16

@@ -5,10 +5,9 @@ The same for `trainwright train` and for every process that another launcher sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
@@ -18,9 +17,9 @@ from trainwright.planning.processes import choose_processes, with_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import Tree
+from trainwright.registries import KEYS
 
 if TYPE_CHECKING:
-    from trainwright.extensions import Registry
     from trainwright.launch.accelerate.meaning import Meaning
     from trainwright.planning.resolve import Resolved
 
@@ -186,22 +185,13 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
 
 def _check_extensions(recipe: Recipe) -> None:
     """Import what is not our own; a name or a class that is wrong is refused before anything is written."""
-    if recipe.train.step_policies:
-        from trainwright.engine.policies import POLICIES
-
-        _import(POLICIES, recipe.train.step_policies, "train.step_policies")
-    if recipe.logging.observers:
-        from trainwright.observe.registry import OBSERVERS
-
-        _import(OBSERVERS, recipe.logging.observers, "logging.observers")
-
-
-def _import(registry: Registry[Any], names: Sequence[str], key: str) -> None:
-    for name in names:
-        try:
-            registry.get(name)
-        except RequestError as error:
-            raise RequestError(f"{key}: {error}") from error
+    named = {"train.step_policies": recipe.train.step_policies, "logging.observers": recipe.logging.observers}
+    for key, names in named.items():
+        for name in names:
+            try:
+                KEYS[key].get(name)
+            except RequestError as error:
+                raise RequestError(f"{key}: {error}") from error
 
 
 def parse_place(text: str) -> tuple[str, int]:

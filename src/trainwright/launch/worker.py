@@ -17,7 +17,6 @@ from trainwright.engine.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Fault, Notice, Observer, Start
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.policies import POLICIES
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
@@ -40,6 +39,7 @@ from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import check_library
+from trainwright.registries import STEP_POLICIES
 from trainwright.tasks.registry import build_task
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,7 +124,7 @@ def run_worker(
             keep_recipe=functools.partial(_keep_recipe, run, world),
             updating=lambda: set_fresh(False),
             change_asked=functools.partial(replan.is_asked, run) if may_change else None,
-            policies=[POLICIES.get(name) for name in recipe.train.step_policies],
+            policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
         )
         task.begin(strategy, lambda message: events.emit(Notice(message=message)))
         checkpoint = _latest(checkpoints, world, events) if resume else None

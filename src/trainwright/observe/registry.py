@@ -11,14 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainwright.engine.events import Observer, Record
-from trainwright.extensions import Registry
-
-OBSERVERS: Registry[Callable[[Path], Observer]] = Registry(
-    "trainwright.observers",
-    {"tensorboard": "trainwright.observe.tensorboard:TensorBoardObserver.of_run"},
-    "observer",
-    ("__call__",),
-)
+from trainwright.registries import OBSERVERS
 
 
 def observers_named(names: Iterable[str], run: Path, tell: Callable[[str], None]) -> list[Observer]:

@@ -41,7 +41,7 @@ from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.registries import METRICS, STRATEGIES, TASKS
+from trainwright.registries import METRICS, OBSERVERS, STRATEGIES, TASKS
 
 
 class OptimizerSection(Section):
@@ -254,7 +254,7 @@ class LoggingSection(Section):
         "auto", description="Directory of the run; must be new. auto: a name of its own under runs/."
     )
     tensorboard: bool = Field(True, description="Write the run's curves for TensorBoard.")
-    observers: list[Text] = Field(
+    observers: list[Annotated[str, Registered(OBSERVERS, imports=False)]] = Field(
         [], description="Observers of installed packages by name, or module:Name: each is shown the run's events."
     )
 
