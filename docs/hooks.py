@@ -12,9 +12,7 @@ import typer
 
 from trainwright import registries
 from trainwright.cli.main import app
-from trainwright.engine.policies import POLICIES
 from trainwright.extensions import Registry
-from trainwright.observe.registry import OBSERVERS
 from trainwright.recipe.json_schema import recipe_json_schema
 
 ROOT = Path(__file__).parents[1]
@@ -183,8 +181,7 @@ def extension_reference() -> str:
 
 def all_registries() -> list[Registry[Any]]:
     """Return the registries of the package."""
-    ours = [value for value in vars(registries).values() if isinstance(value, Registry)]
-    return [*ours, OBSERVERS, POLICIES]
+    return [value for value in vars(registries).values() if isinstance(value, Registry)]
 
 
 def _summary(extension: Any) -> str:

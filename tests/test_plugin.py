@@ -18,7 +18,7 @@ from tests.support.runs import events
 from tests.support.unlearning import write_rows
 
 PACKAGE = Path(__file__).parent / "plugin"
-NAMES = ("focal", "at_once", "sums", "bounded_ascent", "length_ratio")
+NAMES = ("focal", "at_once", "sums", "bounded_ascent", "length_ratio", "losses")
 ON_SUMS = ("data.train=sums", "data.limit=null", "train.max_steps=2", "checkpoint.every=null")
 
 
@@ -97,8 +97,11 @@ def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(i
         "logging.run_directory=sft",
     )
     spread = ("parallel.strategy=at_once", "parallel.num_processes=2", *one[1:], "logging.run_directory=spread")
+    spread = (*spread, "logging.observers=[losses]")
     run(installed, tmp_path, "train", recipe(tmp_path, "sft"), *ON_SUMS, "data.validation=10", *spread)
     assert of_steps(tmp_path / "spread", "loss") == pytest.approx(of_steps(tmp_path / "sft", "loss"), rel=1e-5)
+    shown = [float(line) for line in (tmp_path / "spread" / "losses.txt").read_text(encoding="utf-8").split()]
+    assert shown == of_steps(tmp_path / "spread", "loss")
     # A power of 0 leaves the loss of fine-tuning.
     assert of_steps(tmp_path / "focal", "loss") == pytest.approx(of_steps(tmp_path / "sft", "loss"), rel=1e-5)
     measured = [event["metrics"] for event in events(tmp_path / "focal", "evaluate")]

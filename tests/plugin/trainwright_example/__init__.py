@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -54,3 +56,15 @@ def _sums() -> Iterator[dict[str, str]]:
 SUMS = Source(
     rows=_sums, key=lambda: "sums of digits, version 1", example={"question": "What is 1 + 1?", "answer": "2"}
 )
+
+
+class Losses:
+    """Write the loss of every step into a file of the run's directory."""
+
+    def __init__(self, run: Path) -> None:
+        self._file = run / "losses.txt"
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"{event['loss']}\n")
