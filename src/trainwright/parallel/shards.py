@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,9 @@ class Shard:
     def whole(cls, tensor: torch.Tensor, replica: int = 0, replicas: int = 1) -> Shard:
         """Return a tensor that this rank holds all of."""
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), replica, replicas)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a checkpoint holds, by name."""
+    kept = set(module.state_dict(keep_vars=True))
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

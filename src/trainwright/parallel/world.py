@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
+TIMEOUT = timedelta(minutes=30)
+
 
 class StopRequested(Exception):
     """Raised on every rank at once: some rank was asked to stop, and what they do together is broken off."""
@@ -116,7 +119,7 @@ class Seat:
         )
 
 
-def join(device_type: str, seat: Seat | None = None, timeout: timedelta = timedelta(minutes=30)) -> World:
+def join(device_type: str, seat: Seat | None = None, timeout: timedelta = TIMEOUT) -> World:
     """Join the process group of the launcher's processes; a world of one needs none.
 
     Without a `seat` it is found in the environment.
@@ -134,6 +137,13 @@ def join(device_type: str, seat: Seat | None = None, timeout: timedelta = timede
             store = dist.PrefixStore("process group", seat.store)
             dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
     return World(seat.rank, seat.size, seat.local_rank, seat.local_size, device)
+
+
+def have_group(world: World) -> None:
+    """Make a process group of one where there is none: a world of one joins none, and libraries want one."""
+    if not dist.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
 
 
 def leave() -> None:

@@ -33,10 +33,10 @@ from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.room import no_room
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup, WantsWholes
 from trainwright.parallel.units import find_units
-from trainwright.parallel.world import World
+from trainwright.parallel.world import World, have_group
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
@@ -61,7 +61,7 @@ class FullySharded:
         self._replicas = parallel.replicate_size
         self._mesh = _mesh(world, parallel.replicate_size)
         self._reshard = parallel.reshard_after_forward
-        self._buffers = _persistent_buffers(module)
+        self._buffers = {key for key, _ in persistent_buffers(module)}
         # FSDP2 shards along the first dimension; what has none stays whole on every rank.
         self._scalars = {key: p for key, p in module.named_parameters() if p.dim() == 0}
         self._root = self._shard(
@@ -291,9 +291,7 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
             f"parallel.num_processes {world.size}; make it one of "
             f"{', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"
         )
-    if not dist.is_initialized():  # a world of one joins none
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    have_group(world)
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shape = (replicas, world.size // replicas)
@@ -361,8 +359,3 @@ def _gathered_weights(unit: FSDPModule) -> Iterator[tuple[torch.dtype, int]]:
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             yield parameter.param_dtype or parameter.orig_dtype, math.prod(parameter._orig_size)
-
-
-def _persistent_buffers(module: nn.Module) -> set[str]:
-    kept = set(module.state_dict(keep_vars=True))
-    return {key for key, _ in module.named_buffers() if key in kept}

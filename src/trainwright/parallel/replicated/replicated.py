@@ -18,7 +18,7 @@ from trainwright.parallel.norms import squared_norm_of_all
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.replicated.gradients import Gradients
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -130,10 +130,7 @@ class Replicated:
         for name, parameter in self.module.named_parameters():
             if frozen or name in self._masters:
                 yield name, self._masters.get(name, parameter).detach()
-        persistent = set(self.module.state_dict(keep_vars=True))
-        for name, buffer in self.module.named_buffers():
-            if name in persistent:
-                yield name, buffer
+        yield from persistent_buffers(self.module)
 
     def layout(self) -> Layout:
         """Describe how this rank holds the model."""

@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,13 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.errors import RequestError
-from trainwright.parallel.world import World
+from trainwright.parallel.world import TIMEOUT, World, have_group
 from trainwright.parallel.zero.spec import DEEPSPEED
 
 # Submodules' hooks, by the names under which torch keeps them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
-_TIMEOUT = timedelta(minutes=30)
 
 Hooks = list[dict[str, Any]]
 
@@ -48,12 +45,10 @@ def import_deepspeed(world: World) -> Any:
     if world.device.type == "cpu":
         # It asks for fp16 instructions; torch computes in fp16 without them.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    if not dist.is_initialized():  # a world of one has none otherwise
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    have_group(world)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # it would make one with a time-out of its own
-        groups._WORLD_GROUP = dist.new_group(timeout=_TIMEOUT)
+        groups._WORLD_GROUP = dist.new_group(timeout=TIMEOUT)
     return deepspeed
 
 

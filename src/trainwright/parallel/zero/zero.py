@@ -21,7 +21,7 @@ from torch import nn
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.room import no_room
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import forget_order, hooks, import_deepspeed, set_hooks, start_engine
@@ -62,7 +62,7 @@ class Zero:
         self._pieces = self._partitions.pieces(self._names, world.rank, world.size)
         self._restore_masters()
         if weights is not None:
-            for name, buffer in self._buffers():
+            for name, buffer in persistent_buffers(self._model):
                 weights.fill(name, Shard.whole(buffer), world)
 
     def _set_precision(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -129,7 +129,7 @@ class Zero:
                     tensors[f"optimizer.{slot}.{name}"] = piece, piece.of(value)
                 else:
                     shards[f"optimizer.{slot}.{name}"] = Shard.whole(value, rank, size)
-        for name, buffer in self._buffers():
+        for name, buffer in persistent_buffers(self._model):
             shards[f"model.{name}"] = Shard.whole(buffer, rank, size)
         for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in one order on all ranks
             alike = {name: item for name, item in tensors.items() if item[1].dtype == dtype}
@@ -149,7 +149,7 @@ class Zero:
                         _fill(piece, piece.of(value), f"optimizer.{slot}.{name}", read)
                     else:
                         value.copy_(read(f"optimizer.{slot}.{name}", Shard.whole(value)))
-            for name, buffer in self._buffers():
+            for name, buffer in persistent_buffers(self._model):
                 buffer.copy_(read(f"model.{name}", Shard.whole(buffer)))
             self._partitions.refresh()
 
@@ -182,7 +182,7 @@ class Zero:
                 yield name, self._assemble(piece, parameter.ds_tensor.detach()[: piece.size])
             else:
                 yield name, parameter.detach()
-        yield from self._buffers()
+        yield from persistent_buffers(self._model)
 
     def _assemble(self, piece: Piece, local: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor. Of every byte all ranks but one have 0, so that the sum is exact in any
@@ -194,12 +194,6 @@ class Zero:
         if self.world.size > 1:
             dist.all_reduce(whole.view(torch.uint8))
         return whole.view(piece.shape)
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        persistent = set(self._model.state_dict(keep_vars=True))
-        for name, buffer in self._model.named_buffers():
-            if name in persistent:
-                yield name, buffer
 
     def layout(self) -> Layout:
         """Describe how this rank holds the model."""
