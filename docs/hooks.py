@@ -76,7 +76,7 @@ def recipe_reference() -> str:
 
 
 def _section(path: str, value: dict[str, Any], schema: dict[str, Any], level: int) -> list[str]:
-    """A heading and a table for the section at ``path``, then the sections inside it; nothing for a plain key."""
+    """Return a heading and a table for the section at ``path``, then the sections in it; nothing for a plain key."""
     lines: list[str] = []
     for section in _sections_of(value, schema):
         about = value.get("description") or section.get("description", "")
@@ -98,7 +98,7 @@ def _table(properties: dict[str, Any], schema: dict[str, Any], prefix: str) -> l
 
 
 def _sections_of(value: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sections (objects with named keys) that a key's value may be, or be a list of."""
+    """Return the sections (objects with named keys) that a key's value may be, or be a list of."""
     if "$ref" in value:
         return _sections_of(schema["$defs"][value["$ref"].rpartition("/")[2]], schema)
     if value.get("properties"):
@@ -113,7 +113,7 @@ def _items(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _type(value: dict[str, Any], schema: dict[str, Any]) -> str:
-    """A key's type in words: its values where they are listed, else its JSON type with its bounds."""
+    """Return a key's type in words: its values where they are listed, else its JSON type with its bounds."""
     if "$ref" in value:
         return _type(schema["$defs"][value["$ref"].rpartition("/")[2]], schema)
     for kind in ("anyOf", "oneOf", "allOf"):
@@ -146,7 +146,7 @@ def _plain(value: Any) -> bool:
 
 
 def _text(text: str) -> str:
-    """A description in one line of a table; what Markdown would read as markup is shown as it is, outside of code."""
+    """Return a description in one line of a table; outside of code, characters of Markdown are escaped."""
     parts = re.split(r"`{1,2}([^`]+)`{1,2}", " ".join(text.split()))
     plain = [re.sub(r"([|<>\[\]*_])", r"\\\1", part) for part in parts[::2]]
     code = [f"`{_in_table(part)}`" for part in parts[1::2]] + [""]
@@ -185,7 +185,7 @@ def all_registries() -> list[Registry[Any]]:
 
 
 def _summary(extension: Any) -> str:
-    """What an object says of itself: a summary, a line, a row as an example, or the first line of its docstring."""
+    """Return an object's summary, its line, a row as an example, or the first line of its docstring."""
     for attribute in ("summary", "line"):
         if isinstance(text := getattr(extension, attribute, None), str):
             return text
@@ -207,7 +207,7 @@ def command_reference() -> str:
 
 
 def _commands(command: Any, path: tuple[str, ...], parent: Any) -> list[tuple[tuple[str, ...], Any, Any]]:
-    """A command and all under it, each with its words and the context that it is parsed in."""
+    """Return a command and all under it, each with its words and the context that it is parsed in."""
     context = typer.Context(command, info_name=path[-1], parent=parent)
     found = [(path, command, context)]
     for name, each in getattr(command, "commands", {}).items():
