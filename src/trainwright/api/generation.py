@@ -200,7 +200,9 @@ def _answer_list(asked: GenerateAsked, prompts: Sequence[str | Sequence[Mapping[
 
 
 def _checked(asked: GenerateAsked) -> Machine:
-    """The machine that answers, once nothing asked for contradicts another part. Raises RequestError, MachineError."""
+    """Return the machine that answers, once nothing asked for contradicts another part. Raises RequestError,
+    MachineError.
+    """
     from trainwright.launch.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
@@ -282,7 +284,7 @@ def _prepare(asked: GenerateAsked, machine: Machine, processes: int, work: Path)
 
 
 def _answer(asked: GenerateAsked, work: Path, world: World) -> None:
-    """This rank's share of the answers; rank 0 writes all of them, or nothing."""
+    """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
     from trainwright.api.workers import counted
     from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import answer_all

@@ -21,7 +21,7 @@ _started = itertools.count()
 
 
 def launcher(nodes: int | None) -> str | None:
-    """What has started this process as one of several that are to train together; None where nothing has."""
+    """Return what has started this process as one of several that are to train together; None where nothing has."""
     return launcher_of(Variables(os.environ), nodes or 1)
 
 

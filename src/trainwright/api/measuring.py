@@ -52,11 +52,11 @@ class MeasureAsked:
     out: str | None = None
 
     def trial(self) -> dict[str, Any]:
-        """What only agents take."""
+        """Return what only agents take."""
         return {"episodes": self.episodes, "copies": self.copies, "temperature": self.temperature}
 
     def of_texts(self) -> dict[str, Any]:
-        """What agents do not take, by option; false where it is not given."""
+        """Return what agents do not take, by option; false where it is not given."""
         of_all = {"model", "checkpoint", "num_processes", "out", *self.trial()}
         given = {name: value for name, value in asdict(self).items() if name not in of_all}
         given |= {name: given[name] != "auto" for name in ("format", "dtype")}
@@ -109,7 +109,7 @@ def written(report: Any, directory: Path) -> list[str]:
 
 
 def _checked(options: MeasureAsked, machine: Machine) -> Asked:
-    """What is asked for, once nothing in it contradicts another part. Raises RequestError."""
+    """Return what is asked for, once nothing in it contradicts another part. Raises RequestError."""
     from trainwright.api.workers import dtype_name
     from trainwright.evaluation.asked import Asked
 
@@ -169,7 +169,7 @@ def _entry(asked: Asked, work: Path, world: World) -> None:
 
 
 def _module(asked: Asked) -> str:
-    """What does the work: of these two each has ``prepare``, ``work_on`` and ``report_of``."""
+    """Return what does the work: of these two each has ``prepare``, ``work_on`` and ``report_of``."""
     return "trainwright.evaluation.unlearning.work" if asked.on_benchmark else "trainwright.evaluation.work"
 
 
@@ -185,7 +185,7 @@ def _of_benchmarks(named: str | None) -> bool:
 
 
 def _benchmark_metrics(options: MeasureAsked) -> tuple[str, ...]:
-    """The metrics by name; none: those that lack nothing. Raises RequestError."""
+    """Return the metrics by name; none: those that lack nothing. Raises RequestError."""
     from trainwright.evaluation.unlearning.registry import METRICS
 
     others: dict[str, object] = {"data": options.data, "against": options.against, "lm-eval": options.lm_eval}
@@ -206,7 +206,7 @@ def _split(named: str) -> tuple[str, ...]:
 
 
 def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
-    """The metrics by name, checked with what they need."""
+    """Return the metrics by name, checked with what they need."""
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.metrics.extraction import extractor
     from trainwright.evaluation.metrics.registry import LIKELIHOODS, USUAL

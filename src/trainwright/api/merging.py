@@ -72,7 +72,7 @@ def check_finished(found: Found) -> None:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """What ``--dtype`` names. Raises RequestError."""
+    """Return what ``--dtype`` names. Raises RequestError."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -257,7 +257,7 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
 
 
 def with_number(asked: TrainingAsked) -> list[str]:
-    """The overrides, with the number of processes among them."""
+    """Return the overrides, with the number of processes among them."""
     count, overrides = asked.num_processes, list(asked.overrides)
     if count is None:
         return overrides

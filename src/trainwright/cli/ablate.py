@@ -39,6 +39,7 @@ class Variant:
 
     @property
     def overrides(self) -> list[str]:
+        """Return the override that makes this variant; none for the recipe as it is."""
         return [f"{self.key}={self.value}"] if self.key else []
 
 

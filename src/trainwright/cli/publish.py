@@ -131,7 +131,7 @@ def _plain_directory(found: Found) -> Path | None:
 
 
 def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
-    """The model as a plain directory: merged, or loaded with a checkpoint's tensors and saved."""
+    """Write the model as a plain directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
     from trainwright.api.merging import check_finished, dtype_of

@@ -86,7 +86,7 @@ class _Road:
         return results
 
     def _rows(self) -> Benchmark:
-        """What is trained on and asked, in the study's directory."""
+        """Return what is trained on and asked, in the study's directory."""
         from trainwright.evaluation.unlearning.study.rows import rows_of, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
@@ -96,7 +96,9 @@ class _Road:
         return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
     def _metrics(self, benchmark: Benchmark) -> list[str]:
-        """What is measured: what is asked for, or all that lacks nothing. Refuses what would be refused later."""
+        """Return what is measured: what is asked for, or all that lacks nothing. Refuses what would be refused
+        later.
+        """
         from trainwright.evaluation.unlearning.items import read_sets
         from trainwright.evaluation.unlearning.registry import METRICS, missing, usual
 
@@ -112,7 +114,9 @@ class _Road:
         return names
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
-        """The recipes of all runs, each checked before the first is begun, and the rows that are to be forgotten."""
+        """Return the recipes of all runs, each checked before the first is begun, and the rows that are to be
+        forgotten.
+        """
         from trainwright.data.unlearning import refuse_overlap
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.recipe.loading import load_recipe
@@ -207,7 +211,7 @@ def _measured(model: str, options: dict[str, Any]) -> None:
 
 
 def _references(metrics: Sequence[str], log: Path, model: Path) -> dict[str, str]:
-    """What compares a model with the retain-only one, where something is asked that does."""
+    """Return what compares a model with the retain-only one, where something is asked that does."""
     from trainwright.evaluation.unlearning.registry import METRICS
 
     taken = {METRICS[name].option for name in metrics}

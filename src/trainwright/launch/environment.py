@@ -62,7 +62,7 @@ class Environment:
         return None if self.job is None or "parent-" in self.job else self.job
 
     def torch_variables(self) -> dict[str, str]:
-        """The variables that torch and DeepSpeed read, whoever started the process."""
+        """Return the variables that torch and DeepSpeed read, whoever started the process."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -114,7 +114,7 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
 
 
 def launcher_of(given: Variables, nodes: int = 1) -> str | None:
-    """The launcher that has started this process as one of several; None where none has.
+    """Return the launcher that has started this process as one of several; None where none has.
 
     One process on each of ``nodes`` machines is none of several.
     """
@@ -126,7 +126,7 @@ def launcher_of(given: Variables, nodes: int = 1) -> str | None:
 
 
 def _launched(given: Variables, parent: int) -> Environment | None:
-    """What a launcher says of this process; None where there is none."""
+    """Return what a launcher says of this process; None where there is none."""
     if given.has("RANK", "WORLD_SIZE"):
         return _torch(given)
     if not given.has(*_OPEN_MPI) and not in_slurm_step(given) and not given.has("PMI_RANK", "PMI_SIZE"):
@@ -152,9 +152,11 @@ class Variables:
         self._values = values
 
     def has(self, *names: str) -> bool:
+        """Return whether all of these variables are set."""
         return all(self._values.get(name, "").strip() for name in names)
 
     def text(self, *names: str) -> str | None:
+        """Return the value of the first of these variables that is set."""
         return next((self._values[name].strip() for name in names if self.has(name)), None)
 
     def number(self, *names: str, default: int) -> int:
@@ -259,7 +261,7 @@ def _mpi(given: Variables, launcher: str, rank: int, size: int, local: str, loca
 
 
 def number_of(given: Variables, *names: str) -> int:
-    """What the first of these is set to; 0 where none is."""
+    """Return what the first of these is set to; 0 where none is."""
     return given.number(*names, default=0)
 
 
@@ -303,7 +305,7 @@ def _slurm(given: Variables) -> Environment:
 
 
 def slurm_port(job: str, step: str) -> int:
-    """The port of a job step: the same on every node, and another for the job's next step."""
+    """Return the port of a job step: the same on every node, and another for the job's next step."""
     numbers = [int(digits) for digits in re.findall(r"\d+", f"{job} {step}")]
     return _FIRST_PORT + sum(n * 7**i for i, n in enumerate(numbers)) % _PORTS
 

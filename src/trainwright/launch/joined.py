@@ -99,7 +99,7 @@ def run_joined(
     work: Callable[[Path, bool, Seat], int],
     tell: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
-    """This process's part in a run; returns its exit code, having printed a failure once in the whole run.
+    """Run this process's part in a run; returns its exit code, having printed a failure once in the whole run.
 
     Args:
         prepare: called on rank 0 with the run's directory.
@@ -164,7 +164,7 @@ def _words(asked: JoinAsked) -> list[str]:
 
 
 def _accelerate() -> Meaning | None:
-    """What `accelerate launch` was told by its file; hides the GPUs that it does not want."""
+    """Return what `accelerate launch` was told by its file; hides the GPUs that it does not want."""
     from trainwright.launch.accelerate.environment import from_environment
 
     meaning = from_environment()
@@ -248,7 +248,7 @@ def _request(asked: JoinAsked, environment: Environment, meaning: Meaning | None
 
 
 def _follow(environment: Environment, meeting: Meeting | None, words: LastWords) -> tuple[Opened, Place]:
-    """The other ranks: wait for rank 0's word, and see what it has made."""
+    """Wait, on the ranks but 0, for rank 0's word, and see what it has made."""
     from trainwright.launch.members import Place
 
     assert meeting is not None, "a world of one is rank 0"
@@ -348,7 +348,7 @@ def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Se
 
 
 def _discard_refused(run: Path, code: int, opened: Opened, environment: Environment) -> None:
-    """A request that only a worker could refuse leaves nothing behind either."""
+    """Remove the directory of a run whose request was refused by a worker."""
     refused = code == EXIT_REQUEST and not opened.resume
     if refused and environment.rank == 0 and not (run / "events.jsonl").exists():
         import shutil

@@ -95,7 +95,7 @@ def _check_out(section: ModelSection, out: Path) -> None:
 def _with_adapter(
     section: ModelSection, seed: int, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """Base and adapter side by side. Where no dtype is asked for, as stored, and mapped from its files."""
+    """Load base and adapter side by side: without a requested dtype as stored, and mapped from the files."""
     from transformers import AutoModelForCausalLM
 
     source = resolve(section).directory
@@ -112,7 +112,7 @@ def _with_adapter(
 
 
 def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The merged model's tensors by their plain names; ``changes`` gets whether each adapted one is new."""
+    """Yield the merged model's tensors by their plain names; ``changes`` gets whether each adapted one is new."""
     merged = {f"{name}{_KEPT}.weight": layer for name, layer in lora_layers(model)}
     wanted = model.state_dict(keep_vars=True)
     for name, tensor in wanted.items():
@@ -131,7 +131,7 @@ def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) ->
 
 @torch.no_grad()
 def _merged_weight(layer: Any) -> torch.Tensor:
-    """The weight of an adapted layer as PEFT merges it, in fp32; the layer is left as it was."""
+    """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer is left as it was."""
     base = layer.get_base_layer()
     original = base.weight.data
     base.weight.data = original.to(torch.float32, copy=True)
@@ -145,7 +145,7 @@ def _merged_weight(layer: Any) -> torch.Tensor:
 
 
 def _untied_where_replaced(model: PreTrainedModel) -> Any:
-    """The configuration; of a model whose head or embedding was trained apart from the other, an untied one."""
+    """Return the configuration; of a model whose head or embedding was trained apart from the other, an untied one."""
     from copy import deepcopy
 
     config = deepcopy(model.config)
