@@ -30,6 +30,6 @@ class Shard:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a checkpoint holds, by name."""
+    """Return the buffers that a checkpoint holds, by name."""
     kept = set(module.state_dict(keep_vars=True))
     return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
