@@ -47,3 +47,24 @@ def test_a_script_under_torchrun_trains_on_two_processes(tmp_path: Path, runs: R
         assert each["loss"] == losses and each["start"] == 2 and Path(each["run"]) == tmp_path / "run"
         assert "did you mean max_steps?" in each["said"][0]
     assert "error" not in ended.stdout + ended.stderr
+
+
+FAILING = """
+import os, sys
+import trainwright as tw
+try:
+    tw.train({recipe!r}, {rows!r}, "optimizer.learning_rate=1e30", "train.max_steps=9", "logging.run_directory=run")
+except tw.TrainingError as error:
+    open("failed-" + os.environ["RANK"], "w").write(str(error))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_raised_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING.format(recipe=str(TINY), rows=ON_ROWS))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        assert "gradient norm nan at step 2" in (tmp_path / f"failed-{rank}").read_text()
