@@ -23,7 +23,7 @@ from support import plan_runs
 from support.machine import describe, use_cores
 from support.runs import print_table, write_results
 
-from trainwright.data.sources import iterate_source
+from trainwright.data.sources.reading import iterate_source
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def pairs() -> list[dict[str, str]]:
-    from trainwright.data.pydoc_rows import pydoc_pairs
+    from trainwright.data.sources.pydoc_rows import pydoc_pairs
 
     short = (row for row in pydoc_pairs() if max(map(len, row.values())) < 700)
     return [row for row, _ in zip(short, range(ROWS), strict=False)]

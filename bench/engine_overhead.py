@@ -28,15 +28,15 @@ from support.processes import busy_seconds
 from support.runs import Spread, write_results
 from support.trainwright_side import RECIPE
 
-from trainwright.engine.checkpoint import Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.policy import Gradients
+from trainwright.engine.policies.base import Gradients
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _Said
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, limit_threads, threads_allowed
-from trainwright.launch.stop import Stopping
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.strategy import Setup
 from trainwright.parallel.world import join, leave

@@ -24,8 +24,8 @@ import torch
 from support.machine import describe, use_cores
 from support.runs import write_results
 
-from trainwright.models.history_context import Context
-from trainwright.models.history_model import HistoryModel, Steps
+from trainwright.models.history.context import Context
+from trainwright.models.history.model import HistoryModel, Steps
 from trainwright.recipe.loading import load_recipe
 from trainwright.reinforcement.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, find_agent, load_agent

@@ -29,15 +29,15 @@ from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, run_steps
 
 from trainwright.launch.process import preload_libraries
-from trainwright.machine.calibration import Calibration, current_calibration, load_calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine, detect
-from trainwright.planning.basis import Basis
+from trainwright.machine.measured.calibration import Calibration, current_calibration, load_calibration
 from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import installed, make_plan, wishes_of
-from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge
+from trainwright.planning.step_time.basis import Basis
+from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
 

@@ -26,12 +26,12 @@ from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, pairwise_order, run_steps, spearman
 
 from trainwright.launch.process import preload_libraries
-from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine, detect
+from trainwright.machine.measured.calibration import Calibration
 from trainwright.planning.facts import facts_of
-from trainwright.planning.rates import rates_of
-from trainwright.planning.step_time import step_time
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
 

@@ -30,16 +30,16 @@ from support.peers import cache_directory
 from support.plain_gpt import PlainLoop
 from support.runs import Spread, write_results
 
-from trainwright.data.windows import WindowDataset
-from trainwright.engine.checkpoint import Checkpoints
+from trainwright.data.tokens.windows import WindowDataset
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _Said
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, run_in_child, threads_allowed
-from trainwright.launch.stop import Stopping
 from trainwright.machine.detect import detect
 from trainwright.models.compilation import compile_blocks
 from trainwright.parallel.build import build_strategy

@@ -74,7 +74,7 @@ def main() -> None:
 
 def write_rows(work: Path) -> None:
     """Forget and retain rows: a fixed choice from the built-in `pydoc` rows."""
-    from trainwright.data.pydoc_rows import pydoc_rows
+    from trainwright.data.sources.pydoc_rows import pydoc_rows
 
     chosen = random.Random(0).sample(pydoc_rows(), FORGET + RETAIN)
     for name, rows in (("forget", chosen[:FORGET]), ("retain", chosen[FORGET:])):

@@ -44,14 +44,14 @@ _ALLOWED = {
 _MEASURING = {
     "doctor/calibrate.py": "what other programs use while this machine is measured",
     "engine/measured.py": "what a run has had",
-    "engine/memory.py": "what was free when memory ran out",
-    "launch/members.py": "whether members of one job share cores",
-    "launch/worker.py": "the threads that a run has",
-    "launch/nodes.py": "names this machine to others",
-    "launch/joined.py": "names this machine to others",
-    "launch/rendezvous.py": "names this machine to others",
-    "launch/contract.py": "names this machine to others",
-    "data/pydoc_rows.py": "the text of Python's own documentation, which differs by platform",
+    "engine/out_of_memory.py": "what was free when memory ran out",
+    "launch/group/members.py": "whether members of one job share cores",
+    "launch/run_worker.py": "the threads that a run has",
+    "launch/group/nodes.py": "names this machine to others",
+    "launch/group/joined.py": "names this machine to others",
+    "launch/group/rendezvous.py": "names this machine to others",
+    "launch/group/contract.py": "names this machine to others",
+    "data/sources/pydoc_rows.py": "the text of Python's own documentation, which differs by platform",
 }
 
 
@@ -85,7 +85,7 @@ def test_no_test_reads_where_or_when_it_runs() -> None:
 def test_the_package_looks_at_its_machine_in_one_place() -> None:
     """The rest of it asks `trainwright.machine`, which a description can stand in for."""
     package = ROOT / "src" / "trainwright"
-    own = {str(file.relative_to(package)): "" for file in (package / "machine").glob("*.py")}
+    own = {str(file.relative_to(package)): "" for file in (package / "machine").rglob("*.py")}
     assert _found(package, {**_MEASURING, **own}, _HOST) == []
 
 

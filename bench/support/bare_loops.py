@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.data.batch import Batch, collate
+from trainwright.data.stream.batch import Batch, collate
 from trainwright.engine.schedule import Schedule
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from typing import Any
 
 from support.plan_cases import Case
 from trainwright.models.load import load_config
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 
 def estimates(case: Case) -> dict[str, int]:

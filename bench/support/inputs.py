@@ -11,7 +11,7 @@ ROWS = 600
 
 def write_rows(path: Path) -> Path:
     """The 600 rows: a fixed choice from the built-in `pydoc` rows of this interpreter, as JSONL."""
-    from trainwright.data.pydoc_rows import pydoc_rows
+    from trainwright.data.sources.pydoc_rows import pydoc_rows
 
     chosen = random.Random(0).sample(pydoc_rows(), ROWS)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,8 +23,8 @@ def find_model(name: str) -> Path:
     """A directory with the model as safetensors: ``name`` itself, or where Trainwright finds that id."""
     if Path(name).is_dir():
         return Path(name).resolve()
-    from trainwright.models.resolve import resolve
-    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.models.source import resolve
+    from trainwright.recipe.sections.model import ModelSection
 
     directory = resolve(ModelSection(name=name)).directory
     assert directory is not None

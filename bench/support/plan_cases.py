@@ -15,9 +15,9 @@ from typing import Any
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine
 from trainwright.planning.facts import adapter_of, architecture_of
-from trainwright.planning.memory import Memory, memory_of
+from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.workload import Choice, Workload
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 FAMILIES = (
     "llama",

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import trainwright.launch.worker as worker
+import trainwright.launch.run_worker as worker
 from support.live_memory import LiveMemory, live_memory
 from trainwright.engine.trainer import Trainer
 from trainwright.launch import run_directory
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import limit_threads, run_in_child
-from trainwright.launch.stop import Stopping
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe

@@ -13,15 +13,15 @@ from support.peers import cache_directory
 from support.runs import print_table
 from support.small_recipes import small_recipe
 from support.timed_runs import Timed, run_steps
-from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine
-from trainwright.planning.basis import Basis, basis_of
+from trainwright.machine.measured.calibration import Calibration
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import installed, make_plan, wishes_of
-from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge, search
+from trainwright.planning.step_time.basis import Basis, basis_of
+from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe

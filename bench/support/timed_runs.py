@@ -14,9 +14,9 @@ from typing import Any
 
 from support.processes import busy_seconds
 from trainwright.launch import run_directory
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import run_in_child
-from trainwright.launch.stop import Stopping
 from trainwright.machine.detect import Machine
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
@@ -114,7 +114,7 @@ def _prepare(recipe: Recipe, cache: Path) -> None:
 
 
 def _work(directory: Path, cache: Path, steps: int) -> int:
-    from trainwright.launch.worker import run_worker
+    from trainwright.launch.run_worker import run_worker
 
     nothing: Any = tuple
     return run_worker(

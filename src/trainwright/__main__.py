@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 
 from trainwright.errors import EXIT_STOPPED, Interrupted
-from trainwright.launch.stop import interruptible
+from trainwright.launch.ending.stop import interruptible
 from trainwright.text import say
 
 _INTERRUPTED = 130  # as shells have it of a program that ctrl-C has ended

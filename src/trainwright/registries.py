@@ -40,9 +40,9 @@ METRICS: Registry[Any] = Registry(
 SOURCES: Registry[Any] = Registry(
     "trainwright.sources",
     {
-        "pydoc": "trainwright.data.registered:PYDOC",
-        "pydoc-pairs": "trainwright.data.registered:PYDOC_PAIRS",
-        "stdlib": "trainwright.data.registered:STDLIB",
+        "pydoc": "trainwright.data.sources.registry:PYDOC",
+        "pydoc-pairs": "trainwright.data.sources.registry:PYDOC_PAIRS",
+        "stdlib": "trainwright.data.sources.registry:STDLIB",
     },
     kind="source",
     required=("rows", "key", "example"),
@@ -100,7 +100,7 @@ ENVIRONMENTS: Registry[Any] = Registry(
     required=("tasks", "describe", "optimal_return", "vector"),
 )
 
-# A subclass of engine.policy.StepPolicy each; Trainwright's own (engine/policies.py) are always on.
+# A subclass of engine.policy.StepPolicy each; Trainwright's own (engine/policies/builtin.py) are always on.
 STEP_POLICIES: Registry[Any] = Registry(
     "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
 )

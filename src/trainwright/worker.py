@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.launch import run_directory
-from trainwright.launch.joined import JoinAsked, run_joined
+from trainwright.launch.ending.stop import interruptible
+from trainwright.launch.group.joined import JoinAsked, run_joined
+from trainwright.launch.group.told import is_mine_to_tell, rank_by_name
 from trainwright.launch.process import console, stop_requested
 from trainwright.launch.request import is_bare_resume, split_words
 from trainwright.launch.run_directory import RECIPE
-from trainwright.launch.stop import interruptible
-from trainwright.launch.told import is_mine_to_tell, rank_by_name
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def work(
     `fault` is why the run was launched once more, where it was. `may_change`: whether it can be launched once more,
     where its plan proves wrong and the recipe asks for another one.
     """
-    from trainwright.launch.worker import run_worker
+    from trainwright.launch.run_worker import run_worker
     from trainwright.machine.cache import cache_root
 
     return run_worker(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import trainwright
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from tests.support.commands import MACHINE
 from tests.support.measured import measurement
 from tests.support.runs import ON_ROWS, TINY, Event, Runs, read_events
 from trainwright.doctor.calibrate_fits import curve_of
-from trainwright.machine.calibration import Calibration, Exchanged, Setting, as_json
+from trainwright.machine.measured.calibration import Calibration, Exchanged, Setting, as_json
 
 STEPS, SAVED = 18, 14
 COMMON = (

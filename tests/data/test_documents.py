@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.commands import environment
-from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.sources import check_source, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.stream.prepare import Prepared, prepare
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.recipe.data_schema import DataSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ LIMITED = """
 import json, sys
 from pathlib import Path
 from tests.support.memory import limit
-from trainwright.data.prepare import prepare
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.recipe.data_schema import DataSection
+from trainwright.data.stream.prepare import prepare
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection
 import datasets, pyarrow.parquet, torch
 
 def run(train, cache):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.formats import NoTarget, to_example
-from trainwright.data.layouts import Layout, check_format, detect_format, layout_of
-from trainwright.data.turns import with_text_content
+from trainwright.data.rows.formats import NoTarget, to_example
+from trainwright.data.rows.layouts import Layout, check_format, detect_format, layout_of
+from trainwright.data.rows.turns import with_text_content
 from trainwright.errors import RequestError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.lengths import Lengths, estimate, lengths_of, recall, remember
-from trainwright.data.packing import best_fit_decreasing
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.packing import best_fit_decreasing
+from trainwright.data.tokens.lengths import Lengths, estimate, lengths_of, recall, remember
 from trainwright.recipe.schema import DataSection
+from trainwright.recipe.sections.model import ModelSection
 
 MODEL = ModelSection(config={"model_type": "llama"}, tokenizer="bytes")
 

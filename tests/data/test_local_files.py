@@ -17,16 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from trainwright.data import file_kinds
-from trainwright.data.preflight import check_data
-from trainwright.data.prepare import prepare
-from trainwright.data.raw import prepare_raw
-from trainwright.data.sources import check_source, iterate_source, place_of, read_rows, source_notes
-from trainwright.data.texts import pieces
+from trainwright.data.rows.preparing import prepare_raw
+from trainwright.data.sources import file_kinds
+from trainwright.data.sources.preflight import check_data
+from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.sources.texts import pieces
+from trainwright.data.stream.prepare import prepare
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.recipe.data_schema import DataSection, SourceSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.data import DataSection, SourceSection
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.lengths import lengths_of
-from trainwright.data.mixture import Part, drawn, parts_of, shares
-from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.stream import Stream
+from trainwright.data.stream.mixture import Part, drawn, parts_of, shares
+from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.lengths import lengths_of
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.recipe.data_schema import DataSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection
 
 
 def source(path: Path, count: int, text: str = "") -> str:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.check import check_rows
-from trainwright.data.kinds import ANY, EXAMPLES, PAIRS
-from trainwright.data.prepare import prepare
-from trainwright.data.texts import pieces
+from trainwright.data.rows.check import check_rows
+from trainwright.data.rows.kinds import ANY, EXAMPLES, PAIRS
+from trainwright.data.sources.texts import pieces
+from trainwright.data.stream.prepare import prepare
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import read
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.recipe.data_schema import DataSection, SourceSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection, SourceSection
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 PAIR = [USER, BOT]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.batch import collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.kinds import ANSWERS, EXAMPLES, PAIRS
-from trainwright.data.pairs import CHOSEN, REJECTED, to_labelled, to_pair
-from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.stream import Stream
+from trainwright.data.rows.kinds import ANSWERS, EXAMPLES, PAIRS
+from trainwright.data.rows.pairs import CHOSEN, REJECTED, to_labelled, to_pair
+from trainwright.data.stream.batch import collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.stream import Stream
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
 USER = {"role": "user", "content": "Why?"}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainwright.data.prepare import Prepared, prepare
+from trainwright.data.stream.prepare import Prepared, prepare
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
 ROWS = [{"question": f"What is {i}?", "answer": f"It is {i}, and {i * i} is its square."} for i in range(40)]
@@ -167,8 +167,8 @@ def test_a_second_run_reads_nothing(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS)
     first = run(tmp_path, train=name)
     code = (
-        "import sys; from pathlib import Path; from trainwright.data.prepare import prepare\n"
-        "from trainwright.models.bytes_tokenizer import bytes_tokenizer\n"
+        "import sys; from pathlib import Path; from trainwright.data.stream.prepare import prepare\n"
+        "from trainwright.models.tokenization.bytes import bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         "opened = []; sys.addaudithook(lambda event, args: event == 'open' and opened.append(args[0]))\n"
         f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
@@ -213,8 +213,8 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, lost: str) -> None:
 def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS * 50)
     code = (
-        "from pathlib import Path; from trainwright.data.prepare import prepare\n"
-        "from trainwright.models.bytes_tokenizer import bytes_tokenizer\n"
+        "from pathlib import Path; from trainwright.data.stream.prepare import prepare\n"
+        "from trainwright.models.tokenization.bytes import bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
         f"cache=Path({str(tmp_path / 'cache')!r}))\n"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from trainwright.data.pydoc_rows import LONGEST_ANSWER, SHORTEST_ANSWER, pydoc_key, pydoc_rows
+from trainwright.data.sources.pydoc_rows import LONGEST_ANSWER, SHORTEST_ANSWER, pydoc_key, pydoc_rows
 
 
 def test_some_four_thousand_questions_with_clean_answers() -> None:
@@ -38,7 +38,7 @@ def test_the_same_in_every_process_and_whatever_was_imported_or_set() -> None:
     code = (
         "import json, os\n"
         "json.dumps.__doc__ = 'patched, and long enough to be taken for an answer'\n"
-        "from trainwright.data.pydoc_rows import pydoc_rows\n"
+        "from trainwright.data.sources.pydoc_rows import pydoc_rows\n"
         "import hashlib; print(hashlib.sha256(repr(pydoc_rows()).encode()).hexdigest())"
     )
     digests = set()
@@ -51,7 +51,7 @@ def test_the_same_in_every_process_and_whatever_was_imported_or_set() -> None:
 
 def test_nothing_is_imported_here() -> None:
     code = (
-        "import sys; from trainwright.data.pydoc_rows import pydoc_rows\n"
+        "import sys; from trainwright.data.sources.pydoc_rows import pydoc_rows\n"
         "before = set(sys.modules); pydoc_rows()\n"
         "assert set(sys.modules) - before <= {'_posixsubprocess'}, set(sys.modules) - before"
     )

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainwright.data.raw import Statistics, prepare_raw
-from trainwright.data.sources import read_rows
+from trainwright.data.rows.preparing import Statistics, prepare_raw
+from trainwright.data.sources.reading import read_rows
 from trainwright.errors import RequestError
 
 

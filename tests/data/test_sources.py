@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainwright.data import arrow_rows
-from trainwright.data.sources import check_source, place_of, read_rows
+from trainwright.data.sources import arrow_rows
+from trainwright.data.sources.reading import check_source, place_of, read_rows
 from trainwright.errors import RequestError
 
 ROWS = [{"question": f"Q{i}", "answer": f"Grüße {i}"} for i in range(5)]
@@ -240,7 +240,7 @@ def test_directories_that_are_no_one_data_set(tmp_path: Path) -> None:
 
 def test_a_hub_dataset_without_the_hub() -> None:
     code = (
-        "from trainwright.data.sources import *\n"
+        "from trainwright.data.sources.reading import *\n"
         "assert check_source('some-org/some-data') == []\n"
         "try: read_rows('some-org/some-data')\n"
         "except RequestError as error: print(error)"
@@ -264,7 +264,7 @@ def test_pydoc_is_a_source() -> None:
 def test_checking_imports_nothing_heavy(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", lines(ROWS))
     code = (
-        "import sys; from trainwright.data.sources import check_source; check_source(sys.argv[1]);"
+        "import sys; from trainwright.data.sources.reading import check_source; check_source(sys.argv[1]);"
         "assert not {'torch', 'datasets', 'transformers', 'pyarrow', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, source], check=True)

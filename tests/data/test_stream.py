@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trainwright.data.batch import collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import Stream
+from trainwright.data.stream.batch import collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import Stream
 
 
 def dataset(examples: int = 50, seed: int = 0) -> TokenDataset:

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import processors
 
 from tests.data.test_tokenize import made, rows, text
-from trainwright.data.shards import tokenizer_fingerprint
-from trainwright.data.templates import ChatEncoder, _flags
-from trainwright.data.token_rows import windows_of
-from trainwright.data.windows import WindowDataset, divided, everything
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.data.rows.templates import ChatEncoder, _flags
+from trainwright.data.tokens.shards import tokenizer_fingerprint
+from trainwright.data.tokens.token_rows import windows_of
+from trainwright.data.tokens.windows import WindowDataset, divided, everything
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 
 
 @pytest.mark.parametrize("longest", [2, 3, 7])

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.formats import to_example
-from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.raw import prepare_raw
-from trainwright.data.style import style
+from trainwright.data.rows.formats import to_example
+from trainwright.data.rows.preparing import prepare_raw
+from trainwright.data.rows.style import style
+from trainwright.data.stream.prepare import Prepared, prepare
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.recipe.data_schema import DataSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection
 
 # In the manner of Qwen 2.5's.
 TEMPLATE = (

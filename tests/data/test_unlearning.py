@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.data.batch import collate
-from trainwright.data.batch_parts import only, places
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.lengths import lengths_of
-from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
-from trainwright.data.stream import Stream
-from trainwright.data.unlearning import joined, some_of, with_roles
+from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.rows.unlearning import joined, some_of, with_roles
+from trainwright.data.stream.batch import collate
+from trainwright.data.stream.batch_parts import only, places
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.lengths import lengths_of
 
 FORGOTTEN, KEPT = 6, 10
 

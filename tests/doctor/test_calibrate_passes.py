@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from trainwright.doctor import calibrate_passes as passes
-from trainwright.machine.calibration import Exchanged, InStep, Setting
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine
-from trainwright.planning.rates_nominal import nominal_setting
+from trainwright.machine.measured.calibration import Exchanged, InStep, Setting
+from trainwright.planning.step_time.rates_nominal import nominal_setting
 
 MACHINE = Machine("here", "Some CPU", 2, 2**34, ())
 USUAL, BETWEEN = InStep(*passes._IN_STEP), Exchanged(*passes._EXCHANGE)

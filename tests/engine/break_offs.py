@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
 from trainwright.launch import run_directory
-from trainwright.launch.worker import run_worker
+from trainwright.launch.run_worker import run_worker
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.parallel.world import Seat

@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 from tests.parallel.generation import step
 from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
 from tests.support.training import Case, Trained, built, train
-from trainwright.engine.checkpoint import CheckpointError, Checkpoints
-from trainwright.engine.read_back import check_checkpoint, check_export, gathered
+from trainwright.engine.checkpoints.checkpoint import CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.read_back import check_checkpoint, check_export, gathered
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 from trainwright.tasks.registry import build_task
 
 FEW = (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainwright.engine import checkpoint as module
-from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from trainwright.engine.tensor_files import checksum, write_tensors
+from trainwright.engine.checkpoints import checkpoint as module
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.tensor_files import checksum, write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World

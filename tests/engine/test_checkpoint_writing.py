@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.engine.checkpoint import Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 

@@ -16,7 +16,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 
 MODULE = """
     import json
-    from trainwright.engine.policy import StepPolicy
+    from trainwright.engine.policies.base import StepPolicy
 
 
     class EverySecond(StepPolicy):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.commands import PATIENCE, descendants, started, wait_for
 from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, events
-from trainwright.engine.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 

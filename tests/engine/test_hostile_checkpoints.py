@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
 from trainwright.parallel.shards import Shard

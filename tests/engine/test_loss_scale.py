@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.training import ALONE, trainer_of
-from trainwright.engine.checkpoint import Checkpoint
+from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.trainer import Progress
 
 FEW = ("parallel.strategy=single", "data.limit=40", "data.validation=4", "train.max_steps=6", "checkpoint.every=1")

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import MicroBatch, Stream
-from trainwright.engine.look import look_at
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.engine.forward_only import look_at
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import Setup

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, column, difference, events
 from tests.support.workers import by_hand
-from trainwright.engine.checkpoint import Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.launch.run_directory import reasons, record
 from trainwright.machine.detect import detect
 from trainwright.observe.reader import Event

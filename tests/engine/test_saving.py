@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ON_ROWS, Runs, column, events
-from trainwright.engine.saving import Saving
+from trainwright.engine.checkpoints.saving import Saving
 from trainwright.errors import RequestError
-from trainwright.recipe.fields import seconds_of
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.sections.fields import seconds_of
 
 RECIPE = "task: sft\nmodel: {config: {model_type: llama}, tokenizer: bytes}\ndata: {train: rows.jsonl}\n"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.templates import encode_messages
+from trainwright.data.rows.templates import encode_messages
 from trainwright.errors import RequestError
 from trainwright.inference.asking import Asker, read_questions
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 
 
 def written(directory: Path, *rows: Any) -> str:

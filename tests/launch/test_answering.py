@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.commands import wait_for
-from trainwright.launch.answering import Answering, _stands_still
-from trainwright.launch.stop import BEFORE_FIRST_STEP, NEWEST, Stopping
+from trainwright.launch.ending.answering import Answering, _stands_still
+from trainwright.launch.ending.stop import BEFORE_FIRST_STEP, NEWEST, Stopping
 
 
 class Killed(Exception):

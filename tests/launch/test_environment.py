@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.environment import (
+from trainwright.launch.group.environment import (
     Environment,
     expand_nodes,
     read_environment,

@@ -6,8 +6,8 @@ import json
 import signal
 from pathlib import Path
 
-from trainwright.engine.memory import OutOfMemory
-from trainwright.launch.failure import (
+from trainwright.engine.out_of_memory import OutOfMemory
+from trainwright.launch.ending.failure import (
     Ended,
     RankErrorHandler,
     RanOut,

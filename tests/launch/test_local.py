@@ -18,7 +18,7 @@ import pytest
 from tests.support.commands import PATIENCE, ROOT, all_gone, descendants, environment, wait_for
 from tests.support.control_groups import real_group
 from tests.support.forked import Finished, Started, fork_server
-from trainwright.launch.stop import CLOSED_BY_LAUNCHER
+from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER
 
 
 def start(kind: str, logs: Path, processes: int = 2, **variables: str) -> Started:

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
-from trainwright.launch.identity import Job, job_of
-from trainwright.launch.rendezvous import Meeting, interface_of, meet
+from trainwright.launch.group.identity import Job, job_of
+from trainwright.launch.group.rendezvous import Meeting, interface_of, meet
 
 FIX = "take another port"
 JOB = job_of(2, ["recipe.yaml"], "slurm-7-0", {})
@@ -154,8 +154,8 @@ shift; exec "$@"
 PROGRAM = """
 import contextlib, json, socket
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
-from trainwright.launch.identity import job_of
-from trainwright.launch.rendezvous import host_store, interface_of, meet
+from trainwright.launch.group.identity import job_of
+from trainwright.launch.group.rendezvous import host_store, interface_of, meet
 meeting = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
 interface = interface_of("node0")
 asked = []

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.runs import TINY, Runs
 from trainwright.errors import RequestError
+from trainwright.launch.group.told import is_mine_to_tell, rank_by_name
 from trainwright.launch.surroundings import not_followed, refuse_more_nodes
-from trainwright.launch.told import is_mine_to_tell, rank_by_name
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 

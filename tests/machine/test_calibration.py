@@ -12,7 +12,8 @@ from trainwright.doctor.calibrate_fits import curve_of, fit
 from trainwright.doctor.calibrate_table import lines
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least, undisturbed
 from trainwright.errors import MachineError
-from trainwright.machine.calibration import (
+from trainwright.machine.detect import Gpu, Machine, detect
+from trainwright.machine.measured.calibration import (
     FORMS,
     Calibration,
     Curve,
@@ -28,8 +29,7 @@ from trainwright.machine.calibration import (
     save_calibration,
     versions,
 )
-from trainwright.machine.contradictions import keep_trusted
-from trainwright.machine.detect import Gpu, Machine, detect
+from trainwright.machine.measured.contradictions import keep_trusted
 
 MACHINE = Machine("here", "Some CPU", 8, 2**34, ())
 SHAPES = [(64, 512, 512), (1024, 128, 512), (1024, 576, 1536), (2048, 256, 64), (512, 2048, 2048), (32, 4096, 64)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.machine.detect import Machine
-from trainwright.machine.own_runs import Correction, OwnRun, OwnRuns, own_runs, remember
+from trainwright.machine.measured.own_runs import Correction, OwnRun, OwnRuns, own_runs, remember
 
 HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)
 RUN = OwnRun("llama", "ddp", "measurement", 1.5, 1.0)

@@ -14,11 +14,11 @@ from tests.support.commands import MACHINE, trainwright
 from tests.support.measured import measurement
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.calibration import Calibration, Curve, Sample, as_json
-from trainwright.machine.contradictions import contradictions
 from trainwright.machine.described import read_machine
 from trainwright.machine.detect import Machine, detect
-from trainwright.machine.quick import (
+from trainwright.machine.measured.calibration import Calibration, Curve, Sample, as_json
+from trainwright.machine.measured.contradictions import contradictions
+from trainwright.machine.measured.quick import (
     Measured,
     Shapes,
     covers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.machine.waiting import Waiting
+from trainwright.machine.measured.waiting import Waiting
 
 
 def test_parts_are_of_the_time_since_then() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.models.adapters import attach_adapter, lora_layers, switched_off
+from trainwright.models.adapters.attaching import attach_adapter, lora_layers, switched_off
 from trainwright.models.load import load_model
 from trainwright.models.quantisation import quantise
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 CONFIG = {
     "model_type": "llama",

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from trainwright.errors import RequestError, TrainingError
-from trainwright.models.adapters import Adapter, attach_adapter, check_adapter
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.adapters.attaching import Adapter, attach_adapter, check_adapter
 from trainwright.models.load import load_config, load_model
 from trainwright.models.quantisation import QuantisedLinear, count_parameters
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

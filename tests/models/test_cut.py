@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.cut import cut_config, cut_model, layer_count, parameter_count, varied_layers
 from trainwright.models.load import load_model, load_tokenizer
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 4},

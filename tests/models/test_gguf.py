@@ -19,11 +19,11 @@ from transformers import LlamaForCausalLM
 
 from tests.support.commands import PATIENCE, wait_for
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import byte_letters
-from trainwright.models.gguf import convert_gguf
+from trainwright.models.gguf.reading import convert_gguf
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.resolve import resolve
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.source import resolve
+from trainwright.models.tokenization.bytes import byte_letters
+from trainwright.recipe.sections.model import ModelSection
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -31,7 +31,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONVERT = """
 import sys
 from pathlib import Path
-from trainwright.models.gguf import convert_gguf
+from trainwright.models.gguf.reading import convert_gguf
 print(convert_gguf(Path(sys.argv[1]), "model.name", lambda line: print("NOTICE", line, flush=True))[0])
 """
 

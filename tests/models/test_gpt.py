@@ -13,15 +13,15 @@ from trainwright.errors import RequestError
 from trainwright.inference.loading import probe
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
 from trainwright.models.cut import cut_config
-from trainwright.models.gpt import GPT, TransformerBlock, attention_in_words
-from trainwright.models.gpt_config import GPTConfig
-from trainwright.models.gpt_conversion import from_transformers
-from trainwright.models.gpt_variants import VARIANTS
+from trainwright.models.files.save import save_model, skeleton
+from trainwright.models.files.weights import load_empty
+from trainwright.models.gpt.config import GPTConfig
+from trainwright.models.gpt.conversion import from_transformers
+from trainwright.models.gpt.model import GPT, TransformerBlock, attention_in_words
+from trainwright.models.gpt.variants import VARIANTS
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.save import save_model, skeleton
-from trainwright.models.weights import load_empty
-from trainwright.planning.architecture import from_config
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.planning.architectures.architecture import from_config
+from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from tests.models.test_merging import base, trained
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.models import adapters_config
-from trainwright.models.adapters import attach_adapter, check_adapter
+from trainwright.models.adapters import config as adapters_config
+from trainwright.models.adapters.attaching import attach_adapter, check_adapter
+from trainwright.models.files.weights import load_empty
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.resolve import resolve
-from trainwright.models.weights import load_empty
+from trainwright.models.source import resolve
 from trainwright.planning.facts import architecture_of
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 Change = Callable[[Path], object]
 

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.files.weights import empty_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.weights import empty_model
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

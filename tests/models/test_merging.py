@@ -8,12 +8,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainwright.errors import RequestError
-from trainwright.models.adapters import attach_adapter, lora_layers
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.adapters.attaching import attach_adapter, lora_layers
+from trainwright.models.adapters.merging import merge
+from trainwright.models.files.save import save_model
 from trainwright.models.load import load_model, load_tokenizer
-from trainwright.models.merging import merge
-from trainwright.models.save import save_model
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,10 +12,10 @@ from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, in
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_model
 from trainwright.models.quantisation import DoubleNF4Linear, Int8Linear, NF4Linear, QuantisedLinear, count_parameters
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
 
 KINDS: dict[str, type[QuantisedLinear]] = {"nf4": NF4Linear, "double nf4": DoubleNF4Linear, "int8": Int8Linear}
 # Rows and columns: one where neither the bits nor the blocks of scales come out even.

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainwright.data.batch import Batch, collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import Stream
+from trainwright.data.stream.batch import Batch, collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import Stream
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.compilation import compile_blocks

@@ -10,10 +10,10 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.resolve import resolve
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.models.source import resolve
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
 
 CONFIG = {
     "model_type": "llama",

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainwright.errors import TrainingError
+from trainwright.models.files.save import save_model
 from trainwright.models.load import load_model, load_tokenizer
-from trainwright.models.save import save_model
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -15,10 +15,10 @@ from tests.support.commands import PATIENCE, ROOT, environment
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
 from trainwright.models.load import config_from
-from trainwright.models.resolve import check_directory
+from trainwright.models.source import check_directory
 from trainwright.models.supported import check_supported
 from trainwright.planning.facts import architecture_of, check_model
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "vocab_size": 300}  # fmt: skip

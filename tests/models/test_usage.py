@@ -16,15 +16,15 @@ import torch
 
 from tests.models.test_merging import IDS, base, logits_of, trained
 from tests.support.commands import PATIENCE, environment
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
-from trainwright.models.gguf_export import export_gguf
-from trainwright.models.gpt_config import register
+from trainwright.models.adapters.merging import merge
+from trainwright.models.files.save import save_model
+from trainwright.models.files.usage import loading
+from trainwright.models.gguf.export import export_gguf
+from trainwright.models.gpt.config import register
 from trainwright.models.load import load_config, load_model
-from trainwright.models.merging import merge
-from trainwright.models.save import save_model
-from trainwright.models.usage import loading
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.observe.card import model_card, published_settings
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 GPT = {"model_type": "gpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 EVENTS = [

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainwright.errors import RequestError
+from trainwright.models.files.save import save_model
+from trainwright.models.files.weights import FileWeights, GivenWeights, empty_model, load_empty
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.save import save_model
-from trainwright.models.weights import FileWeights, GivenWeights, empty_model, load_empty
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

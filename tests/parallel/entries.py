@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.parallel.generation import step
 from tests.support.training import DTYPES, built
-from trainwright.models import linear_cross_entropy
+from trainwright.models.losses import linear_cross_entropy
 from trainwright.parallel.world import join, leave
 
 TOKENS = [[72, 101, 108, 108, 111, 32, 116, 104, 101, 114, 101]]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.engine.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory

@@ -140,7 +140,7 @@ def test_a_place_needs_no_entry_point(install: Install, run: Run) -> None:
                 "SPEC = replace(SPEC, memory='flat_strategy:Flat')"
             },
             "(entry point other_spec:SPEC of trainwright.strategies): its memory model flat_strategy:Flat is no "
-            "trainwright.planning.memory_strategy.StrategyMemory",
+            "trainwright.planning.memory.strategies.StrategyMemory",
         ),
         ("ddp = flat_spec:SPEC", {}, "strategy ddp (entry point flat_spec:SPEC of trainwright.strategies) is also"),
     ],

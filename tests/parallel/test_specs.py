@@ -14,7 +14,7 @@ import pytest
 
 import trainwright
 from trainwright.parallel.strategy import Strategy
-from trainwright.planning.memory_strategy import StrategyMemory, memory_model
+from trainwright.planning.memory.strategies import StrategyMemory, memory_model
 from trainwright.recipe.schema import ParallelSection
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 from trainwright.registries import STRATEGIES
@@ -97,7 +97,7 @@ def _names() -> set[str]:
 def test_the_specs_import_no_torch() -> None:
     code = (
         "from trainwright.recipe.strategy_spec import all_specs; all_specs();"
-        "from trainwright.planning.memory_strategy import memory_model; memory_model('zero3');"
+        "from trainwright.planning.memory.strategies import memory_model; memory_model('zero3');"
         "import sys; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainwright.errors import RequestError
-from trainwright.planning.architecture import from_config
-from trainwright.planning.families import FAMILIES
-from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.architectures.architecture import from_config
+from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.families import FAMILIES
 
 SMALL = {
     "hidden_size": 48,

@@ -15,9 +15,9 @@ from tests.support.class_errors import class_errors
 from tests.support.published_table import HALVES, compared
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
+from trainwright.planning.architectures.catalogue import find_model
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of
-from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.table import summary, table, words
 from trainwright.planning.workload import Adapter, Choice, Workload

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.models.history_model import HistoryModel, HistoryShape
+from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import make_plan, wishes_of
 from trainwright.recipe.loading import load_recipe

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from tests.support.measured import measurement
-from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
-from trainwright.machine.own_runs import OwnRun, OwnRuns
+from trainwright.machine.measured.calibration import Calibration
+from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
 from trainwright.machine.processor import Processor
-from trainwright.planning.basis import Basis, basis_of, shapes_of
+from trainwright.planning.architectures.catalogue import find_model
 from trainwright.planning.candidates import Wishes
-from trainwright.planning.corrections import model_of, way_of
 from trainwright.planning.errors import FEWEST
-from trainwright.planning.model_catalogue import find_model
 from trainwright.planning.plan import Plan, make_plan
-from trainwright.planning.rates import rates_of
 from trainwright.planning.search import Judge
+from trainwright.planning.step_time.basis import Basis, basis_of, shapes_of
+from trainwright.planning.step_time.corrections import model_of, way_of
+from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.table import summary, table, words
 from trainwright.planning.workload import Workload
 

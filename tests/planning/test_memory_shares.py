@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.memory import Memory, memory_of
-from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.workload import Adapter, Choice, Workload
 
 ARCHITECTURE = find_model("HuggingFaceTB/SmolLM2-135M").architecture()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.data.lengths import Lengths
+from trainwright.data.tokens.lengths import Lengths
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.memory import memory_of, micro_batch
-from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.memory.peak import memory_of, micro_batch
 from trainwright.planning.workload import Choice, Workload
 
 MODEL = find_model("SmolLM2-135M").architecture()

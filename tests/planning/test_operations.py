@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainwright.data.batch import Batch
-from trainwright.data.dataset import TokenDataset
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
-from trainwright.planning.architecture import Architecture, from_config
+from trainwright.planning.architectures.architecture import Architecture, from_config
 from trainwright.planning.operations import (
     BlockKind,
     Device,
@@ -158,8 +158,8 @@ def architecture_of(family: str) -> Architecture:
 
 
 def batch_of(shape: Shape) -> Batch:
-    from trainwright.data.batch import collate
-    from trainwright.data.stream import Stream
+    from trainwright.data.stream.batch import collate
+    from trainwright.data.stream.stream import Stream
 
     dataset = TokenDataset.from_examples([(list(range(1, n + 1)), [True] * n) for n in shape.lengths], "probe")
     pack = sum(shape.lengths) if shape.packed else None

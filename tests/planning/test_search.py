@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.calibration import Calibration
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
+from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
+from trainwright.planning.architectures.catalogue import find_model
 from trainwright.planning.candidates import Wishes, choice_of, layouts, micro_batches, recomputations, worlds
-from trainwright.planning.memory import memory_of
-from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.plan import Plan, make_plan, wishes_of
-from trainwright.planning.rates import rates_of
 from trainwright.planning.search import AS_FAST, Judge, search
-from trainwright.planning.step_time import step_time
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.step import step_time
 from trainwright.planning.table import table
 from trainwright.planning.workload import Adapter, Choice, Workload
 from trainwright.recipe.loading import recipe_of

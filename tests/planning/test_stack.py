@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.memory import Memory, memory_of
-from trainwright.planning.model_catalogue import find_model
+from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.operations import Device, MicroBatch, Setting, block_kinds, block_pass, embedding_pass
-from trainwright.planning.rates import rates_of
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.step_time import step_time
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Adapter, Choice, Workload
 
 ARCHITECTURE = find_model("meta-llama/Llama-3.2-1B").architecture()

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from trainwright.machine.calibration import Calibration, Curve, Exchanged, InStep, Setting
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
-from trainwright.planning.architecture import Architecture, from_config
-from trainwright.planning.rates import Group, rates_of
-from trainwright.planning.rates_nominal import nominal_setting
-from trainwright.planning.step_time import StepTime, model_operations, step_time
-from trainwright.planning.step_time_batch import typical_batch
+from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Setting
+from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.step_time.batch import typical_batch
+from trainwright.planning.step_time.rates import Group, rates_of
+from trainwright.planning.step_time.rates_nominal import nominal_setting
+from trainwright.planning.step_time.step import StepTime, model_operations, step_time
 from trainwright.planning.workload import Adapter, Choice, Workload
 
 H100 = parse_machine("8xH100")

@@ -11,9 +11,9 @@ import pytest
 
 from tests.planning.test_operations import FAMILIES, PACK, ROWS, Shape, architecture_of
 from trainwright.planning.facts import architecture_of as architecture_of_model
-from trainwright.planning.memory_inventory import inventory
+from trainwright.planning.memory.inventory import inventory
 from trainwright.planning.operations import Device, Setting, block_kinds, block_pass, traced
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 
 SLOW = pytest.mark.slow
 OPT = {
@@ -67,7 +67,7 @@ def test_the_second_plan_traces_nothing(cache: Path, monkeypatch: pytest.MonkeyP
     config = json.dumps(OPT)
     first = traced.numbers(config, "none", 4, ROWS.planned, input_wants=True)
     assert list((cache / "traces").iterdir())
-    monkeypatch.setitem(sys.modules, "trainwright.planning.tracing", None)  # importing it now fails
+    monkeypatch.setitem(sys.modules, "trainwright.planning.architectures.tracing", None)  # importing it now fails
     assert traced.numbers(config, "none", 4, ROWS.planned, input_wants=True) == first
 
 

@@ -11,10 +11,10 @@ import pytest
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.facts import facts_of
-from trainwright.planning.memory import Memory, memory_of
+from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.plan import make_plan
-from trainwright.planning.rates import rates_of
-from trainwright.planning.step_time import step_time
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.schema import Recipe
 

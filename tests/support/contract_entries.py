@@ -9,7 +9,7 @@ import torch
 
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.errors import MachineError
-from trainwright.launch.contract import agree, check_layout
+from trainwright.launch.group.contract import agree, check_layout
 from trainwright.machine.cache import cache_root
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.strategy import Setup

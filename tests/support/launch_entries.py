@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError, TrainwrightError
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import console, preload_libraries, run_in_child, set_fresh, stop_requested
-from trainwright.launch.stop import Stopping
 
 
 def entry(kind: str, logs: Path) -> int:
@@ -93,7 +93,7 @@ def train(rank: int, logs: Path) -> int:
 
 def prepare(kind: str) -> None:
     """The body of a preparation child."""
-    from trainwright.data.templates import TurnsError
+    from trainwright.data.rows.templates import TurnsError
 
     print("noise of preparation")
     if kind == "refuse":

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from trainwright.doctor.calibrate_fits import curve_of
-from trainwright.machine.calibration import Calibration, Curve, Setting
+from trainwright.machine.measured.calibration import Calibration, Curve, Setting
 
 _WIDTHS = ((512, 512), (1024, 512), (512, 1024))
 _TOKENS = (64, 256)

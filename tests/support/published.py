@@ -15,13 +15,13 @@ from typing import Any
 from tests.support.published_figures import architecture_of
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.errors import Interval, classes_of, errors_of
-from trainwright.planning.memory import Memory, memory_of
-from trainwright.planning.rates import rates_of
+from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.search import Verdict
 from trainwright.planning.stack import Attention, Stack
-from trainwright.planning.step_time import step_time
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
 
 # Of what comes and goes in a step, that torch's allocator reserves beyond what is live.

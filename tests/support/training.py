@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.support.runs import ON_ROWS, TINY, Runs
-from trainwright.engine.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Record
 from trainwright.engine.optimizer import optimizer_factory

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.support.learners import write_histories
-from trainwright.models.history_model import HistoryModel, HistoryShape
-from trainwright.models.history_objective import HistoryObjective, Weights
+from trainwright.models.history.model import HistoryModel, HistoryShape
+from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import find_goals

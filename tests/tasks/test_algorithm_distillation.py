@@ -15,8 +15,8 @@ import torch
 
 from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
-from trainwright.models.history_model import HistoryModel, HistoryShape
-from trainwright.models.history_objective import HistoryObjective, Weights
+from trainwright.models.history.model import HistoryModel, HistoryShape
+from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories, History, write
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.training import Case, Trained, train
-from trainwright.data.token_bytes import token_bytes
+from trainwright.data.tokens.token_bytes import token_bytes
 from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.muon import Muon, orthogonalised
 from trainwright.errors import RequestError
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
+from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.planning.facts import facts_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import OptimizerSection

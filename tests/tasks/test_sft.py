@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.runs import ROWS, Runs, column, events
-from trainwright.engine.checkpoint import Checkpoint
+from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.parallel.shards import Shard
 
 MAX_LENGTH = 96  # shorter than some of the rows

@@ -203,7 +203,7 @@ def _checked(asked: GenerateAsked) -> Machine:
     """Return the machine that answers, once nothing asked for contradicts another part. Raises RequestError,
     MachineError.
     """
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
@@ -231,7 +231,7 @@ def _check(file: str | None, out: Path | None, num_processes: int | None, batch_
     if file is None and (num_processes is not None or batch_size is not None):
         raise RequestError("--num-processes and --batch-size are for --file; one question is answered by one process")
     if file is not None:
-        from trainwright.data.sources import check_source
+        from trainwright.data.sources.reading import check_source
 
         check_source(file, "--file")
     if out is not None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.apart import answer, apart
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, Interrupted, RequestError, Stopped, error_of
-from trainwright.launch.environment import Variables, launcher_of
+from trainwright.launch.group.environment import Variables, launcher_of
 
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingAsked
-    from trainwright.launch.joined import JoinAsked
+    from trainwright.launch.group.joined import JoinAsked
     from trainwright.parallel.world import Seat
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
@@ -28,7 +28,7 @@ def launcher(nodes: int | None) -> str | None:
 def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
     """Train as one of the processes that the launcher ``name`` has started; the run's directory. Raises as `train`."""
     from trainwright.api.training import with_number
-    from trainwright.launch.joined import JoinAsked
+    from trainwright.launch.group.joined import JoinAsked
 
     if given := [key for key in _OF_OUR_LAUNCHER if getattr(asked, key) is not None]:
         raise RequestError(f"{given[0]}: {name} has started the processes and says how they meet; leave it out")
@@ -40,8 +40,8 @@ def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
 
 def _join(asked: JoinAsked) -> Path:
     """In a process of its own on every rank: it ends with the run, whatever becomes of the script's."""
-    from trainwright.launch.joined import run_joined
-    from trainwright.launch.stop import interruptible
+    from trainwright.launch.ending.stop import interruptible
+    from trainwright.launch.group.joined import run_joined
     from trainwright.worker import prepare, work
 
     found: list[Path] = []

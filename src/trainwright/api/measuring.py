@@ -67,7 +67,7 @@ def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
     """Measure, using up this process; the directory of what was found, and its table."""
     from trainwright.api.agents import may_be_agent, measure_agent
     from trainwright.api.workers import in_processes, process_count, work_directory
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.detect import detect
 
     refuse_worker("eval")
@@ -125,7 +125,7 @@ def _checked(options: MeasureAsked, machine: Machine) -> Asked:
         raise RequestError("--limit: so many rows are answered anyway; leave --full out")
     _check_format(options.format)
     if options.data is not None:
-        from trainwright.data.sources import check_source
+        from trainwright.data.sources.reading import check_source
 
         check_source(options.data, "--data", options.format == "documents")
     rate = options.relearning_rate
@@ -257,7 +257,7 @@ def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
 
 
 def _check_format(layout: str) -> None:
-    from trainwright.data.layouts import SINGLE
+    from trainwright.data.rows.layouts import SINGLE
 
     known = ("auto", "documents", *SINGLE)
     if layout not in known:

@@ -199,9 +199,9 @@ def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
     from trainwright.activity import doing
     from trainwright.machine.describe import cluster_of
     from trainwright.machine.written import machine_of
-    from trainwright.planning.basis import Basis, basis_of
     from trainwright.planning.plan import installed, make_plan, wishes_of
     from trainwright.planning.resolve import filled, possible
+    from trainwright.planning.step_time.basis import Basis, basis_of
 
     here: dict[str, Any] = {}
     if on is not None:

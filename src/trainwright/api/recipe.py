@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
-    from trainwright.recipe.data_schema import DataSection
-    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.recipe.sections.data import DataSection
+    from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.yaml_text import Tree
 
 

@@ -72,7 +72,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The directories of the checkpoints by step, the oldest first."""
-        from trainwright.engine.manifest import checkpoints_in
+        from trainwright.engine.checkpoints.manifest import checkpoints_in
 
         return checkpoints_in(self.directory / "checkpoints")
 

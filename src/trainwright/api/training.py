@@ -170,7 +170,7 @@ def prepare(asked: TrainingAsked) -> Prepared:
         MachineError: the machine lacks what is asked for. That too little memory is there is not said yet.
     """
     from trainwright.activity import doing
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
     from trainwright.launch.surroundings import refuse_more_nodes
     from trainwright.machine.accelerators import with_device
@@ -206,7 +206,7 @@ def _train(asked: TrainingAsked) -> Path:
     import sys
 
     from trainwright.activity import Activity
-    from trainwright.launch.stop import interruptible
+    from trainwright.launch.ending.stop import interruptible
     from trainwright.text import say
 
     try:

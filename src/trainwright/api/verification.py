@@ -66,7 +66,7 @@ class VerifyAsked:
 
 def compare(asked: VerifyAsked) -> Comparison:
     """Run both sides, using up this process, and show them on standard output."""
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.request import check_request, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect

@@ -23,9 +23,9 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child
-from trainwright.launch.stop import Stopping
 from trainwright.machine.accelerators import refuse_unusable
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _prepare(prepare: Callable[[], None]) -> None:
 
 
 def _work(entry: Callable[[World], None]) -> int:
-    from trainwright.launch.contract import usable_device
+    from trainwright.launch.group.contract import usable_device
     from trainwright.machine.detect import detect
     from trainwright.parallel.world import join, leave
 

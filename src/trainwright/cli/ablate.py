@@ -59,7 +59,7 @@ def ablate(
     Stopped at any moment, the same command goes on where it was: finished runs are kept, and one that was begun is
     resumed. Ends as the first run that does not finish.
     """
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
 
     refuse_worker("ablate")
     variants = [Variant("", ""), *_variants(over or [])]

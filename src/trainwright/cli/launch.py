@@ -47,7 +47,7 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code where it sets one.
     """
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
 
     refuse_worker("launch")
     _check_script(script, module)
@@ -155,9 +155,9 @@ def _check_gpus(processes: int, machine: Machine) -> None:
 
 def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs: Path | None) -> int:
     from trainwright.launch import run_directory
+    from trainwright.launch.ending.stop import Stopping
     from trainwright.launch.limits import check_limits
     from trainwright.launch.process import limit_threads
-    from trainwright.launch.stop import Stopping
 
     os.environ.update(plan.variables)
     check_limits(plan.processes, plan.processes)

@@ -10,10 +10,10 @@ import typer
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
-    from trainwright.machine.calibration import Calibration
     from trainwright.machine.catalogue import Card
     from trainwright.machine.describe import Cluster
     from trainwright.machine.detect import Machine
+    from trainwright.machine.measured.calibration import Calibration
 
 app = typer.Typer(invoke_without_command=True, help="Show a machine as plans see it.")
 
@@ -37,7 +37,7 @@ def show(
     if context.invoked_subcommand is not None:
         return
     from trainwright.machine.describe import cluster_of
-    from trainwright.machine.quick import rates_in_words
+    from trainwright.machine.measured.quick import rates_in_words
 
     machine = calibration = measurement = None
     if on is not None:
@@ -45,9 +45,9 @@ def show(
 
         cluster, calibration, measurement = machine_of(on)
     else:
-        from trainwright.machine.calibration import current_calibration
         from trainwright.machine.detect import detect
-        from trainwright.machine.quick import USUAL, measured
+        from trainwright.machine.measured.calibration import current_calibration
+        from trainwright.machine.measured.quick import USUAL, measured
 
         machine = detect()
         cluster = cluster_of(machine)
@@ -85,10 +85,10 @@ def calibrate(
     from trainwright.doctor.calibrate import calibrate as measure
     from trainwright.doctor.calibrate_table import lines
     from trainwright.errors import MachineError
-    from trainwright.machine.calibration import as_json as values
-    from trainwright.machine.calibration import calibration_file
-    from trainwright.machine.contradictions import keep_trusted
     from trainwright.machine.detect import detect
+    from trainwright.machine.measured.calibration import as_json as values
+    from trainwright.machine.measured.calibration import calibration_file
+    from trainwright.machine.measured.contradictions import keep_trusted
 
     machine = detect()
     found = measure(machine, say=lambda text: say(text, file=sys.stderr))
@@ -176,7 +176,7 @@ def _tera(card: Card, precision: str) -> str:
 
 
 def _calibration(machine: Machine) -> str:
-    from trainwright.machine.calibration import calibration_file, load_calibration, summary
+    from trainwright.machine.measured.calibration import calibration_file, load_calibration, summary
 
     found = load_calibration(calibration_file(machine))
     if found is None:
@@ -198,7 +198,7 @@ def _values(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from trainwright.machine.calibration import as_json
+    from trainwright.machine.measured.calibration import as_json
 
     return {
         **asdict(cluster),

@@ -12,15 +12,10 @@ from trainwright import __version__
 from trainwright.cli import (
     ablate,
     collect,
-    data,
-    evaluate,
-    generate,
     launch,
     machine,
     named,
     plan,
-    publish,
-    push,
     recipe,
     setup,
     study,
@@ -28,6 +23,8 @@ from trainwright.cli import (
     train,
     verify,
 )
+from trainwright.cli.data import rows as data
+from trainwright.cli.models import evaluate, generate, publish, push
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 

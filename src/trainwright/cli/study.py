@@ -40,7 +40,7 @@ def unlearn_study(
     """
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.unlearning.study.file import load_study
-    from trainwright.launch.environment import refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
 
     refuse_worker("unlearn-study")
     files = [argument for argument in arguments if "=" not in argument]
@@ -117,7 +117,7 @@ class _Road:
         """Return the recipes of all runs, each checked before the first is begun, and the rows that are to be
         forgotten.
         """
-        from trainwright.data.unlearning import refuse_overlap
+        from trainwright.data.rows.unlearning import refuse_overlap
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.recipe.loading import load_recipe
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import MachineError, Stopped, TrainwrightError
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import preload_libraries
-from trainwright.launch.stop import Stopping
-from trainwright.machine.calibration import Calibration, Setting, versions
 from trainwright.machine.detect import Machine
+from trainwright.machine.measured.calibration import Calibration, Setting, versions
 
 SECONDS = 50.0  # in all, imports and starting processes counted in
 LIMIT = 57.0  # after which a machine is too busy to be measured; with what follows it stays under a minute

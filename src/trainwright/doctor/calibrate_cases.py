@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from trainwright.data.batch import Batch
+    from trainwright.data.stream.batch import Batch
 
 Run = Callable[[], object]
 
@@ -267,7 +267,7 @@ def _update(elements: int, device: torch.device) -> Run:
 
 
 def _loss(precision: str, logits: int, device: torch.device) -> Run:
-    from trainwright.models.linear_cross_entropy import linear_cross_entropy
+    from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy
 
     # As narrow as hidden states can be: the products are counted with the others.
     hidden = _random((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
@@ -283,9 +283,9 @@ def _data(documents: int, tokens: int, device: torch.device) -> Run:
 
 def pack(documents: Sequence[list[int]]) -> Callable[[], Batch]:
     """Return what makes a flat micro-batch of these documents, every token of which is a target."""
-    from trainwright.data.batch import collate
-    from trainwright.data.dataset import TokenDataset
-    from trainwright.data.stream import MicroBatch
+    from trainwright.data.stream.batch import collate
+    from trainwright.data.stream.dataset import TokenDataset
+    from trainwright.data.stream.stream import MicroBatch
 
     tokens = sum(map(len, documents))
     rows = [(document, [True] * len(document)) for document in documents]

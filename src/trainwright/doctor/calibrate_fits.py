@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.machine.calibration import FORMS, Curve, Sample
+from trainwright.machine.measured.calibration import FORMS, Curve, Sample
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 

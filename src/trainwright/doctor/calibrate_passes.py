@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainwright.doctor.calibrate_fits import Numbers, non_negative
-from trainwright.machine.calibration import Calibration, Exchanged, InStep, Setting
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine
-from trainwright.planning.architecture import Architecture, from_config
+from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, Setting
+from trainwright.planning.architectures.architecture import Architecture, from_config
 from trainwright.planning.operations import Device, MicroBatch, Passes, passes
 from trainwright.planning.operations import Setting as Shapes
-from trainwright.planning.rates import rates_of
-from trainwright.planning.step_time import step_time
-from trainwright.planning.step_time_work import Pricing, Work
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.step import step_time
+from trainwright.planning.step_time.work import Pricing, Work
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 
 if TYPE_CHECKING:
     import torch
 
-    from trainwright.data.batch import Batch
+    from trainwright.data.stream.batch import Batch
     from trainwright.doctor.calibrate_cases import Case, Run
     from trainwright.models.causal_lm import CausalLM
     from trainwright.parallel.world import World

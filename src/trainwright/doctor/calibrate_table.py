@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.machine.calibration import Calibration, Curve, Setting, summary
+from trainwright.machine.measured.calibration import Calibration, Curve, Setting, summary
 from trainwright.text import size
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainwright.errors import MachineError
 from trainwright.machine.detect import Machine
-from trainwright.recipe.model_schema import ModelSection
+from trainwright.recipe.sections.model import ModelSection
 from trainwright.text import count, size
 
 # fp32 masters, gradients and AdamW's two moments.

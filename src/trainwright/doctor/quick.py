@@ -1,7 +1,7 @@
 """Measure in some two seconds what decides a plan: a process of its own, which tells its parent in JSON.
 
-Run by ``trainwright.machine.quick``, which says what is wanted on standard input and reads the samples from standard
-output. On a CPU one process for every core is forked; in turns some of them run the cases, alone or at once.
+Run by ``trainwright.machine.measured.quick``, which says what is wanted on standard input and reads the samples from
+standard output. On a CPU one process for every core is forked; in turns some of them run the cases, alone or at once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from trainwright.doctor.calibrate_cases import (
 )
 from trainwright.doctor.calibrate_fits import curve_of
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least
-from trainwright.machine.calibration import Calibration, Setting, as_json
+from trainwright.machine.measured.calibration import Calibration, Setting, as_json
 from trainwright.models.attention import BF16_FROM_LENGTH
-from trainwright.models.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
+from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
 
 _PATIENCE = 10.0  # seconds that a process waits for another
 _LEAST_SECONDS = 0.7  # of measuring, however long the imports took

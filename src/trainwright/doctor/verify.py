@@ -22,15 +22,15 @@ from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.doctor.fitting import fitting_model
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child, stop_requested
-from trainwright.launch.stop import Stopping
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
 from trainwright.observe.progress import progress_on
 from trainwright.observe.remaining import Remaining
 from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.recipe.sections.model import ModelSection
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
             with Activity(sys.stderr, "importing torch and transformers"):
                 preload_libraries()
                 # Imported here, to be forked: each worker would import them again otherwise.
-                import_module("trainwright.launch.worker")
+                import_module("trainwright.launch.run_worker")
                 from trainwright.tasks.registry import task_module
 
                 task_module(recipe)
@@ -156,7 +156,7 @@ def _rehearse(side: Side, steps: int, stopping: Stopping) -> None:
 
 def _work(side: Side, steps: int) -> int:
     """In every worker."""
-    from trainwright.launch.worker import run_worker
+    from trainwright.launch.run_worker import run_worker
 
     return run_worker(
         side.run,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainwright.engine.memory import Shortage, attempt
+from trainwright.engine.out_of_memory import Shortage, attempt
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested

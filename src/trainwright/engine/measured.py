@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from trainwright.machine.waiting import Waiting, usable_cores
+from trainwright.machine.measured.waiting import Waiting, usable_cores
 
 # The first steps are slower than the rest: memory is had for the first time, kernels are chosen or compiled.
 _WARM_UP_STEPS = 2

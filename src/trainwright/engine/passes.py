@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trainwright.data.stream import GlobalBatch
+from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.halving import Halving
-from trainwright.engine.memory import Shortage, peak_memory
-from trainwright.engine.policy import Gradients, Report, StepPolicy, Training
+from trainwright.engine.out_of_memory import Shortage, peak_memory
+from trainwright.engine.policies.base import Gradients, Report, StepPolicy, Training
+from trainwright.engine.policies.halving import Halving
 from trainwright.engine.seeding import seed_dropout
 from trainwright.errors import TrainingError
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.models.weights import Weights
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.models.files.weights import Weights
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 

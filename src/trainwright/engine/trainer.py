@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainwright.engine.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.checkpointing import Checkpointing
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.checkpoints.checkpointing import Checkpointing
+from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
-from trainwright.engine.export import export
-from trainwright.engine.halving import Halving
 from trainwright.engine.measured import Measured
 from trainwright.engine.passes import Passes
-from trainwright.engine.policies import GradientNoise, LossScale, LossSpikes
-from trainwright.engine.policy import Gradients, StepPolicy, Training
+from trainwright.engine.policies.base import Gradients, StepPolicy, Training
+from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSpikes
+from trainwright.engine.policies.halving import Halving
 from trainwright.engine.progress import EVALUATION, GENERATION, Progress
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.formats import Example, NoTarget, to_example
-from trainwright.data.layouts import SINGLE, columns_not_used, layout_of
-from trainwright.data.sources import place_of, read_rows, source_notes
-from trainwright.data.templates import ChatEncoder, Encoded, TurnsError, encode_texts
-from trainwright.data.token_rows import splits_long, windows_of
-from trainwright.data.turns import Message
+from trainwright.data.rows.formats import Example, NoTarget, to_example
+from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
+from trainwright.data.rows.templates import ChatEncoder, Encoded, TurnsError, encode_texts
+from trainwright.data.rows.turns import Message
+from trainwright.data.sources.reading import place_of, read_rows, source_notes
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
 from trainwright.inference.asking import last_answer
-from trainwright.recipe.data_schema import SourceSection
+from trainwright.recipe.sections.data import SourceSection
 from trainwright.text import they
 
 if TYPE_CHECKING:

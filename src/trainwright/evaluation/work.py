@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainwright.data.prepare import prepare as prepare_data
+from trainwright.data.stream.prepare import prepare as prepare_data
 from trainwright.errors import RequestError
 from trainwright.evaluation.asked import QUICK_ROWS, USUAL_ANSWERS, Asked
 from trainwright.evaluation.comparison import compare
@@ -31,7 +31,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
-from trainwright.recipe.data_schema import SourceSection
+from trainwright.recipe.sections.data import SourceSection
 from trainwright.text import plural, they
 
 _MODEL, _AGAINST = "model", "against"

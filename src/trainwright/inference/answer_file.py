@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainwright.data.row_files import Row
+from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 
 

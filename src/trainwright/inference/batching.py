@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from trainwright.engine.memory import Shortage, attempt
+from trainwright.engine.out_of_memory import Shortage, attempt
 from trainwright.errors import MachineError
 from trainwright.parallel.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from trainwright.data.turns import Message
+from trainwright.data.rows.turns import Message
 from trainwright.errors import RequestError
 from trainwright.inference.asking import Asker, Question
 from trainwright.inference.generation import Answer, answer_batch

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
-from trainwright.models.resolve import TOKENIZER_FILES
+from trainwright.models.source import TOKENIZER_FILES
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.model import ModelSection
 
 _RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
 _ADAPTER = "adapter_config.json"
@@ -157,7 +157,7 @@ def _of_adapter(path: Path) -> Found:
 
 def _base_section(path: Path) -> ModelSection:
     """Return the model that an adapter was trained on, as it says itself."""
-    from trainwright.models.base_model import BaseModel
+    from trainwright.models.adapters.base_model import BaseModel
 
     recorded = BaseModel.read(path)
     name = recorded.name if recorded is not None else _json(path / _ADAPTER).get("base_model_name_or_path")
@@ -195,7 +195,7 @@ def _adapted(section: ModelSection, directory: Path) -> ModelSection:
 
     Fresh weights depend on the tokenizer, by its vocabulary: beside them it stays the one they were made for.
     """
-    from trainwright.models.adapters_files import SavedAdapter
+    from trainwright.models.adapters.files import SavedAdapter
 
     saved = SavedAdapter.open(str(directory))
     keep = {key: getattr(section.adapter, key) for key in ("quantisation", "double_quantisation")}

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainwright.activity import doing
-from trainwright.data.batch import Batch, collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import MicroBatch
-from trainwright.engine.checkpoint import Checkpoint
+from trainwright.data.stream.batch import Batch, collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import MicroBatch
+from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import MachineError, RequestError
 from trainwright.inference.finding import Found
 from trainwright.machine.detect import Machine
-from trainwright.models.adapters import attach_adapter
+from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import parameter_count
 from trainwright.models.load import load_config, load_model, load_tokenizer

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.batch import Batch, collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import MicroBatch
+from trainwright.data.stream.batch import Batch, collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import MicroBatch
 from trainwright.inference.batching import Done, by_length, over_ranks
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World

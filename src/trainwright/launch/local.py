@@ -31,9 +31,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError, error_of
-from trainwright.launch import oom_killer, stop
-from trainwright.launch.answering import Answering
-from trainwright.launch.failure import (
+from trainwright.launch.ending import oom_killer, stop
+from trainwright.launch.ending.answering import Answering
+from trainwright.launch.ending.failure import (
     Ended,
     Failure,
     RankErrorHandler,
@@ -45,11 +45,11 @@ from trainwright.launch.failure import (
     new_slot,
     slot_records,
 )
-from trainwright.launch.nodes import Nodes, NodesLost
+from trainwright.launch.ending.stop import START_METHOD, Stopping
+from trainwright.launch.group.nodes import Nodes, NodesLost
+from trainwright.launch.group.rendezvous import LOOPBACK, host_store
 from trainwright.launch.process import enter_process, forking, threads_allowed
 from trainwright.launch.relaunch import Relaunch
-from trainwright.launch.rendezvous import LOOPBACK, host_store
-from trainwright.launch.stop import START_METHOD, Stopping
 
 _MONITOR_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 10

@@ -8,12 +8,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.engine.halving import halved, with_rows
+from trainwright.engine.policies.halving import halved, with_rows
 from trainwright.errors import EXIT_FINISHED, MachineError, Stopped
 from trainwright.launch import run_directory
-from trainwright.launch.oom_killer import be_killed_first
+from trainwright.launch.ending.oom_killer import be_killed_first
+from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import stop_requested
-from trainwright.launch.stop import Stopping
 from trainwright.machine.cache import cache_root
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
@@ -91,7 +91,7 @@ def fit(run: Path, stopping: Stopping) -> None:
 
 def _work(run: Path) -> int:
     """In every worker."""
-    from trainwright.launch.worker import run_worker
+    from trainwright.launch.run_worker import run_worker
 
     be_killed_first(_FIRST_TO_BE_KILLED)
     return run_worker(

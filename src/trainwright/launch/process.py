@@ -23,8 +23,8 @@ from typing import Any, TextIO
 
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
-from trainwright.launch.oom_killer import be_killed_first
-from trainwright.launch.stop import (
+from trainwright.launch.ending.oom_killer import be_killed_first
+from trainwright.launch.ending.stop import (
     START_METHOD,
     STOP_SIGNALS,
     Stopping,

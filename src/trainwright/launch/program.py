@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from trainwright.launch.stop import STOP_SIGNALS
+from trainwright.launch.ending.stop import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.halving import halved, reason, rows_of, with_rows
+from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows
 from trainwright.launch import run_directory
-from trainwright.launch.failure import RanOut
+from trainwright.launch.ending.failure import RanOut
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
 

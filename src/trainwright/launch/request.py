@@ -167,8 +167,8 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     """
     from importlib.util import find_spec
 
-    from trainwright.data.preflight import check_data
-    from trainwright.models.adapters_files import check_libraries
+    from trainwright.data.sources.preflight import check_data
+    from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.recipe.strategy_spec import check_library
 

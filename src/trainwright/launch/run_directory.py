@@ -14,7 +14,7 @@ from typing import Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
-from trainwright.machine.hold import hold
+from trainwright.machine.measured.hold import hold
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 

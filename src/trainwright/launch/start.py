@@ -21,13 +21,13 @@ from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.batch import warning
+from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import limit_threads, outlive_output, preload_libraries, run_in_child
-from trainwright.launch.stop import CHECKPOINT, NEWEST, Stopping
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.launch.nodes import Nodes
+    from trainwright.launch.group.nodes import Nodes
     from trainwright.launch.request import Request
     from trainwright.machine.detect import Machine
     from trainwright.planning.resolve import Resolved
@@ -76,7 +76,7 @@ def start(request: Request, resolved: Resolved, machine: Machine, work: Work, me
         with Stopping() as stopping:
             return _train(request, resolved, here, work, stopping, None)
     # Imports torch, so after the threads are limited.
-    from trainwright.launch.nodes import LinkedStopping, Node, Nodes
+    from trainwright.launch.group.nodes import LinkedStopping, Node, Nodes
     from trainwright.recipe.loading import dump_recipe
 
     mine = Node.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
@@ -137,7 +137,7 @@ def _prepared(
             with Activity(sys.stderr, "importing torch and transformers"):
                 preload_libraries()
                 # Imported here, to be forked: each worker would import them again otherwise.
-                import_module("trainwright.launch.worker")
+                import_module("trainwright.launch.run_worker")
                 from trainwright.tasks.registry import task_module
 
                 task_module(resolved.recipe)
@@ -195,7 +195,7 @@ def _set_threads(resolved: Resolved, threads: int | None) -> None:
 
 def _left(run: Path, stopping: Stopping) -> str:
     """How a run ended that was stopped, and what it can go on from."""
-    from trainwright.engine.checkpoint import Checkpoints
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
     steps = checkpoints.steps()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainwright.errors import RequestError
-from trainwright.launch.environment import Variables, in_slurm_step, number_of
+from trainwright.launch.group.environment import Variables, in_slurm_step, number_of
 
 _WORKER = "python -m trainwright.worker"
 

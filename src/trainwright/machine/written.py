@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.machine.calibration import Calibration, of_json
-from trainwright.machine.contradictions import contradictions
 from trainwright.machine.describe import Cluster, parse_machine
+from trainwright.machine.measured.calibration import Calibration, of_json
+from trainwright.machine.measured.contradictions import contradictions
 from trainwright.recipe.files import read_json
 
 # What follows from the other keys; written for readers.

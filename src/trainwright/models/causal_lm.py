@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
+from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import DOCUMENTS, UnpackableError, register
-from trainwright.models.linear_cross_entropy import linear_cross_entropy, standardised_log_likelihood, token_statistics
-from trainwright.models.tied_embedding import shared_gradient
+from trainwright.models.losses.linear_cross_entropy import (
+    linear_cross_entropy,
+    standardised_log_likelihood,
+    token_statistics,
+)
+from trainwright.models.losses.tied_embedding import shared_gradient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

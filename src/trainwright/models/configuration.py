@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.models.gpt_variants import MODEL_TYPE as GPT
+from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _causal_kind(fields: Mapping[str, Any]) -> str:
         raise RequestError("model.config.model_type: missing; name an architecture, such as llama")
     check_supported(fields, "model.config")
     if kind == GPT:
-        from trainwright.models.gpt_config import register
+        from trainwright.models.gpt.config import register
 
         register()
     return kind

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.models.load import load_config
-from trainwright.models.resolve import resolve
+from trainwright.models.source import resolve
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.recipe.sections.model import ModelSection
 
 _LAYERS = "num_hidden_layers"
 _NUMBERS = ("_period", "_interval", "_pattern", "dense_replace")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from trainwright.activity import doing
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
-from trainwright.models.bytes_tokenizer import bytes_tokenizer
 from trainwright.models.configuration import (
     NOT_MADE,
     SPECIAL_IDS,
@@ -22,18 +21,19 @@ from trainwright.models.configuration import (
     set_dropout,
     without_ignored,
 )
-from trainwright.models.resolve import TOKENIZER_FILES, check_directory, locate, resolve
+from trainwright.models.source import TOKENIZER_FILES, check_directory, locate, resolve
 from trainwright.models.supported import check_supported
-from trainwright.models.trained_tokenizers import is_trained, trained_tokenizer
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
 from trainwright.recipe.files import read_json
-from trainwright.recipe.model_sizes import check_sizes
+from trainwright.recipe.sections.model_sizes import check_sizes
 from trainwright.text import plural
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainwright.recipe.model_schema import AdapterSection, ModelSection
+    from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 logger = logging.getLogger(__name__)
 # Parts of a checkpoint that a causal language model has no use for, so that nobody needs to hear of them.
@@ -185,8 +185,8 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
 
 
 def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
-    from trainwright.models.gpt_config import register
-    from trainwright.models.gpt_conversion import gpt_config
+    from trainwright.models.gpt.config import register
+    from trainwright.models.gpt.conversion import gpt_config
 
     register()
     try:
@@ -199,9 +199,9 @@ def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> Pr
     """``config``: the GPT's own, with what the recipe has set in it."""
     from torch import nn
 
-    from trainwright.models.gpt import GPT
-    from trainwright.models.gpt_config import GPTConfig
-    from trainwright.models.gpt_conversion import copy_weights
+    from trainwright.models.gpt.config import GPTConfig
+    from trainwright.models.gpt.conversion import copy_weights
+    from trainwright.models.gpt.model import GPT
 
     assert isinstance(config, GPTConfig)
     gpt = GPT(config)
@@ -212,7 +212,7 @@ def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> Pr
 
 def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:
     if adapter.quantisation != "none":
-        from trainwright.models.adapters_files import trained_whole
+        from trainwright.models.adapters.files import trained_whole
         from trainwright.models.quantisation import quantise
 
         quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=trained_whole(adapter))

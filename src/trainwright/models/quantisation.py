@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from trainwright.models.adapters_config import ends_with
+from trainwright.models.adapters.config import ends_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.models.gpt_variants import MODEL_TYPE as GPT
+from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 
 _ENCODER_DECODERS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),

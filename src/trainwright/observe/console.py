@@ -7,7 +7,7 @@ from typing import TextIO
 
 from trainwright import text
 from trainwright.activity import Ticker
-from trainwright.data.lengths import repeated
+from trainwright.data.tokens.lengths import repeated
 from trainwright.observe.beside_plan import compared, reasons_of
 from trainwright.observe.progress import progress_on
 from trainwright.observe.reader import Event, Past, read_past, resumed_step

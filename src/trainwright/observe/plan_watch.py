@@ -14,8 +14,8 @@ from typing import Any
 from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import keep
 from trainwright.machine.detect import detect
-from trainwright.machine.own_runs import remember, run_of
-from trainwright.machine.waiting import Waiting
+from trainwright.machine.measured.own_runs import remember, run_of
+from trainwright.machine.measured.waiting import Waiting
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 

@@ -26,7 +26,7 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
 
 if TYPE_CHECKING:
-    from trainwright.models.weights import Weights
+    from trainwright.models.files.weights import Weights
 
 # From parameters by name to an optimizer over them.
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]

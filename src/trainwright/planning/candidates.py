@@ -9,7 +9,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster
-from trainwright.planning.rates import Rates
+from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import Choice, MixedPrecision, Recompute, Workload
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 

@@ -7,26 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainwright.data.lengths import Lengths, check_length, estimate, recall, repeated
+from trainwright.data.tokens.lengths import Lengths, check_length, estimate, recall, repeated
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
-from trainwright.models.gpt_variants import MODEL_TYPE
+from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.packable import check_packable, unpackable
 from trainwright.models.supported import check_trainable
-from trainwright.planning.architecture import Architecture, from_config
-from trainwright.planning.configured import architecture_of_config
-from trainwright.planning.families import FAMILIES
-from trainwright.planning.model_catalogue import KnownModel, find_model, known_model, nearest_models
+from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.architectures.catalogue import KnownModel, find_model, known_model, nearest_models
+from trainwright.planning.architectures.configured import architecture_of_config
+from trainwright.planning.architectures.families import FAMILIES
 from trainwright.planning.operations import MicroBatch, traced
 from trainwright.planning.task_needs import beside, trained
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Quantisation, Target, Workload
 from trainwright.recipe.files import read_json
-from trainwright.recipe.model_sizes import check_sizes
+from trainwright.recipe.sections.model_sizes import check_sizes
 
 if TYPE_CHECKING:
-    from trainwright.data.row_files import Row
-    from trainwright.recipe.model_schema import ModelSection
+    from trainwright.data.sources.row_files import Row
     from trainwright.recipe.schema import DataSection, Recipe
+    from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.task_spec import Needs, OwnModel
 
 _BYTES_VOCABULARY = 259
@@ -301,7 +301,7 @@ def _cached_config(name: str) -> Path | None:
 
 def _located(model: ModelSection) -> Path:
     """Where the model is after all, downloading its configuration; with the nearest known names where it is not."""
-    from trainwright.models.resolve import locate
+    from trainwright.models.source import locate
 
     assert model.name is not None
     try:
@@ -336,8 +336,8 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
 
 def _first_rows(data: DataSection) -> list[Row]:
     """Of several as many of each source as its weight says."""
-    from trainwright.data.registered import registered_rows, registered_source
-    from trainwright.data.sources import check_source
+    from trainwright.data.sources.reading import check_source
+    from trainwright.data.sources.registry import registered_rows, registered_source
 
     whole = sum(one.weight for one in data.sources)
     rows: list[Row] = []

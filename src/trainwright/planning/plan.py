@@ -11,16 +11,16 @@ from typing import Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
-from trainwright.machine.own_runs import Correction
-from trainwright.planning.basis import Basis
+from trainwright.machine.measured.own_runs import Correction
 from trainwright.planning.candidates import Wishes, precision_of, precisions
-from trainwright.planning.corrections import corrections_of, model_of, way_of
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
-from trainwright.planning.rates import rates_of
 from trainwright.planning.reasons import reasons_of, shortage
 from trainwright.planning.search import Found, Judge, Judged, search
-from trainwright.planning.ways_out import WayOut, ways_out
+from trainwright.planning.step_time.basis import Basis
+from trainwright.planning.step_time.corrections import corrections_of, model_of, way_of
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.suggestions import WayOut, ways_out
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.schema import ParallelSection, Recipe

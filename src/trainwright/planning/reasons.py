@@ -8,7 +8,7 @@ from trainwright.machine.describe import Cluster
 from trainwright.planning.candidates import Wishes
 from trainwright.planning.errors import SHARE
 from trainwright.planning.search import Found, Judged
-from trainwright.planning.ways_out import WayOut
+from trainwright.planning.suggestions import WayOut
 from trainwright.planning.workload import Choice, Workload
 from trainwright.text import plural, size
 

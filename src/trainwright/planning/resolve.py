@@ -10,15 +10,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainwright.activity import doing
-from trainwright.engine.saving import auto_reason
+from trainwright.engine.checkpoints.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.planning.basis import basis_of
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, installed, make_plan, wishes_of
+from trainwright.planning.step_time.basis import basis_of
 from trainwright.recipe.checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.schema import Recipe

@@ -19,11 +19,11 @@ from trainwright.planning.candidates import (
     recomputations,
     worlds,
 )
-from trainwright.planning.corrections import Corrections
 from trainwright.planning.errors import Errors, errors_of
-from trainwright.planning.memory import Memory, memory_of
-from trainwright.planning.rates import Rates
-from trainwright.planning.step_time import StepTime, least_seconds, step_time
+from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.step_time.corrections import Corrections
+from trainwright.planning.step_time.rates import Rates
+from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
 from trainwright.planning.workload import Choice, Workload
 from trainwright.registries import STRATEGIES
 

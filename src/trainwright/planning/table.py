@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainwright.machine.quick import rates_in_words
+from trainwright.machine.measured.quick import rates_in_words
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.plan import Plan
 from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict

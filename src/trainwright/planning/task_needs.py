@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from trainwright.planning.architecture import Architecture
-from trainwright.planning.memory_inventory import OUTSIDE, Weight, inventory
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.memory.inventory import OUTSIDE, Weight, inventory
 from trainwright.planning.workload import Beside
 
 if TYPE_CHECKING:

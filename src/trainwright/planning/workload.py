@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.recipe.strategy_spec import StrategySpec, spec_of
 
 MixedPrecision = Literal["no", "bf16", "fp16"]

@@ -7,7 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.model_sizes import absurd_sizes
+from trainwright.recipe.sections.model_sizes import absurd_sizes
 from trainwright.recipe.strategy_spec import all_specs
 from trainwright.registries import STRATEGIES, TASKS
 

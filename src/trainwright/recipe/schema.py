@@ -23,8 +23,9 @@ from pydantic import (
 from trainwright.errors import RequestError
 from trainwright.recipe.checks import contradictions
 from trainwright.recipe.contradiction import Contradiction, Contradictions
-from trainwright.recipe.data_schema import DataSection
-from trainwright.recipe.fields import (
+from trainwright.recipe.registered import Registered
+from trainwright.recipe.sections.data import DataSection
+from trainwright.recipe.sections.fields import (
     Auto,
     BelowOne,
     Count,
@@ -37,8 +38,7 @@ from trainwright.recipe.fields import (
     Text,
     whole,
 )
-from trainwright.recipe.model_schema import ModelSection
-from trainwright.recipe.registered import Registered
+from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.registries import METRICS, OBSERVERS, STRATEGIES, TASKS

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.fields import Section
+from trainwright.recipe.sections.fields import Section
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch, collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.kinds import kind_of_rows
-from trainwright.data.lengths import remember
-from trainwright.data.preflight import refuse_unused_template
-from trainwright.data.prepare import Prepared, prepare
-from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.data.rows.kinds import kind_of_rows
+from trainwright.data.sources.preflight import refuse_unused_template
+from trainwright.data.stream.batch import Batch, collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.data.tokens.lengths import remember
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
 from trainwright.inference.asking import Asker
@@ -26,18 +26,18 @@ from trainwright.inference.generation import answer_batch, room
 from trainwright.inference.loading import probe
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import stop_of
-from trainwright.models.adapters import adds_nothing, attach_adapter, check_adapter
+from trainwright.models.adapters.attaching import adds_nothing, attach_adapter, check_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import cut_config, varied_layers
+from trainwright.models.files.save import save_model
+from trainwright.models.files.weights import Weights, empty_model, load_empty
 from trainwright.models.load import fresh_model, load_config, load_model, load_tokenizer
-from trainwright.models.resolve import resolve
-from trainwright.models.save import save_model
-from trainwright.models.weights import Weights, empty_model, load_empty
+from trainwright.models.source import resolve
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
-from trainwright.recipe.model_schema import ModelSection
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.tasks.steps import planned_examples, stream_of
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import MicroBatch, Stream
-from trainwright.engine.look import look_at
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.engine.forward_only import look_at
 from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import Field
 
-from trainwright.data.registered import Source
+from trainwright.data.sources.registry import Source
 from trainwright.parallel.replicated.spec import DDP
-from trainwright.recipe.fields import NotNegative, Section
+from trainwright.recipe.sections.fields import NotNegative, Section
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.tasks.unlearn.objective import Objective
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
-from trainwright.data.stream import MicroBatch
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import Recipe

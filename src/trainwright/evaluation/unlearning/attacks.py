@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainwright.data.batch import Batch, collate
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.stream import MicroBatch
+from trainwright.data.stream.batch import Batch, collate
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import MicroBatch
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.findings import mean_loss
 from trainwright.inference.loading import Loaded

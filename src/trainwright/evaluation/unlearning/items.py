@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainwright.data.formats import text_field, to_example
-from trainwright.data.layouts import SINGLE, layout_of
-from trainwright.data.row_files import Row
-from trainwright.data.sources import place_of, read_rows
+from trainwright.data.rows.formats import text_field, to_example
+from trainwright.data.rows.layouts import SINGLE, layout_of
+from trainwright.data.sources.reading import place_of, read_rows
+from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, EvaluationSet, Style
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.data.batch import collate
-from trainwright.data.stream import MicroBatch
+from trainwright.data.stream.batch import collate
+from trainwright.data.stream.stream import MicroBatch
 from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, Documents, Prompts
 from trainwright.evaluation.unlearning.findings import Floats
 from trainwright.evaluation.unlearning.items import Item, ItemSet

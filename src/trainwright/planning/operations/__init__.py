@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.passes import (
     Pass,
     Recompute,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.attention import document_attention, sdpa_attention
 from trainwright.planning.operations.delta import delta_net
 from trainwright.planning.operations.elementary import (

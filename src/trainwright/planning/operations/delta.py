@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from trainwright.planning.architecture import Architecture, DeltaNet
+from trainwright.planning.architectures.architecture import Architecture, DeltaNet
 from trainwright.planning.operations.elementary import (
     add,
     as_tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.elementary import add, dropout, from_result, gather, scale, to
 from trainwright.planning.operations.layers import embedding, linear, norm
 from trainwright.planning.operations.shapes import Device, MicroBatch
@@ -13,7 +13,7 @@ from trainwright.planning.operations.weights import Weights
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
-# models/linear_cross_entropy.py: bytes of the logits of one chunk, and of the fp32 logits a CPU works on at a time.
+# models/losses/linear_cross_entropy.py: bytes of the logits of a chunk, and of the fp32 logits a CPU works on at once.
 _CHUNK_BYTES = 128 * 2**20
 _BLOCK_BYTES = 2 * 2**20
 
@@ -32,7 +32,7 @@ def begin(
     tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, device: Device, of_head: bool = False
 ) -> Beginning:
     """Embeddings of the tokens, and the tables and masks that all blocks share. ``of_head``: their gradient is added to
-    that of the head (models/tied_embedding.py)."""
+    that of the head (models/losses/tied_embedding.py)."""
     tape.operation = "embedding"
     tokens = batch.tokens
     hidden = embedding(tape, weights["embedding"], tokens, of_head)
@@ -101,7 +101,7 @@ def chunk_rows(vocabulary: int, width: int, targets: int) -> tuple[int, int]:
 def _loss(
     tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, targets: int
 ) -> Tensor:
-    """models/linear_cross_entropy.py: the gradients are computed with the loss."""
+    """models/losses/linear_cross_entropy.py: the gradients are computed with the loss."""
     width, wants_hidden = hidden.width, tape.wants(hidden)
     of_weight: Tensor | None = None
     of_bias = tape.new(bias.n, _FP32) if tape.grad and bias is not None and bias.trainable else None

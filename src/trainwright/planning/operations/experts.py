@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.elementary import (
     add,
     as_tensor,

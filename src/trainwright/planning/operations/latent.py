@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.planning.architecture import Architecture, Latent
+from trainwright.planning.architectures.architecture import Architecture, Latent
 from trainwright.planning.operations.elementary import broadcast, cat, split, view
 from trainwright.planning.operations.layers import project, rms_norm, rotate_pairs
 from trainwright.planning.operations.tape import Tape, Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.elementary import (
     add,
     as_tensor,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
-from trainwright.planning.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations import traced
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.ends import begin, finish
@@ -90,7 +90,7 @@ class Setting:
 
     @property
     def joins_gradients(self) -> bool:
-        """Whether a tied embedding's gradient is added to the head's where that is (models/tied_embedding.py)."""
+        """Whether a tied embedding's gradient is added to the head's where that is: models/losses/tied_embedding."""
         exact = self.width == 4 and not self.device.is_gpu and not self.hooked
         return self.architecture.tied and self.trainable and exact and self.stack == OWN
 

@@ -66,7 +66,7 @@ def _cached(config: str, kind: str, make: Any) -> Any:
         return _read(str(file))
     except (OSError, ValueError):
         pass
-    from trainwright.planning import tracing
+    from trainwright.planning.architectures import tracing
 
     made = make(tracing)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.planning.architecture import Architecture, DeltaNet, Latent
+from trainwright.planning.architectures.architecture import Architecture, DeltaNet, Latent
 from trainwright.planning.operations.shapes import BlockKind
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack

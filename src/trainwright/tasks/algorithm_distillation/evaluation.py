@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.engine.checkpoint import Checkpoint
+from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
 from trainwright.inference.finding import Found, find_model
-from trainwright.models.history_files import is_history_model, load_history_model
-from trainwright.models.history_model import HistoryModel
-from trainwright.models.history_objective import HistoryObjective, Weights
+from trainwright.models.history.files import is_history_model, load_history_model
+from trainwright.models.history.model import HistoryModel
+from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.reinforcement.environments import Environment

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.models.history_context import Context
-from trainwright.models.history_model import HistoryModel, HistoryShape, Steps
-from trainwright.models.history_objective import HistoryObjective
+from trainwright.models.history.context import Context
+from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
+from trainwright.models.history.objective import HistoryObjective
 from trainwright.parallel.world import World
 from trainwright.reinforcement.environments import Environment
 from trainwright.reinforcement.random_numbers import mixed, uniform

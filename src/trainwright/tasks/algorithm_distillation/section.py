@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainwright.recipe.fields import BelowOne, Count, NotNegative, Section, Text, whole
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Section, Text, whole
 from trainwright.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 

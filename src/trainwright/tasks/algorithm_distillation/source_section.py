@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.fields import BelowOne, Count, NotNegative, Positive, Proportion, Section, whole
+from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, Proportion, Section, whole
 
 
 class PpoSection(Section):

@@ -9,12 +9,12 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.engine.task import LossSum
 from trainwright.errors import RequestError
-from trainwright.models.history_files import save_history_model
-from trainwright.models.history_model import HistoryModel, HistoryShape
-from trainwright.models.history_objective import SUMS, HistoryObjective, Weights
+from trainwright.models.history.files import save_history_model
+from trainwright.models.history.model import HistoryModel, HistoryShape
+from trainwright.models.history.objective import SUMS, HistoryObjective, Weights
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe

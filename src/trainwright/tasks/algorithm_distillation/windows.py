@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.mixture import Part
-from trainwright.models.history_model import HistoryShape, Steps
-from trainwright.models.history_objective import HistoryBatch
+from trainwright.data.stream.mixture import Part
+from trainwright.models.history.model import HistoryShape, Steps
+from trainwright.models.history.objective import HistoryBatch
 from trainwright.reinforcement.histories import Histories, History
 
 Array = npt.NDArray[Any]

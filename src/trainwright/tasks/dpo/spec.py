@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.fields import BelowHalf, Positive, Section
+from trainwright.recipe.sections.fields import BelowHalf, Positive, Section
 from trainwright.recipe.task_spec import RowKind, TaskSpec
 
 if TYPE_CHECKING:

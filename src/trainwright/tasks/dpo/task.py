@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.pairs import CHOSEN
-from trainwright.data.prepare import Prepared
-from trainwright.data.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.engine.look import look_at
+from trainwright.data.rows.pairs import CHOSEN
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.prepare import Prepared
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.engine.forward_only import look_at
 from trainwright.engine.task import LossSum
-from trainwright.models.adapters import switched_off
+from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer
 from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.schema import Recipe

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.lengths import check_length, remember
-from trainwright.data.prepare import Prepared
-from trainwright.data.pretraining import prepare_windows
-from trainwright.data.stream import MicroBatch
-from trainwright.data.token_bytes import token_bytes
-from trainwright.data.windows import WindowDataset, collate_windows
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.prepare import Prepared
+from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.tokens.lengths import check_length, remember
+from trainwright.data.tokens.pretraining import prepare_windows
+from trainwright.data.tokens.token_bytes import token_bytes
+from trainwright.data.tokens.windows import WindowDataset, collate_windows
 from trainwright.engine.task import LossSum
 from trainwright.inference.sampling import Sampling
 from trainwright.models.load import load_tokenizer

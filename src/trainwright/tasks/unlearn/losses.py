@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from trainwright.data.batch import Batch
-from trainwright.data.batch_parts import only, places
-from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.batch_parts import only, places
 from trainwright.errors import RequestError
 from trainwright.extensions import load
 from trainwright.models.causal_lm import slopes
-from trainwright.models.linear_cross_entropy import linear_cross_entropy, token_statistics
-from trainwright.models.linear_logit_loss import Head, LogitLoss, linear_logit_loss
+from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy, token_statistics
+from trainwright.models.losses.linear_logit_loss import Head, LogitLoss, linear_logit_loss
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.objectives import activations, distillation
 from trainwright.tasks.unlearn.section import UnlearnSection

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
-from trainwright.models.adapters import switched_off
+from trainwright.data.stream.batch import Batch
+from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM, Objective
-from trainwright.models.linear_logit_loss import Head
+from trainwright.models.losses.linear_logit_loss import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

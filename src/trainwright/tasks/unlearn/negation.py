@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainwright.models.adapters import lora_layers
+from trainwright.models.adapters.attaching import lora_layers
 
 Named = Iterable[tuple[str, torch.Tensor]]
 

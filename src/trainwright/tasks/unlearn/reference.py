@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from trainwright.errors import RequestError
+from trainwright.models.files.weights import Weights
 from trainwright.models.load import load_config, load_tokenizer
-from trainwright.models.resolve import resolve
-from trainwright.models.weights import Weights
+from trainwright.models.source import resolve
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.model_schema import AdapterSection, ModelSection
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import load
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection

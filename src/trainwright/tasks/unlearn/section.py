@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainwright.recipe.fields import NotNegative, Positive, Section, Steps, Text, whole
 from trainwright.recipe.registered import Registered
+from trainwright.recipe.sections.fields import NotNegative, Positive, Section, Steps, Text, whole
 from trainwright.registries import OBJECTIVES
 from trainwright.tasks.unlearn.objective import Objective
 

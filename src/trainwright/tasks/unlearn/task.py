@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.batch import Batch
-from trainwright.data.dataset import TokenDataset
-from trainwright.data.refusals import FORGET, REFUSAL, RETAIN
-from trainwright.data.stream import GlobalBatch, MicroBatch
-from trainwright.data.unlearning import refuse_overlap
+from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.rows.unlearning import refuse_overlap
+from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.task import LossSum
 from trainwright.evaluation.unlearning.watch import Watch
-from trainwright.models.adapters import switched_off
+from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import layer_count
+from trainwright.models.files.weights import empty_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.weights import empty_model
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, find_benchmark, is_elsewhere
-from trainwright.recipe.fields import Count, Section, Text
 from trainwright.recipe.loading import checked, dump_recipe
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.problems import origin_of
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.fields import Count, Section, Text
 from trainwright.recipe.yaml_text import Origin, Tree, dotted
 
 FULL, RETAIN = "full", "retain"

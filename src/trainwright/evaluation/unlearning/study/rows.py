@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.row_files import Row
-from trainwright.data.sources import read_rows
+from trainwright.data.sources.reading import read_rows
+from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark
 

@@ -1,0 +1,331 @@
+"""``trainwright data``: prepare rows, look at what is learnt from them, check them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright.cli.data import tokens as data_tokens
+from trainwright.cli.recipe import Overrides
+from trainwright.errors import RequestError
+from trainwright.text import plural, printable, say, they
+
+if TYPE_CHECKING:
+    from trainwright.data.rows.check import Checked
+    from trainwright.data.rows.preparing import Source, Statistics
+    from trainwright.data.stream.dataset import TokenDataset
+    from trainwright.recipe.schema import Recipe
+
+app = typer.Typer(no_args_is_help=True, help="Prepare, look at and check training data.")
+app.command("tokenize")(data_tokens.tokenize)
+app.command("train-tokenizer")(data_tokens.train_tokenizer)
+
+Asked = Annotated[
+    str, typer.Argument(metavar="RECIPE|FILE", help="A recipe (.yaml), or rows: a file, directory or id.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="With FILE: whose tokenizer and chat template to use; bytes: the built-in one."),
+]
+MaxLength = Annotated[int | None, typer.Option(min=2, help="With FILE: longest example in tokens; 1024.")]
+_RECIPES = (".yaml", ".yml")
+_BAR = 40
+_TARGET = "bold green"
+# What messages about a file of rows begin with, in place of a recipe's keys.
+_OPTIONS = {
+    "data.train": "",
+    "data.max_length": "--max-length: ",
+    "model.name": "--model: ",
+    "model.tokenizer": "--model: ",
+}
+
+
+@app.command()
+def show(
+    asked: Asked,
+    overrides: Overrides = None,
+    model: Model = None,
+    max_length: MaxLength = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=0, help="Number of examples.")] = 3,
+) -> None:
+    """Show what is learnt: examples with their targets marked, lengths, how full packs are, what is cut and left out.
+
+    Targets are coloured, and stand in ⟦…⟧ where there are no colours. The examples are those that training sees first.
+    """
+    from rich.console import Console
+
+    from trainwright.machine.cache import cache_root
+    from trainwright.models.load import load_tokenizer
+    from trainwright.tasks.language_model import prepare_data
+
+    with _keys_as_options(model):
+        recipe = _recipe(asked, overrides or [], model, max_length)
+        tokenizer = load_tokenizer(recipe.model)
+        prepared = prepare_data(recipe, tokenizer, cache_root())
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    _show_examples(console, recipe, tokenizer, prepared.train, count)
+    for line in prepared.summary:
+        say(line)
+    _show_lengths(recipe, prepared.train)
+
+
+@app.command()
+def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_length: MaxLength = None) -> None:
+    """Read and format every row, and say which are wrong and where.
+
+    Ends with 2 where any is. A file alone is checked for its layout; with --model also against a chat template.
+    """
+    from trainwright.data.rows.kinds import ANY, kind_of_rows
+
+    if Path(asked).suffix in _RECIPES or model is not None:
+        from trainwright.models.load import load_tokenizer
+
+        with _keys_as_options(model):
+            recipe = _recipe(asked, overrides or [], model, max_length)
+            kind = ANY if model is not None else kind_of_rows(recipe)
+            found = _checked_sources(recipe, kind, load_tokenizer(recipe.model))
+        _report(found, recipe.data.max_length)
+        return
+    if overrides or max_length is not None:
+        raise RequestError("a file alone is checked for its layout; give --model to count tokens")
+    from trainwright.data.rows.check import check_rows
+
+    _report([check_rows(asked, ANY, "auto", key="data check")], None)
+
+
+@app.command()
+def prepare(
+    raw: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="JSON, JSONL, CSV or Parquet files, and others.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where the files go; must be new.")],
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map", metavar="THEIRS=OURS", help="Read the field THEIRS as OURS, such as frage=question; repeatable."
+        ),
+    ] = None,
+    validation: Annotated[float, typer.Option(min=0, max=1, help="Part of the rows held back to validate on.")] = 0.05,
+    test: Annotated[float, typer.Option(min=0, max=1, help="Part of the rows held back to test on.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides which rows are held back.")] = 0,
+    deduplicate: Annotated[
+        str, typer.Option(help="exact: equal rows once. near: rows with most word sequences in common once. none.")
+    ] = "exact",
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN", help="Write this column too, beside those of the layout; repeatable; all."),
+    ] = None,
+    skip_wrong: Annotated[bool, typer.Option("--skip-wrong", help="Leave wrong rows out, and count them.")] = False,
+) -> None:
+    """Bring raw rows into one layout, without duplicates, split, with statistics.
+
+    Fields are recognised by their usual names, and others named with --map. Writes JSON lines of messages (of texts
+    and of preferences where the rows are such) and statistics.json, whole or not at all.
+    """
+    from trainwright.data.rows.preparing import prepare_raw
+
+    names = {}
+    for pair in rename or []:
+        theirs, equals, ours = pair.partition("=")
+        if not (theirs and equals and ours):
+            raise RequestError(f"--map {pair}: should be THEIRS=OURS, such as frage=question")
+        names[theirs] = ours
+    found = prepare_raw(
+        raw,
+        out,
+        renamed=names,
+        validation=validation,
+        test=test,
+        seed=seed,
+        deduplicate=deduplicate,
+        keep=keep or (),
+        skip_wrong=skip_wrong,
+    )
+    _show_statistics(found, out)
+
+
+@app.command()
+def style(
+    file: Annotated[str, typer.Argument(metavar="SOURCE", help="Conversations of any layout.")],
+    system: Annotated[str, typer.Option(metavar="TEXT|@FILE", help="The system prompt.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the rows go, as JSON lines; must be new.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Replace system prompts that there are.")] = False,
+) -> None:
+    """Put a system prompt in front of every conversation."""
+    from trainwright.data.rows.style import style
+    from trainwright.recipe.files import read_text
+
+    if system.startswith("@"):
+        try:
+            system = read_text(Path(system[1:]).expanduser()).strip()
+        except RequestError as error:
+            raise RequestError(f"--system: {error}") from None
+    found = style(file, system, out, replace=replace)
+    say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} left as they were")
+    for note in found.notes:
+        say(note)
+    if found.kept:
+        say("with --replace those would be replaced too")
+    for why, count in found.left_out.items():
+        say(f"{plural(count, 'row')} left out: {why}")
+
+
+@contextmanager
+def _keys_as_options(model: str | None) -> Iterator[None]:
+    """Of a file of rows, name what was written on the command line in place of the recipe's keys."""
+    try:
+        yield
+    except RequestError as error:
+        key, colon, said = str(error).partition(": ")
+        if model is None or not colon or key not in _OPTIONS:
+            raise
+        raise RequestError(f"{_OPTIONS[key]}{said}") from None
+
+
+def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
+    """Return the recipe that is asked for, or one around a file of rows."""
+    import json
+
+    from trainwright.recipe.loading import load_recipe, recipe_of
+
+    if Path(asked).suffix in _RECIPES:
+        if model is not None or max_length is not None:
+            raise RequestError(
+                "--model and --max-length go with a file of rows; a recipe has model.name, data.max_length"
+            )
+        recipe = load_recipe(Path(asked), overrides)
+        if not recipe.has_texts:
+            raise RequestError(f"{asked}: task {recipe.task} reads no texts, and this command looks at rows of text")
+        return recipe
+    if model is None:
+        raise RequestError(f"{asked}: give --model, whose tokenizer and chat template are used, or a recipe (.yaml)")
+    alone = f"model={{config: {{model_type: llama}}, tokenizer: {json.dumps(model)}}}"
+    about = alone if model == "bytes" or _is_tokenizer(Path(model)) else f"model.name={model}"
+    length = [f"data.max_length={max_length}"] if max_length is not None else []
+    data = f"data={{train: {json.dumps(asked)}, validation: null}}"
+    tasks = [] if any(word.startswith("task=") for word in overrides) else ["task=sft"]
+    return recipe_of([*tasks, about, data, *length, *overrides], "--model")
+
+
+def _is_tokenizer(directory: Path) -> bool:
+    """Whether there is a tokenizer without a model."""
+    return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
+
+
+def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
+    from rich.text import Text
+
+    from trainwright.data.rows.show import first_examples, pieces
+
+    coloured = console.is_terminal and not console.no_color
+    for number, example in enumerate(first_examples(dataset, count, recipe.train.seed), start=1):
+        documents = dataset.documents(example)
+        for document in documents:
+            length, targets = dataset.document_length(document), dataset.document_targets(document)
+            role = "" if len(documents) == 1 else (" chosen", " rejected")[dataset.role(document)]
+            tokens = plural(length, "token")
+            console.rule(f"example {number}{role}: {tokens}, {targets:,} of them targets", align="left")
+            text = Text()
+            for piece, target in pieces(tokenizer, dataset, document):
+                shown = printable(piece) if coloured or not target else f"⟦{printable(piece)}⟧"
+                text.append(shown, style=_TARGET if target else "")
+            console.print(text)
+    if count:
+        console.rule()
+
+
+def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
+    from trainwright.data.rows.show import fill, histogram
+
+    bins = histogram(dataset)
+    most = max(bin.examples for bin in bins)
+    width = len(f"{bins[-1].high:,}")
+    say("\nlength in tokens: examples")
+    for bin in bins:
+        bar = "█" * max(round(bin.examples / most * _BAR), bool(bin.examples))
+        say(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
+    data, train = recipe.data, recipe.train
+    asked: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
+    pack = data.pack_length or data.max_length * dataset.documents_per_example
+    packed = fill(dataset, **asked, rows=None, pack_length=pack)
+    say()
+    if data.pack_length is None:
+        rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
+        padded = fill(dataset, **asked, rows=rows, pack_length=None)
+        together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest of them"
+        say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
+    batch = plural(train.global_batch_size, "example")
+    how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
+    say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
+
+
+def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]:
+    from trainwright.data.rows.check import check_corpus, check_rows
+
+    data = recipe.data
+    sources = list(zip(data.source_keys, data.sources, strict=True))
+    if data.validation_source is not None:
+        sources.append(("data.validation", data.validation_source))
+    if recipe.spec.corpus:
+        return [check_corpus(one, tokenizer, key=key) for key, one in sources]
+    asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
+    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
+
+
+def _report(found: list[Checked], max_length: int | None) -> None:
+    for checked in found:
+        for line in checked.lines(max_length):
+            say(line)
+    wrong = sum(checked.wrong for checked in found)
+    problems = [problem for checked in found for problem in checked.problems]
+    if wrong:
+        more = f"\nand {wrong - len(problems):,} more" if wrong > len(problems) else ""
+        raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} wrong:\n" + "\n".join(problems) + more)
+    if not any(checked.examples for checked in found):
+        raise RequestError("no row has anything to train on")
+    say("ok")
+
+
+def _not_kept(source: Source) -> str:
+    filled = source.not_kept.most_common()
+    return ", ".join(name if count == source.rows else f"{name} ({plural(count, 'row')})" for name, count in filled)
+
+
+def _show_statistics(found: Statistics, out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    for source in found.sources:
+        kept = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
+        names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
+        read = f" (read {names})" if names else ""
+        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {kept:,} kept")
+        for note in source.notes:
+            say(f"  {note}")
+        if source.kept:
+            say(f"  columns kept: {', '.join(source.kept)}")
+        if source.not_kept:
+            say(f"  columns not kept: {_not_kept(source)}; --keep COLUMN writes one too, --map COLUMN=FIELD uses it")
+        if source.duplicates:
+            differ = f"; a column not kept differs in {source.differing:,}" if source.differing else ""
+            say(f"  {they(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")
+        if source.wrong:
+            say(f"  {they(source.wrong, 'row', 'are wrong')} and left out, such as")
+        for problem in source.first_wrong:
+            say(f"    {problem}")
+        for why, count in source.left_out.items():
+            say(f"  {plural(count, 'row')} left out: {why}")
+        for what, count in source.remarks.items():
+            say(f"  {they(count, 'row', what)}")
+    table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
+    for name, side in found.sides.items():
+        roles = ", ".join(f"{count:,} {printable(role)}" for role, count in side.roles.most_common())
+        mean = f"{side.characters / max(1, side.rows):,.0f}"
+        table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
+    say(f"written to {out}")

@@ -1,0 +1,148 @@
+"""``trainwright merge`` and ``trainwright export``: from a run to a model that others can use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainwright.activity import Activity
+from trainwright.errors import RequestError
+from trainwright.text import plural, say
+
+if TYPE_CHECKING:
+    from trainwright.inference.finding import Found
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A run's directory, an adapter's, or (export) a model's.")]
+Checkpoint = Annotated[
+    str | None, typer.Option(metavar="WHICH", help="Of a run: final, best, newest, or a step.", show_default=False)
+]
+
+_PRECISIONS = {"gguf": ("f16", "f32"), "safetensors": ("fp32", "bf16", "fp16")}
+
+
+def merge(
+    model: Model,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the merged model is written; must be new.")],
+    adapter: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The adapter, where MODEL is its base.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="fp32|bf16|fp16", help="Store it in this; default: as the base is stored.")
+    ] = None,
+) -> None:
+    """Work an adapter into its base model, and check the result by its logits."""
+    from trainwright.api.merging import merged
+
+    result = merged(model, str(out), adapter, dtype)
+    say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, each of them changed")
+    say(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
+    say(f"it writes: {result.sample!r}")
+    _show_usage(result.directory)
+
+
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The file or directory to write; must be new.")],
+    to: Annotated[str, typer.Option(metavar="safetensors|gguf|adapter", help="In which form.")] = "safetensors",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="gguf: f16 (default) or f32. safetensors: fp32, bf16 or fp16."),
+    ] = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Write a run's model in another form; an adapter is worked into its base where the form wants a whole model."""
+    from trainwright.inference.finding import find_model
+    from trainwright.inference.loading import for_users
+
+    if to not in ("safetensors", "gguf", "adapter"):
+        raise RequestError(f"--to: {to} is none of safetensors, gguf, adapter")
+    if dtype is not None and dtype not in _PRECISIONS.get(to, ()):
+        known = " or ".join(_PRECISIONS.get(to, ())) or "none, as an adapter is written as it is"
+        raise RequestError(f"--dtype: {dtype} is not for {to}; it takes {known}")
+    with for_users(), Activity(sys.stderr, "reading the model"):
+        found, out = find_model(model, None, checkpoint), out.expanduser()
+        if to == "adapter":
+            _export_adapter(found, out)
+        elif to == "safetensors":
+            _export_whole(found, out, dtype)
+        else:
+            _export_gguf(found, out, dtype or "f16")
+
+
+def _export_gguf(found: Found, out: Path, precision: str) -> None:
+    from tempfile import TemporaryDirectory
+
+    from trainwright.models.gguf.export import export_gguf
+
+    if out.suffix != ".gguf":
+        raise RequestError(f"--out: {out} should end in .gguf")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=".export-") as place:
+        directory = _plain_directory(found)
+        if directory is None:
+            directory = Path(place) / "model"
+            _write_whole(found, directory, None)
+        size = export_gguf(directory, out, precision)  # type: ignore[arg-type]
+    say(f"{out}: {size / 1e6:,.0f} MB in {precision}, read back by transformers with the same tokens and logits")
+
+
+def _export_whole(found: Found, out: Path, dtype: str | None) -> None:
+    if out.exists():
+        raise RequestError(f"--out: {out} exists; give a new directory")
+    _write_whole(found, out, dtype)
+    say(f"{out}: the whole model")
+    _show_usage(out)
+
+
+def _export_adapter(found: Found, out: Path) -> None:
+    from shutil import copytree
+
+    from trainwright.models.files.save import replacing
+
+    source = found.section.adapter.start_from
+    if source is None or found.checkpoint is not None:
+        raise RequestError(f"{found.origin} is no adapter that was exported; the final/ of a run with one is")
+    if out.exists():
+        raise RequestError(f"--out: {out} exists; give a new directory")
+    with replacing(out) as temporary:
+        copytree(source, temporary, dirs_exist_ok=True)
+    say(f"{out}: the adapter")
+    _show_usage(out)
+
+
+def _show_usage(directory: Path) -> None:
+    from trainwright.models.files.usage import loading
+
+    lines = loading(directory, str(directory))
+    if lines is not None:
+        say("use it:\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines.splitlines()), end="")
+
+
+def _plain_directory(found: Found) -> Path | None:
+    """Where the model lies already as a whole; None where it has to be put together."""
+    from trainwright.models.source import resolve
+
+    if found.checkpoint is not None or found.section.adapter.type != "none":
+        return None
+    return resolve(found.section).directory
+
+
+def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
+    """Write the model as a plain directory: merged, or loaded with a checkpoint's tensors and saved."""
+    import torch
+
+    from trainwright.api.merging import check_finished, dtype_of
+    from trainwright.inference.loading import load
+    from trainwright.models.adapters.merging import merge as merged
+    from trainwright.models.files.save import save_model
+
+    if found.checkpoint is None and found.section.adapter.type != "none":
+        merged(found.section, found.seed, out, dtype_of(dtype))
+        return
+    check_finished(found)
+    loaded = load(found, torch.float32, torch.device("cpu"))
+    model = loaded.lm.model
+    save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, dtype_of(dtype))

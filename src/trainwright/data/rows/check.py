@@ -1,0 +1,203 @@
+"""Every row of a source read and formatted as training would, with all that is wrong with them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.kinds import Kind
+from trainwright.data.rows.layouts import Layout, columns_not_used
+from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
+from trainwright.data.sources.row_files import Row
+from trainwright.data.tokens.bounded import TokenizerError
+from trainwright.errors import RequestError
+from trainwright.text import plural, they
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.data.rows.templates import Encoded
+    from trainwright.recipe.sections.data import SourceSection
+
+_SHOWN = 20
+_BATCH = 64
+_CORPUS = Layout("corpus")  # of documents, which have no layout
+
+
+@dataclass
+class Checked:
+    """What was found in one source; ``problems`` are the first, each with its place, and ``wrong`` counts all."""
+
+    source: str
+    layout: Layout = Layout("")  # noqa: RUF009
+    rows: int = 0
+    examples: int = 0
+    tokens: int = 0
+    longer: int = 0  # than max_length
+    wrong: int = 0
+    problems: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def problem(self, text: str) -> None:
+        """Count a wrong row, and keep the message of the first ones."""
+        self.wrong += 1
+        if len(self.problems) < _SHOWN:
+            self.problems.append(text)
+
+    def lines(self, max_length: int | None) -> list[str]:
+        """Return the counts as lines for people."""
+        counted = f", {plural(self.tokens, 'token')}" if self.tokens else ""
+        if self.layout == _CORPUS:
+            documents = plural(self.examples, "document")
+            return [f"{self.source}: {documents}{counted}", *(f"  {note}" for note in self.notes)]
+        rows, examples = plural(self.rows, "row"), plural(self.examples, "example")
+        found = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
+        if self.longer:
+            found.append(f"  {plural(self.longer, 'row')} longer than {max_length:,} tokens")
+        found += [f"  {note}" for note in self.notes]
+        found += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        found += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
+        return found
+
+
+def check_rows(
+    source: str,
+    kind: Kind,
+    wanted: str,
+    *,
+    key: str,
+    limit: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
+) -> Checked:
+    """Read all of ``source``, make each row's example and, with a ``tokenizer``, its tokens.
+
+    Wrong rows are collected. A file that cannot be parsed further is one problem, and the rest of it is not read.
+
+    Args:
+        wanted: ``data.format``.
+        key: what names the source in messages.
+        max_length: in tokens; longer rows are counted.
+
+    Raises:
+        RequestError: the source is missing, or none of its rows has a layout that is known.
+    """
+    found = Checked(source)
+    documents = wanted == "documents"
+    rows = iterate_source(source, limit, key, documents)
+    first = list(islice(rows, 8))
+    if not first:
+        raise RequestError(f"{key}: {source} holds no rows")
+    columns = list(dict.fromkeys(name for _, row in first for name in row))
+    look = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
+    found.layout = look(columns)
+    encode = None if tokenizer is None else _encoder(tokenizer, found.layout)
+    try:
+        everything = chain(first, rows)
+        while batch := list(islice(everything, _BATCH)):
+            columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
+            _check_batch(batch, kind, found, encode, max_length)
+    except RequestError as error:  # of the file itself
+        found.problem(str(error))
+    found.notes += source_notes(source, key, documents)
+    layout = look(columns)  # of all rows, as training sees them
+    if layout.read_as:
+        found.notes.append(f"read: {layout.read_as}")
+    if unused := layout.unused(columns):
+        found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+    if not found.wrong:
+        read_rows(source, limit, key, documents)  # the values of a column are to be of one type
+    return found
+
+
+def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, key: str) -> Checked:
+    """Read all of a corpus as pretraining does, and count its documents and their tokens.
+
+    Raises:
+        RequestError: the source is missing, or shards are not whole or of another tokenizer.
+    """
+    from trainwright.data.sources.texts import pieces
+    from trainwright.data.tokens.shards import Shards, is_shards
+    from trainwright.data.tokens.token_worker import Encoder
+    from trainwright.data.tokens.tokenize import settings_of
+
+    found = Checked(source.source, layout=_CORPUS)
+    if is_shards(source.source):
+        shards = Shards.open(Path(source.source).expanduser(), key)
+        shards.check_tokenizer(tokenizer, key)
+        found.examples, found.tokens = len(shards.ends), shards.token_count
+        return found
+    encode = Encoder(settings_of(tokenizer))
+    try:
+        for piece in pieces(source, key, found.notes):
+            found.tokens += sum(encode([piece])[1])
+            found.examples += piece.last
+    except RequestError as error:
+        found.problem(str(error))
+    return found
+
+
+Encode = Callable[[list[Any]], "list[Encoded]"]
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, layout: str) -> Encode:
+    from trainwright.data.rows.templates import ChatEncoder, encode_texts
+
+    return functools.partial(encode_texts, tokenizer) if layout == "text" else ChatEncoder(tokenizer).encode
+
+
+def _layout(kind: Kind, first: list[Row], wanted: str, where: str, columns: list[str]) -> Layout:
+    try:
+        return kind.layout(columns, first, wanted)
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}") from None
+
+
+def _check_batch(
+    batch: list[tuple[str, Row]], kind: Kind, found: Checked, encode: Encode | None, max_length: int | None
+) -> None:
+    taken: list[tuple[str, list[Any]]] = []
+    for place, row in batch:
+        found.rows += 1
+        try:
+            taken.append((place, [text for _, text in kind.documents(row, found.layout, found.remarks)]))
+        except NoTarget as reason:
+            found.left_out[str(reason)] += 1
+        except RequestError as error:
+            found.problem(f"{place}: {error}")
+    if encode is None:
+        found.examples += len(taken)
+        return
+    for place, encoded in _encoded(taken, encode):
+        if isinstance(encoded, RequestError):
+            found.problem(f"{place}: {encoded}")
+            continue
+        lengths = [len(ids) for ids, _ in encoded]
+        found.examples += 1
+        found.tokens += sum(lengths)
+        found.longer += max_length is not None and max(lengths) > max_length
+
+
+def _encoded(taken: list[tuple[str, list[Any]]], encode: Encode) -> Iterator[tuple[str, list[Encoded] | RequestError]]:
+    """All rows at once, and one by one where that is refused."""
+    try:
+        all_of_them = iter(encode([text for _, texts in taken for text in texts]))
+    except TokenizerError:  # of any row
+        raise
+    except RequestError:
+        for place, texts in taken:
+            try:
+                yield place, encode(texts)
+            except RequestError as error:
+                yield place, error
+        return
+    for place, texts in taken:
+        yield place, list(islice(all_of_them, len(texts)))

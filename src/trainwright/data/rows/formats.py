@@ -1,0 +1,202 @@
+"""How a row of any layout becomes a conversation or a text; the layouts themselves are in layouts.py.
+
+Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant
+turns are what is trained on, except those inside the ``prompt`` of a prompt and completion, empty ones, and those
+with ``"target": false``.
+
+A conversation that begins with the assistant answers nobody there: those first turns are left out, as FastChat
+and what came of it do with ShareGPT's (https://github.com/lm-sys/FastChat, fastchat/train/train.py). Turns of one role
+one after another are joined to one, with an empty line between them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+from trainwright.data.rows.layouts import Layout
+from trainwright.data.rows.tool_calls import tools_of
+from trainwright.data.rows.turns import Message, names_of, turns_field
+from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.errors import RequestError
+
+Example: TypeAlias = list[Message] | str
+
+_EMPTY = "the answer is empty"
+_UNASKED = "no assistant turn answers a user"
+_MARKED = "every assistant turn is marked as not trained on"
+
+
+class NoTarget(RequestError):
+    """A row with nothing to train on; the message is why, in the same words for all such rows."""
+
+
+def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Example:
+    """One row as a list of messages, at least one of them a target, or as a text.
+
+    Args:
+        layout: its name, or as ``layouts.layout_of`` found it, with the columns that its fields are read from.
+        remarks: counts the rows that are not taken as they are, by what they do, in words.
+
+    Raises:
+        NoTarget: the answer is empty, no assistant turn answers a user, or none of them is trained on.
+        RequestError: a field is missing or of the wrong type, a user's turn is empty, or the roles are out of
+        order.
+    """
+    layout = layout if isinstance(layout, Layout) else Layout(layout)
+    if layout == "text":
+        return answer_field(row, layout.column("text"))
+    found: set[str] = set()
+    messages = conversation(_BUILDERS[layout](row, layout), row, found, layout)
+    if remarks is not None:
+        remarks.update(found)
+    return messages
+
+
+def conversation(messages: list[Message], row: Row, remarks: set[str], layout: Layout) -> list[Message]:
+    """``messages`` made from a ``row``, with its system text, in order, and with a target.
+
+    Args:
+        remarks: gets what is done to the row, in words.
+
+    Raises:
+        NoTarget, RequestError: as ``to_example``.
+    """
+    column = layout.column("system")
+    system = row.get(column)
+    if isinstance(system, str) and system.strip():
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        elif messages[0]["content"].strip() != system.strip():
+            remarks.add(f"have a system turn of their own, and the column {column} is not used")
+    messages = _joined(_from_the_user_on(messages, remarks), remarks)
+    _check_order(messages)
+    _skip_empty(messages, remarks)
+    if tools := tools_of(row, layout.column("tools")):
+        messages = [{**messages[0], "tools": tools}, *messages[1:]]
+    return messages
+
+
+def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
+    """Join consecutive turns of one role, except those of tools, which answer one call each."""
+    joined: list[Message] = messages[:1]
+    for message in messages[1:]:
+        last = joined[-1]
+        if message["role"] != last["role"] or message["role"] == "tool" or message.get("target") != last.get("target"):
+            joined.append(message)
+            continue
+        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+        text = "\n\n".join(turn["content"] for turn in (last, message) if turn["content"].strip())
+        joined[-1] = {**last, "content": text, **({"tool_calls": calls} if calls else {})}
+        if "tool_calls" not in message:  # a call after some words is one turn wherever calls are
+            remarks.add("have turns of one role one after another, which are joined with an empty line between them")
+    return joined
+
+
+def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Message]:
+    start = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    end = start
+    while end < len(messages) and messages[end]["role"] == "assistant":
+        end += 1
+    if end == len(messages):
+        raise NoTarget(_UNASKED)
+    if end > start:
+        remarks.add("begin with the assistant, whose turns before the first user's are left out")
+    return messages[:start] + messages[end:]
+
+
+def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
+    """Mark empty answers as no targets; raise NoTarget if there is no other answer."""
+    answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
+    empty = [message for message in answers if not message["content"].strip() and "tool_calls" not in message]
+    if len(empty) == len(answers):
+        raise NoTarget(_EMPTY if answers else _MARKED if messages[-1]["role"] == "assistant" else _UNASKED)
+    for message in empty:
+        message["target"] = False
+        remarks.add("have an empty assistant turn among others; it is not trained on")
+
+
+def _prompt_completion(row: Row, layout: Layout) -> list[Message]:
+    asked, answered = layout.column("prompt"), layout.column("completion")
+    if isinstance(row.get(asked), list) and not isinstance(row.get(answered), str):
+        prompt, completion = turns_field(row, asked), turns_field(row, answered)
+    elif isinstance(row.get(asked), list):
+        prompt = turns_field(row, asked)
+        completion = [{"role": "assistant", "content": answer_field(row, answered)}]
+    else:
+        return _pair(text_field(row, asked), answer_field(row, answered))
+    for message in prompt:
+        if message["role"] == "assistant":
+            message["target"] = False
+    return prompt + completion
+
+
+def _question_answer(row: Row, layout: Layout) -> list[Message]:
+    fields = ("instruction", "output") if layout == "instruction" else ("question", "answer")
+    asked, answered = (layout.column(field) for field in fields)
+    return _pair(with_input(row, layout, text_field(row, asked)), answer_field(row, answered))
+
+
+_BUILDERS = {
+    "messages": lambda row, layout: turns_field(row, layout.column("messages")),
+    "conversations": lambda row, layout: turns_field(row, layout.column("conversations")),
+    "prompt_completion": _prompt_completion,
+    "instruction": _question_answer,
+    "question_answer": _question_answer,
+}
+
+
+def _pair(user: str, assistant: str) -> list[Message]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def with_input(row: Row, layout: Layout, question: str) -> str:
+    """Return a question with the text that it is about, where the row has one."""
+    field = layout.column("input")
+    more = row.get(field)
+    if more is not None and not isinstance(more, str):
+        raise RequestError(f"the field {field} should be text and is {kind_of(more)}")
+    return f"{question}\n\n{more}" if more and more.strip() else question
+
+
+def answer_field(row: Row, field: str) -> str:
+    """Return a text of the row that is trained on. Raises NoTarget where it is empty, and as ``text_field``."""
+    value = row.get(field)
+    if isinstance(value, str) and not value.strip():
+        raise NoTarget("the text is empty" if field == "text" else _EMPTY)
+    if value is None:
+        raise RequestError(
+            f"the field {field} is missing; it has {names_of(row)}: fill it in, remove the row, or write an empty "
+            "text, by which the row is left out and counted"
+        )
+    return text_field(row, field)
+
+
+def text_field(row: Row, field: str) -> str:
+    """Return a text of the row. Raises RequestError where it is missing, empty or something else."""
+    value = row.get(field)
+    if value is None:
+        raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
+    if not isinstance(value, str):
+        quoted = "; put it in quotes" if isinstance(value, int | float) else ""
+        raise RequestError(f"the field {field} should be text and is {kind_of(value)}{quoted}")
+    if not value.strip():
+        raise RequestError(f"the field {field} is empty; fill it in or remove the row")
+    return value
+
+
+def _check_order(messages: list[Message]) -> None:
+    """System first, then user (or tool) and assistant in turn."""
+    roles = [message["role"] for message in messages]
+    body = roles[1:] if roles[0] == "system" else roles
+    before = "system"
+    for index, role in enumerate(body, start=len(roles) - len(body)):
+        allowed = {"system": ("user",), "user": ("assistant",), "tool": ("tool", "assistant")}
+        if role not in allowed.get(before, ("user", "tool")):
+            after = "at the beginning" if index == 0 else f"after {before}"
+            shown = ", ".join(roles[:12]) + (", …" if len(roles) > 12 else "")
+            raise RequestError(
+                f"the roles are out of order: turn {index} is {role} {after} ({shown}); one system turn comes first, "
+                "then user and assistant in turn, and tools after the assistant's calls"
+            )
+        before = role

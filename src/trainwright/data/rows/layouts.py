@@ -1,0 +1,221 @@
+"""The layouts that rows have, and how a source's columns are matched with their fields.
+
+    messages            {"messages": [{"role", "content"}, …]}
+    conversations       {"conversations": [{"from": "human" | "gpt" | …, "value"}, …]}     (ShareGPT)
+    prompt_completion   {"prompt", "completion"}, each a text, or a list of messages
+    instruction         {"instruction", "input" (may be left out), "output"}                (Alpaca)
+    question_answer     {"question", "context" (may be left out), "answer"}
+    text                {"text"}
+
+Two more hold answers to compare, see pairs.py:
+
+    preference          {"chosen", "rejected"}, and "prompt" where these are answers alone
+    labelled            {"prompt", "completion", "label"}, the label true or false
+
+Columns with the names above decide. Where no layout has all of its own, the names that published data sets use are
+tried: {"query", "response"}, {"instruction", "context", "response"} (Dolly), {"system", "user", "assistant"}, ….
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainwright.data.sources.row_files import Row
+from trainwright.errors import RequestError
+
+# In the order in which they are looked for: the more telling first.
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
+    "text": ("text",),
+    "labelled": ("prompt", "completion", "label"),
+    "preference": ("chosen", "rejected"),
+}
+_OPTIONAL = {
+    "instruction": ("input",),
+    "question_answer": ("input",),
+    "preference": ("prompt", "input"),
+}
+_OF_CONVERSATIONS = ("system", "tools")
+# Layouts of examples that are one document each.
+SINGLE = ("messages", "conversations", "prompt_completion", "instruction", "question_answer", "text")
+_TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: kto"}
+
+# Other names of what is asked and of what is answered, the more telling first.
+_ASKED = ("question", "prompt", "instruction", "query", "problem", "user", "human", "input", "context", "title")
+_ANSWERED = ("answer", "response", "completion", "output", "reply", "assistant", "gpt", "bot", "solution", "target")
+_SUMMARIES = ("summary", "highlights")  # of a text, which is not to be learnt then
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "messages": ("conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
+    "question": _ASKED,
+    "instruction": _ASKED,
+    "prompt": (*_ASKED, "messages", "conversations"),
+    "input": ("context",),
+    "answer": _ANSWERED,
+    "output": _ANSWERED,
+    "completion": _ANSWERED,
+    "text": ("content", "document", "raw_content", "article", "code"),
+    "chosen": ("chosen_response", "response_chosen", "preferred", "preferred_output", "response_j"),
+    "rejected": ("rejected_response", "response_rejected", "dispreferred", "non_preferred_output", "response_k"),
+    "system": ("system_prompt", "system_message"),
+    "tools": ("functions",),
+}
+# Columns that hold lists of turns.
+TURN_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", *_OTHER_NAMES["messages"])
+
+
+class Layout(str):
+    """The name of a layout, as ``data.format`` has it, with the columns that its fields are read from.
+
+    Attributes:
+        columns: from the names of fields above to those of columns that are called otherwise.
+    """
+
+    columns: Mapping[str, str]
+
+    def __new__(cls, name: str, columns: Mapping[str, str] | None = None) -> Layout:
+        """Make the layout ``name`` with the columns of its fields."""
+        layout = super().__new__(cls, name)
+        layout.columns = {field: column for field, column in (columns or {}).items() if field != column}
+        return layout
+
+    def column(self, field: str) -> str:
+        """Return the column that a field is read from; none is called "", so that nothing is read from it."""
+        return self.columns.get(field, field)
+
+    def unused(self, columns: Sequence[str]) -> list[str]:
+        """Which of a source's columns no part of an example is made from."""
+        return [column for column in columns if column not in self.used]
+
+    @property
+    def used(self) -> list[str]:
+        """The columns that an example is made from, where there are such."""
+        more = () if self == "text" else _OF_CONVERSATIONS
+        return [self.column(field) for field in (*REQUIRED[self], *_OPTIONAL.get(self, ()), *more)]
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """From columns to the fields that they are read as, where the two are called differently."""
+        return {column: field for field, column in self.columns.items() if column}
+
+    @property
+    def read_as(self) -> str:
+        """Which columns are read as other fields, in words; empty where none is."""
+        return ", ".join(f"{column} as {field}" for column, field in self.renamed.items())
+
+
+def columns_not_used(columns: Sequence[str]) -> str:
+    """Return what is said of columns that no part of an example is made from."""
+    return f"not used: the column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
+
+
+def layout_of(
+    columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
+) -> Layout:
+    """Return the layout of a source's rows: ``wanted``, or if that is ``auto`` the one of ``layouts`` that they have.
+
+    Raises:
+        RequestError: the columns do not have it, or none is recognised.
+    """
+    if wanted == "auto":
+        return detect_format(columns, first_rows, layouts)
+    return check_format(columns, "text" if wanted == "documents" else wanted)
+
+
+def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> Layout:
+    """Return the first of ``layouts`` that rows with these ``columns`` have; of ``first_rows`` one must fill its
+    fields.
+
+    Raises:
+        RequestError: none fits; lists the fields there are and what each layout needs.
+    """
+    fitting = [
+        name for name in REQUIRED if _are_filled(first_rows, REQUIRED[name]) and set(REQUIRED[name]) <= {*columns}
+    ]
+    for name in layouts:
+        if name in fitting:
+            return _with_optional(name, {field: field for field in REQUIRED[name]}, columns)
+    elsewhere = next((f"{name} rows, for {_TRAINED_BY[name]}" for name in fitting if name in _TRAINED_BY), None)
+    if elsewhere is None and (found := _by_other_names(columns, first_rows, layouts)):
+        return found
+    known = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
+    reason = f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({known})"
+    if elsewhere is not None:
+        raise RequestError(f"{reason}; these are {elsewhere}")
+    raise RequestError(
+        f"{reason}; trainwright data prepare reads them with --map, as in --map theirs={_example(layouts)}"
+    )
+
+
+def check_format(columns: Sequence[str], name: str) -> Layout:
+    """Return the layout ``name`` in ``columns``. Raises RequestError where they have not all that it needs."""
+    found = _matched(name, columns)
+    if missing := [field for field in REQUIRED[name] if field not in found]:
+        raise RequestError(
+            f"data.format {name} needs the field {' and '.join(missing)}; the rows have {', '.join(columns)}"
+        )
+    return _with_optional(name, found, columns)
+
+
+def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: Sequence[str]) -> Layout | None:
+    for name in ("preference", "messages", "question_answer", "text"):
+        if name not in layouts:
+            continue
+        found = _matched(name, columns)
+        if not {*REQUIRED[name]} <= {*found} or not _are_filled(first_rows, [found[field] for field in REQUIRED[name]]):
+            continue
+        if name == "messages" and not any(_is_turns(row.get(found["messages"])) for row in first_rows):
+            continue
+        if name == "text" and any(_named(names, columns) for names in (_ASKED[:-2], (*_ANSWERED, *_SUMMARIES))):
+            return None  # half of a question and its answer
+        if name == "question_answer" and found["question"].lower() == "instruction" and "instruction" in layouts:
+            found = {"instruction": found["question"], "output": found["answer"]}
+            name = "instruction"
+        return _with_optional(name, found, columns)
+    return None
+
+
+def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
+    """Return the columns of the required fields of a layout, as far as there are any, each column for one field."""
+    found: dict[str, str] = {}
+    for field in REQUIRED[name]:
+        left = [column for column in columns if column not in found.values()]
+        if column := _named((field, *_OTHER_NAMES.get(field, ())), left):
+            found[field] = column
+    return found
+
+
+def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) -> Layout:
+    fields = dict(found)
+    taken = set(found.values())
+    for field in (*_OPTIONAL.get(name, ()), *(() if name == "text" else _OF_CONVERSATIONS)):
+        column = _named((field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken])
+        if column or field in taken:
+            fields[field] = column or ""
+            taken.add(fields[field])
+    return Layout(name, fields)
+
+
+def _named(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """Return the column with the first of ``names``, in any case where none is written exactly so."""
+    lower = {column.lower(): column for column in reversed(columns)}
+    return next((name if name in columns else lower[name] for name in names if name in lower), None)
+
+
+def _are_filled(rows: Sequence[Row], columns: Sequence[str]) -> bool:
+    return not rows or any(all(row.get(column) is not None for column in columns) for row in rows)
+
+
+def _is_turns(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lstrip()[:1] == "[" and value.lstrip("[ \t\r\n")[:1] == "{"
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _example(layouts: Sequence[str]) -> str:
+    answers = "question_answer" in layouts
+    return "question --map others=answer" if answers else "chosen --map others=rejected"

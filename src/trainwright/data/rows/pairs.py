@@ -1,0 +1,138 @@
+"""Rows that compare answers: how each becomes conversations with the same beginning, and what each answer is.
+
+    {"prompt", "chosen", "rejected"}    answers to a prompt, each a text, or each a list of messages
+    {"chosen", "rejected"}              whole conversations with a common beginning, each a list of messages, or a text
+                                        "\n\nHuman: …\n\nAssistant: …" as Anthropic's HH-RLHF has them
+    {"prompt", "completion", "label"}   one answer, and whether it is a good one
+
+What conversations have in common is their prompt; it begins the documents of a pair and is not trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+from trainwright.data.rows.formats import NoTarget, answer_field, conversation, text_field, to_example, with_input
+from trainwright.data.rows.layouts import Layout
+from trainwright.data.rows.turns import Message, transcript, turns_field
+from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.errors import RequestError
+
+# What a document is: the better answer or the worse one; of answers with a label, a good one or a bad one.
+CHOSEN, REJECTED = 0, 1
+_PREFERENCE, _LABELLED = Layout("preference"), Layout("labelled")
+_LABELS = {"true": CHOSEN, "false": REJECTED}
+_SAME = "chosen and rejected are the same"
+
+
+def to_pair(
+    row: Row, remarks: Counter[str] | None = None, layout: Layout = _PREFERENCE
+) -> list[tuple[int, list[Message]]]:
+    """Return a ``preference`` row as ``(role, conversation)`` of the chosen and of the rejected answer, in this order.
+
+    Args:
+        remarks: counts the rows that are not taken as they are, by what they do, in words.
+
+    Raises:
+        NoTarget: an answer is empty, or both are the same.
+        RequestError: a field is missing or of the wrong type, or the two do not answer the same prompt.
+    """
+    prompt, answers = _prompt_and_answers(row, layout)
+    if answers[0] == answers[1]:
+        raise NoTarget(_SAME)
+    found: set[str] = set()
+    pair = [conversation([*map(dict, prompt), *answer], row, found, layout) for answer in answers]
+    if remarks is not None:
+        remarks.update(found)
+    return list(zip((CHOSEN, REJECTED), pair, strict=True))
+
+
+def to_labelled(
+    row: Row, remarks: Counter[str] | None = None, layout: Layout = _LABELLED
+) -> list[tuple[int, list[Message]]]:
+    """Return a ``labelled`` row as the role and the conversation of its one answer.
+
+    Raises:
+        NoTarget, RequestError: as ``formats.to_example``; RequestError where the label is neither true nor false.
+    """
+    label = row.get("label")
+    role = _LABELS.get(label.strip().lower()) if isinstance(label, str) else None  # CSV has no other values than text
+    if isinstance(label, bool):
+        role = CHOSEN if label else REJECTED
+    if role is None:
+        given = repr(label) if isinstance(label, str) else kind_of(label)
+        raise RequestError(f"the field label should be true or false and is {given}")
+    messages = to_example(row, Layout("prompt_completion", layout.columns), remarks)
+    assert not isinstance(messages, str)
+    return [(role, messages)]
+
+
+def _prompt_and_answers(row: Row, layout: Layout) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
+    sides = (layout.column("chosen"), layout.column("rejected"))
+    kinds = {side: kind_of(row[side]) for side in sides if row.get(side) is not None}
+    if len(set(kinds.values())) == 2:
+        chosen_kind, rejected_kind = kinds.values()
+        raise RequestError(f"{sides[0]} is {chosen_kind} and {sides[1]} is {rejected_kind}; give both in one form")
+    texts = [row.get(side) for side in sides]
+    written = [transcript(text) if isinstance(text, str) else None for text in texts]
+    if isinstance(texts[0], str) and not all(written):
+        answers = [[_assistant(answer_field(row, side))] for side in sides]
+        return _prompt(row, layout), (answers[0], answers[1])
+    chosen, rejected = (turns or turns_field(row, side) for turns, side in zip(written, sides, strict=True))
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        return _prompt(row, layout), (chosen, rejected)
+    common = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected, strict=False)))
+    _check_beginning(row, layout, dict(zip(sides, (chosen, rejected), strict=True)), common)
+    return _not_trained_on(chosen[:common]), (chosen[common:], rejected[common:])
+
+
+def _prompt(row: Row, layout: Layout) -> list[Message]:
+    field = layout.column("prompt")
+    given = row.get(field)
+    if isinstance(given, dict) and isinstance(given.get("messages"), list) and not given.get("tools"):
+        return _not_trained_on(turns_field(given, "messages"))  # as OpenAI has them
+    if isinstance(given, list):
+        return _not_trained_on(turns_field(row, field))
+    text = with_input(row, layout, text_field(row, field))
+    return _not_trained_on(transcript(text) or [{"role": "user", "content": text}])
+
+
+def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Message]], common: int) -> None:
+    """Refuse conversations that are not answers to one prompt, the row's own where it names one."""
+    chosen, rejected = sides.values()
+    if list(chosen) == list(rejected):
+        raise NoTarget(_SAME)
+    if common == 0:
+        raise RequestError(f"{' and '.join(sides)} begin with different turns; both should begin with the same prompt")
+    for field, turns in sides.items():
+        if common == len(turns):
+            raise RequestError(f"{field} ends where the other goes on, so it has no answer of its own")
+    for field, turns in sides.items():
+        if turns[common]["role"] != "assistant":
+            raise RequestError(
+                f"{field}[{common}] is the first turn that differs and is the {turns[common]['role']}'s; "
+                "conversations should differ from an answer of the assistant on"
+            )
+    column = layout.column("prompt")
+    prompt, beginning = row.get(column), chosen[:common]
+    if not prompt or column in ("messages", "conversations"):  # of which these two are often the whole
+        return
+    if isinstance(prompt, str):
+        said = transcript(prompt)
+        named = said == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
+    else:
+        named = turns_field(row, column) == list(beginning)
+    if not named:
+        raise RequestError(
+            f"the field {column} is not what {' and '.join(sides)} begin with; remove it, or put it right"
+        )
+
+
+def _not_trained_on(turns: Sequence[Message]) -> list[Message]:
+    return [{**turn, "target": False} if turn["role"] == "assistant" else turn for turn in turns]
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,295 @@
+"""From raw rows with fields of any name to one layout, without duplicates, split: ``trainwright data prepare``.
+
+Rows stream through: what is remembered of each is a few bytes in an index on disk, so that sources may be larger
+than memory. On which side of the split a row falls depends on the seed and its content alone, so rows that are equal
+fall on the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.kinds import ANY
+from trainwright.data.rows.layouts import Layout
+from trainwright.data.rows.pairs import CHOSEN
+from trainwright.data.rows.raw_index import DUPLICATES, RowIndex, Seen
+from trainwright.data.rows.tool_calls import as_row
+from trainwright.data.sources.reading import iterate_source, source_notes
+from trainwright.data.sources.row_files import Row, as_json
+from trainwright.errors import RequestError
+
+SPLITS = ("train", "validation", "test")
+_KEY = "data prepare"
+_FIRST = 8
+_ALL = "all"
+# Where the turns of a written row are.
+_TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
+_SHOWN = 5
+
+
+@dataclass
+class Side:
+    """What one part of the split holds; lengths are in characters of text."""
+
+    rows: int = 0
+    turns: int = 0
+    characters: int = 0
+    longest: int = 0
+    roles: Counter[str] = field(default_factory=Counter)
+    # Rows of at least so many characters: powers of two.
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, row: Row) -> None:
+        """Count a normalised row."""
+        turns = _turns(row)
+        size = sum(len(str(turn["content"])) for turn in turns) if turns else len(row.get("text", ""))
+        self.rows += 1
+        self.turns += len(turns)
+        self.roles.update(str(turn["role"]) for turn in turns)
+        self.characters += size
+        self.longest = max(self.longest, size)
+        self.lengths[1 << max(0, size.bit_length() - 1)] += 1
+
+
+@dataclass
+class Source:
+    """What became of the rows of one source."""
+
+    source: str
+    layout: Layout = Layout("")  # noqa: RUF009 (a text, which nobody changes)
+    renamed: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)  # columns beside those of the layout
+    not_kept: Counter[str] = field(default_factory=Counter)  # columns, by the rows that have anything in them
+    rows: int = 0
+    duplicates: int = 0
+    differing: int = 0  # of the duplicates, in columns that are not kept
+    wrong: int = 0
+    first_wrong: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Statistics:
+    """Everything that was counted: ``rows`` are kept, duplicates, wrong or left out, for each source and altogether."""
+
+    sources: list[Source]
+    sides: dict[str, Side]
+    seed: int
+    deduplicate: str
+
+
+def prepare_raw(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    renamed: Mapping[str, str],
+    validation: float,
+    test: float,
+    seed: int,
+    deduplicate: str,
+    keep: Sequence[str] = (),
+    skip_wrong: bool = False,
+) -> Statistics:
+    """Write ``train.jsonl``, ``validation.jsonl``, ``test.jsonl`` and ``statistics.json`` into ``out``, or nothing.
+
+    Args:
+        renamed: from a field's name in the sources, with dots into objects, to the name it is to have.
+        validation, test: which parts of the rows that remain are held back.
+        deduplicate: exact, near or none. Rows are equal where all that is written of them is.
+        keep: columns that are written beside those that the layout is made from; ``all`` of them.
+        skip_wrong: leave wrong rows out, and count them.
+
+    Raises:
+        RequestError: ``out`` is taken, a source or one of its rows is wrong (with its file and line), or nothing is
+        left.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"--out: {out} is there already; name a new directory")
+    if deduplicate not in DUPLICATES:
+        raise RequestError(f"--deduplicate: {deduplicate!r} is none of {', '.join(DUPLICATES)}")
+    if validation + test >= 1:
+        raise RequestError(f"--validation {validation:g} and --test {test:g} leave nothing to train on; lower them")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        found = Statistics([], {}, seed, deduplicate)
+        with RowIndex(scratch / "index", deduplicate) as index:
+            kept = _normalise_all(sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, found, seed)
+            borders = index.borders(round(test * kept), round((test + validation) * kept))
+        _divide(scratch / "rows", scratch, borders, found, seed)
+        (scratch / "rows").unlink()
+        text = json.dumps(found, default=vars, indent=2, ensure_ascii=False)
+        # A file's name may be no UTF-8; what stands for its bytes becomes an escape of JSON.
+        (scratch / "statistics.json").write_bytes(f"{text}\n".encode(errors="backslashreplace"))
+        scratch.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return found
+
+
+def _normalise_all(
+    sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, found: Statistics, seed: int
+) -> int:
+    """Write what is kept of all sources into one file; returns how many rows that is."""
+    kept, kinds = 0, dict[str, str]()
+    with file.open("w", encoding="utf-8") as rows:
+        for source in sources:
+            counts = Source(source)
+            found.sources.append(counts)
+            for row, rest in reader.rows(source, counts):
+                kinds.setdefault(next(iter(row)), source)
+                text = as_json(row)
+                seen = index.add(_rank(text, seed), text, row, rest)
+                if seen is not Seen.NEW:
+                    counts.duplicates += 1
+                    counts.differing += seen is Seen.DIFFERENT
+                    continue
+                kept += 1
+                rows.write(text + "\n")
+    reader.check_names()
+    if not kept:
+        reasons = sum((source.left_out for source in found.sources), Counter[str]())
+        reasons["wrong"] += sum(source.wrong for source in found.sources)
+        said = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
+        raise RequestError(f"{_KEY}: no row has anything to train on ({said})")
+    if len(kinds) > 1:
+        said = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
+        raise RequestError(
+            f"{_KEY}: the sources become rows of {said}, which one file does not hold; prepare each alone"
+        )
+    return kept
+
+
+@dataclass
+class _Reader:
+    """Rows of sources in one layout, by what was asked for on the command line."""
+
+    renamed: Mapping[str, str]
+    keep: Sequence[str]
+    skip_wrong: bool
+    used: set[str] = field(default_factory=set)  # of the fields to rename
+    columns: set[str] = field(default_factory=set)  # seen beside those of the layout
+
+    def rows(self, source: str, counts: Source) -> Iterator[tuple[Row, str]]:
+        """Each row as it is to be written, and as text what of it is not."""
+        rows = iterate_source(source, key=_KEY)
+        first = list(islice(rows, _FIRST))
+        if not first:
+            raise RequestError(f"{_KEY}: {source} holds no rows")
+        renamed_first = [_rename(row, self.renamed, self.used) for _, row in first]
+        columns = list(dict.fromkeys(name for row in renamed_first for name in row))
+        try:
+            counts.layout = layout = ANY.layout(columns, renamed_first, "auto")
+        except RequestError as error:
+            raise RequestError(f"{source}: {error}") from None
+        counts.renamed = {**self.renamed, **layout.renamed}
+        for place, row in chain(first, rows):
+            counts.rows += 1
+            own = _rename(row, self.renamed, self.used)
+            try:
+                documents = ANY.documents(own, layout, counts.remarks)
+            except NoTarget as reason:
+                counts.left_out[str(reason)] += 1
+                continue
+            except RequestError as error:
+                if not self.skip_wrong:
+                    raise RequestError(f"{place}: {error} (--skip-wrong leaves such rows out)") from None
+                counts.wrong += 1
+                counts.first_wrong += [f"{place}: {error}"] if len(counts.first_wrong) < _SHOWN else []
+                continue
+            yield self._written(own, _row(documents, layout), layout, counts)
+        counts.notes += source_notes(source, _KEY)
+
+    def check_names(self) -> None:
+        """Raise RequestError where a column that was named on the command line is in no row."""
+        if unknown := sorted(set(self.renamed) - self.used):
+            raise RequestError(f"--map: no row has the field {unknown[0]}")
+        if unknown := sorted(set(self.keep) - self.columns - {_ALL}):
+            beside = (
+                f"those beside the layout's are {', '.join(sorted(self.columns))}" if self.columns else "there is none"
+            )
+            raise RequestError(f"--keep: no row has the column {unknown[0]} beside those of its layout; {beside}")
+
+    def _written(self, own: Row, made: Row, layout: Layout, counts: Source) -> tuple[Row, str]:
+        more, rest = {}, {}
+        for column in layout.unused(list(own)):
+            self.columns.add(column)
+            if _ALL not in self.keep and column not in self.keep:
+                rest[column] = own[column]
+                counts.not_kept[column] += own[column] is not None
+                continue
+            name = f"{column}_" if column in (*_TURNS, "text", "label", "tools") else column
+            more[name] = own[column]
+            if name not in counts.kept:
+                counts.kept.append(name)
+        return {**made, **more}, json.dumps(rest, sort_keys=True, default=str) if rest else ""
+
+
+def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
+    result = dict(row)
+    for name, ours in names.items():
+        if name in row:
+            value = result.pop(name, None)
+        else:
+            value = row
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is None:
+                continue
+        used.add(name)
+        result[ours] = value
+    return result
+
+
+def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
+    """Return a row of the layout messages, text, preference or labelled."""
+    role, example = documents[0]
+    if layout == "preference":
+        return {"chosen": example, "rejected": documents[1][1]}
+    if layout == "labelled":
+        return {"prompt": example[:-1], "completion": example[-1:], "label": role == CHOSEN}
+    return {"text": example} if isinstance(example, str) else as_row(example)
+
+
+def _turns(row: Row) -> list[Any]:
+    return [turn for field in _TURNS for turn in row.get(field, ())]
+
+
+def _rank(text: str, seed: int) -> bytes:
+    """Where a row stands in the draw of who is held back."""
+    return hashlib.sha256(f"{seed}/{text}".encode()).digest()[:16]
+
+
+def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], found: Statistics, seed: int) -> None:
+    test, held = borders
+    files = {name: (directory / f"{name}.jsonl").open("w", encoding="utf-8") for name in SPLITS}
+    try:
+        found.sides = {name: Side() for name in SPLITS}
+        with rows.open(encoding="utf-8") as lines:
+            for line in lines:
+                rank = _rank(line.rstrip("\n"), seed)
+                name = "test" if rank < test else "validation" if rank < held else "train"
+                files[name].write(line)
+                found.sides[name].add(json.loads(line))
+    finally:
+        for file in files.values():
+            file.close()
+    for name in SPLITS[1:]:
+        if not found.sides[name].rows:
+            (directory / f"{name}.jsonl").unlink()
+            del found.sides[name]

@@ -1,0 +1,96 @@
+"""What a person looks at before training: which tokens are learnt, how long examples are, how full packs get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import Stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Pieces = list[tuple[str, bool]]
+_SAMPLED_BATCHES = 64
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, document: int) -> Pieces:
+    """Return a document as runs of text ``(text, are its tokens targets)``, control tokens and all."""
+    tokens, targets = dataset.document(document)
+    ids, flags = tokens.tolist(), [False, *targets[1:].tolist()]  # nothing precedes the first to predict it from
+    runs: Pieces = []
+    end, before = 0, ""
+    for target, run in groupby(flags):
+        end += len(list(run))
+        # A tokenizer may write a run otherwise when it stands alone, so that spaces would be missing.
+        whole = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+        runs.append((whole[len(before) :], target))
+        before = whole
+    return runs
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many examples have ``low`` to ``high`` tokens, both included."""
+
+    low: int
+    high: int
+    examples: int
+
+
+def histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
+    """Return the examples by their length in tokens, in bins of one width from the shortest to the longest."""
+    lengths = dataset.example_lengths()
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, -(-(high - low + 1) // bins))
+    counts = np.bincount((lengths - low) // width)
+    return [Bin(low + i * width, min(high, low + (i + 1) * width - 1), int(count)) for i, count in enumerate(counts)]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Of global batches in the mean: ``rows``, and which part of what is computed are ``tokens`` of examples."""
+
+    rows: float
+    tokens: float
+    fill: float
+    batches: int
+
+
+def fill(
+    dataset: TokenDataset, *, global_batch_size: int, seed: int, rows: int | None, pack_length: int | None
+) -> Fill:
+    """How full rows are, over the first batches of an epoch.
+
+    Args:
+        rows: of a micro-batch that is not packed, each of them padded to the longest; None: all of the global batch.
+    """
+    size = min(global_batch_size, len(dataset))
+    stream = Stream(
+        dataset,
+        global_batch_size=size,
+        seed=seed,
+        rows=1 if pack_length is not None else rows or size,
+        pack_length=pack_length,
+        total_examples=len(dataset),
+    )
+    steps = max(1, min(len(dataset) // size, _SAMPLED_BATCHES))
+    batches = [stream.global_batch(step) for step in range(steps)]
+    counts = [sum(len(micro.rows) for micro in batch.micro_batches) for batch in batches]
+    if pack_length is not None:
+        room = sum(counts) * pack_length
+    else:
+        room = sum(stream.positions(micro) for batch in batches for micro in batch.micro_batches)
+    tokens = sum(batch.tokens for batch in batches)
+    return Fill(sum(counts) / steps, tokens / steps, tokens / room, steps)
+
+
+def first_examples(dataset: TokenDataset, count: int, seed: int) -> Sequence[int]:
+    """Return the examples that training sees first."""
+    count = min(count, len(dataset))
+    return Stream(dataset, global_batch_size=count, seed=seed, rows=1).examples(0) if count else []

@@ -1,0 +1,83 @@
+"""One system prompt for all conversations of a source: ``trainwright data style``."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+
+from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.kinds import EXAMPLES
+from trainwright.data.rows.tool_calls import as_row
+from trainwright.data.sources.reading import iterate_source, source_notes
+from trainwright.data.sources.row_files import as_json
+from trainwright.errors import RequestError
+
+
+@dataclass
+class Styled:
+    """What was done, in numbers of rows."""
+
+    added: int = 0
+    replaced: int = 0
+    kept: int = 0  # with the system turn that they had
+    left_out: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)  # on how the rows were read
+
+
+def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
+    """Write the conversations of ``source`` as messages that begin with ``system``; the file is there whole or not.
+
+    Columns that no turn is made from stay beside them.
+
+    Args:
+        replace: change the system turns that there are, too.
+
+    Raises:
+        RequestError: ``out`` is taken, or the source or a row of it is wrong or holds no conversation.
+    """
+    if not system.strip():
+        raise RequestError("--system: is empty; give the text of a system turn, or @FILE")
+    if not system.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in system):
+        raise RequestError("--system: is no UTF-8 text; give it in UTF-8, or as @FILE")
+    if out.exists():
+        raise RequestError(f"--out: {out} is there already; name a new file")
+    rows = iterate_source(source, key="data style")
+    first = list(islice(rows, 8))
+    try:
+        layout = EXAMPLES.layout(
+            list(dict.fromkeys(name for _, row in first for name in row)), [r for _, r in first], "auto"
+        )
+    except RequestError as error:
+        raise RequestError(f"{source}: {error}") from None
+    if layout == "text":
+        raise RequestError(f"{source}: the rows are plain text, which has no turns to put a system prompt in front of")
+    found = Styled()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            for place, row in chain(first, rows):
+                try:
+                    [(_, messages)] = EXAMPLES.documents(row, layout)
+                except NoTarget as reason:
+                    found.left_out[str(reason)] += 1
+                    continue
+                except RequestError as error:
+                    raise RequestError(f"{place}: {error}") from None
+                assert not isinstance(messages, str)
+                if messages[0]["role"] != "system":
+                    messages, found.added = [{"role": "system", "content": system}, *messages], found.added + 1
+                elif replace:
+                    messages, found.replaced = [{**messages[0], "content": system}, *messages[1:]], found.replaced + 1
+                else:
+                    found.kept += 1
+                more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
+                file.write(as_json({**as_row(messages), **more}) + "\n")
+        scratch.rename(out)
+        found.notes += source_notes(source, "data style")
+    finally:
+        scratch.unlink(missing_ok=True)
+    return found

@@ -1,0 +1,86 @@
+"""Tools that an assistant may call, and the calls that it makes, as chat templates take them.
+
+A row has them as JSON or as text that is JSON: ``tools`` beside the turns, a list of functions by their JSON Schema,
+and in an assistant's turn ``tool_calls``, a list of ``{"type": "function", "function": {"name", "arguments"}}``
+(https://huggingface.co/docs/transformers/chat_extras). Calls without the outer object are taken too. Files of rows are
+read with the text in its place, as no one type of column holds arguments of different calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.errors import RequestError
+
+
+def as_text(value: Any) -> Any:
+    """Return a list as its JSON, anything else as it is."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def tools_of(row: Row, field: str = "tools") -> list[Any]:
+    """Return the tools beside a row's turns; none is an empty list. Raises RequestError where they are no list of
+    objects.
+    """
+    return _objects(row.get(field), f"the field {field}")
+
+
+def calls_of(turn: Row, place: str) -> list[Any]:
+    """Return the calls that a turn makes, their arguments as objects. Raises RequestError where they are none."""
+    return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), place))]
+
+
+def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Names of the tools of a conversation, and of those that are called in it."""
+    tools = [tool.get("function", tool).get("name") for turn in turns for tool in turn.get("tools", ())]
+    calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
+    return [name for name in tools if isinstance(name, str)], calls
+
+
+def as_row(messages: Sequence[Row]) -> Row:
+    """Return a row of the layout ``messages``, with the tools beside the turns."""
+    tools = [tool for turn in messages for tool in turn.get("tools", ())]
+    turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
+    return {"messages": turns, "tools": tools} if tools else {"messages": turns}
+
+
+def _objects(value: Any, place: str) -> list[Any]:
+    if value is None or value == "":
+        return []
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{place}: tools and calls are JSON, and this is not: {error}") from None
+    else:
+        given = _without_null(value)  # a column of objects has every key in each of them
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise RequestError(f"{place}: tools and calls are a list of objects, and this is {kind_of(given)}")
+    return given
+
+
+def _call(call: Row, place: str) -> Row:
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f'{place} has no name; a call is {{"function": {{"name", "arguments"}}}}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{place}.arguments are no JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{place}.arguments should be an object and is {kind_of(arguments)}")
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""The turns of a conversation as rows write them, by our names of roles."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from trainwright.data.rows.layouts import TURN_COLUMNS
+from trainwright.data.rows.tool_calls import as_text, calls_of
+from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.errors import RequestError
+
+# {"role": str, "content": str}, "target": False where not trained on, "tool_calls" as in tool_calls.py, "name" and
+# "tool_call_id" of a tool's turn; the first of a conversation has its "tools", if there are any.
+Message: TypeAlias = dict[str, Any]
+
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **{"developer": "system", "human": "user", "prompter": "user"},
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "bing", "bard", "claude"), "assistant"),
+    **dict.fromkeys(("function_response", "observation", "function", "tool_response", "ipython"), "tool"),
+}
+# An assistant's turn that is a call of a tool and nothing else, its value the call as JSON.
+_CALLS = ("function_call", "function-call", "tool_call")
+_CONTENTS = ("content", "value")
+_A_TURN = 'a turn is {"role": "user", "content": "…"}'
+# What of a turn is read; of the last three, as OpenAI and axolotl have them, whether it is trained on.
+_READ = {"role", "from", *_CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
+_TRAINED = ("target", "weight", "train", "training")
+# As Anthropic's HH-RLHF and what is made from it write conversations.
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
+
+def turns_field(row: Row, field: str) -> list[Message]:
+    """Return a list of turns of the row, by our names of roles. Raises RequestError where it is none."""
+    value = row.get(field)
+    if value is None:
+        raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
+    items = _listed(value, field)
+    if not isinstance(items, list) or not items:
+        what = "an empty list" if items == [] else kind_of(items)
+        raise RequestError(f"the field {field} should be a list of turns and is {what}")
+    return [_turn(item, f"{field}[{index}]") for index, item in enumerate(items)]
+
+
+def transcript(text: str) -> list[Message] | None:
+    """Return the turns of a text ``Human: …`` and ``Assistant: …``, with empty lines between; None where it is none."""
+    text = text.strip()
+    if not text.startswith("Human:") or "\n\nAssistant:" not in text:
+        return None
+    _, *parts = _SPEAKER.split(text)
+    turns = list(zip(parts[::2], parts[1::2], strict=True))
+    if not turns[-1][1].strip():  # a prompt that ends with the name of who is to go on
+        turns = turns[:-1]
+    return [_turn({"role": role, "content": said.strip()}, role) for role, said in turns]
+
+
+def with_text_content(row: Row) -> Row:
+    """Return the row with lists of text parts joined to one text, and tools as text: a column is of one type
+    throughout.
+    """
+    turns = [field for field in TURN_COLUMNS if isinstance(row.get(field), list)]
+    if isinstance(row.get("tools"), list):
+        row = {**row, "tools": as_text(row["tools"])}
+    return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
+
+
+def names_of(row: Row) -> str:
+    """Return the fields of a row that hold anything, for messages."""
+    return ", ".join(name for name, value in row.items() if value is not None) or "no fields"
+
+
+def _listed(value: Any, field: str) -> Any:
+    """Return a list of turns that is written as text, as one turn alone, or as an object of lists (Arrow's way)."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        return _listed(_parsed(value, field), field)
+    if not isinstance(value, dict):
+        return value
+    lists = {key: item for key, item in value.items() if isinstance(item, list)}
+    if len(lists) < len(value) or len({len(item) for item in lists.values()}) != 1:
+        return [value]
+    return [dict(zip(lists, items, strict=True)) for items in zip(*lists.values(), strict=True)]
+
+
+def _parsed(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(
+            f"the field {field} should be a list of turns and is text that is not JSON; write it with json.dumps, or "
+            "as a list"
+        ) from None
+
+
+def _turn(item: Any, place: str) -> Message:
+    if not isinstance(item, dict):
+        raise RequestError(f"{place} should be an object with role and content and is {kind_of(item)}; {_A_TURN}")
+    said = item.get("role") if item.get("role") is not None else item.get("from")
+    content = item.get("content") if item.get("content") is not None else item.get("value")
+    if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # of OpenAI's API before tools
+        item = {**item, "tool_calls": [item["function_call"]]}
+    if said is None or (content is None and not item.get("tool_calls")):
+        missing = "role (or from)" if said is None else "content (or value)"
+        raise RequestError(f"{place} has no {missing}; it has {names_of(item)}; {_A_TURN}")
+    if str(said).lower() in _CALLS:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(content, place)}
+    role = _ROLES.get(str(said).lower())
+    if role is None:
+        known = ", ".join((*_ROLES, *_CALLS))
+        raise RequestError(f"{place} has the role {said!r}; known are {known}")
+    for extra in ("reasoning_content", "thinking"):
+        if item.get(extra):
+            raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
+    calls = calls_of(item, place)
+    if calls and role != "assistant":
+        raise RequestError(f"{place} has tool_calls and is the {role}'s; only the assistant calls tools")
+    text = _content("" if content is None else content, place)
+    # An empty system turn switches some models' default off; an empty answer is no mistake of the asker's.
+    if not text.strip() and role not in ("system", "assistant"):
+        raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
+    message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
+    if role == "tool":
+        message |= {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
+    return {**message, "target": False} if role == "assistant" and not _is_trained_on(item, place) else message
+
+
+def _is_trained_on(item: Row, place: str) -> bool:
+    said = {key: item[key] for key in _TRAINED if item.get(key) is not None}
+    for key, value in said.items():
+        if value not in (0, 1):
+            raise RequestError(f"{place} has {key} {value!r}, and a turn is trained on or not: write true or false")
+    return all(said.values())
+
+
+def unread_fields(row: Row, columns: Iterable[str]) -> list[str]:
+    """Fields of the turns in some columns that nothing is made from."""
+    turns = (turn for column in columns if isinstance(row.get(column), list) for turn in row[column])
+    fields = (key for turn in turns if isinstance(turn, dict) for key, value in turn.items() if value is not None)
+    return [key for key in dict.fromkeys(fields) if key not in _READ and key not in _TRAINED]
+
+
+def _calls(content: Any, place: str) -> list[Any]:
+    """Return the calls that a turn of ShareGPT's ``function_call`` makes."""
+    try:
+        given = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict | list) or not given:
+        raise RequestError(
+            f'{place} is a call of a function, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
+            "write it so, or give the turn to the assistant (gpt) as text"
+        )
+    return calls_of({"tool_calls": given if isinstance(given, list) else [given]}, place)
+
+
+def _joined(turn: Any) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    if isinstance(turn.get("tool_calls"), list):
+        turn = {**turn, "tool_calls": as_text(turn["tool_calls"])}
+    lists = {key: _text_of(turn[key]) for key in _CONTENTS if isinstance(turn.get(key), list)}
+    return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
+
+
+def _text_of(parts: list[Any]) -> str | None:
+    """Return a list of text parts as one text; None if any is no text."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if len(known) == len(texts) else None
+
+
+def _content(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        if (text := _text_of(content)) is not None:
+            return text
+        raise RequestError(f"{place} has content that is no text (an image?); only text can be trained on")
+    raise RequestError(f"{place} has content that should be text and is {kind_of(content)}")

@@ -1,0 +1,117 @@
+"""What unlearning trains on: a forget row, its refusal where one is taught, and a retain row beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainwright.data.rows.kinds import EXAMPLES
+from trainwright.data.rows.refusals import FORGET, RETAIN
+from trainwright.data.stream.dataset import Companions, TokenDataset
+from trainwright.data.stream.mixture import permuted
+from trainwright.data.stream.prepare import writable
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.data import DataSection
+
+
+def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
+    """Return the forget rows as examples, the retain rows as their companions; kept in the cache and mapped from there.
+
+    Documents of ``forget`` have the same numbers as there.
+
+    Raises:
+        MachineError: the cache cannot be written.
+    """
+    if retain is None:
+        return forget
+    fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
+    directory = cache / "datasets" / fingerprint
+    try:
+        found = TokenDataset.open(directory)
+    except (OSError, ValueError, KeyError):
+        with writable(cache / "datasets"):
+            _join(forget, retain, fingerprint).save(directory)
+        found = TokenDataset.open(directory)
+    return replace(found, companions=Companions(forget.document_count, retain.document_count))
+
+
+def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> TokenDataset:
+    members, roles = forget.members, forget.roles
+    if members is None:
+        members = np.arange(forget.document_count, dtype=np.int64)[:, None]
+    if roles is None:
+        roles = np.full(forget.document_count, FORGET, dtype=np.int8)
+    return TokenDataset(
+        tokens=np.concatenate([forget.tokens, retain.tokens]),
+        targets=np.concatenate([forget.targets, retain.targets]),
+        offsets=np.concatenate([forget.offsets, forget.offsets[-1] + retain.offsets[1:]]),
+        fingerprint=fingerprint,
+        report=forget.report,
+        members=members,
+        roles=np.concatenate([roles, np.full(retain.document_count, RETAIN, dtype=np.int8)]),
+    )
+
+
+def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
+    """Return the same examples with those of their own documents alone that have one of ``roles``."""
+    if dataset.members is None or dataset.roles is None:
+        return dataset
+    kept = [place for place, document in enumerate(dataset.members[0]) if dataset.role(int(document)) in roles]
+    return replace(dataset, members=np.ascontiguousarray(dataset.members[:, kept]))
+
+
+def some_of(dataset: TokenDataset, wanted: float | int, seed: int) -> TokenDataset:
+    """Return some of the examples: a fraction or a number of them, drawn by ``seed``; all if they are fewer."""
+    count = max(1, round(wanted * len(dataset))) if isinstance(wanted, float) else min(wanted, len(dataset))
+    chosen = np.sort(permuted(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
+    members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members
+    companions = dataset.companions
+    digest = hashlib.sha256(f"{dataset.fingerprint}/{seed}/{count}".encode()).hexdigest()[:32]
+    return replace(dataset, members=members[chosen], companions=companions, fingerprint=digest)
+
+
+def refuse_overlap(data: DataSection) -> None:
+    """Refuse rows that are to be forgotten and to be kept.
+
+    Raises:
+        RequestError: there are such; how many, and where the first stands in both.
+    """
+    if data.forget is None or data.retain is None:
+        return
+    forget = {key: place for place, key in _contents(data, "forget")}
+    both = [(place, forget[key]) for place, key in _contents(data, "retain") if key in forget]
+    if both:
+        kept, forgotten = both[0]
+        raise RequestError(
+            f"data.retain: {len(both):,} of its rows are to be forgotten too, the first of them {kept}, which is "
+            f"{forgotten} of data.forget; remove them from one of the two"
+        )
+
+
+def _contents(data: DataSection, part: str) -> Iterator[tuple[str, bytes]]:
+    """``(place, digest)`` of every row that has anything to train on, whatever its layout and spaces."""
+    from trainwright.data.rows.formats import NoTarget
+    from trainwright.data.sources.reading import iterate_source
+
+    (source,), key = data.part(part).sources, f"data.{part}"
+    rows = iterate_source(source.source, source.limit, key, source.format == "documents")
+    first = list(islice(rows, 8))
+    columns = list(dict.fromkeys(name for _, row in first for name in row))
+    layout = EXAMPLES.layout(columns, [row for _, row in first], source.format)
+    for place, row in chain(first, rows):
+        try:
+            ((_, example),) = EXAMPLES.documents(row, layout)
+        except NoTarget:
+            continue
+        except RequestError as error:
+            raise RequestError(f"{key}: {place}: {error}") from None
+        text = example if isinstance(example, str) else "\n".join(f"{t['role']}: {t['content']}" for t in example)
+        yield place, hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()

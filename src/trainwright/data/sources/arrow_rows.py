@@ -1,0 +1,100 @@
+"""From rows to one Arrow table: compact, of one type a column, and on disk once it is large."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from trainwright.data.sources.row_files import Row, kind_of, leaves
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PlacedRow: TypeAlias = tuple[Path, int, Row]  # (file, line, row)
+
+_CHUNK_ROWS = 2000
+_CHUNK_CHARACTERS = 8 * 2**20
+_SPILL_BYTES = 64 * 2**20  # held in memory before it goes to a mapped file
+
+
+def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
+    """One table of all rows; ``read`` starts over from the first row at each call.
+
+    Raises:
+        RequestError: a column's values are of different types; names both lines.
+    """
+    import pyarrow as pa
+
+    def chunks() -> Iterator[pa.Table]:
+        rows = read()
+        while chunk := _chunk(rows):
+            columns = dict.fromkeys(key for _, _, row in chunk for key in row)
+            yield pa.table({key: pa.array([row.get(key) for _, _, row in chunk]) for key in columns})
+
+    try:
+        return join_tables(chunks())
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise _explain(read(), error) from None
+
+
+def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
+    """Return the next rows, few where they hold long texts."""
+    chunk: list[PlacedRow] = []
+    characters = 0
+    for placed in islice(rows, _CHUNK_ROWS):
+        chunk.append(placed)
+        characters += sum(len(value) for value in placed[2].values() if isinstance(value, str))
+        if characters > _CHUNK_CHARACTERS:
+            break
+    return chunk
+
+
+def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
+    """Tables one after another, with the union of their columns; over 64 MiB in unnamed mapped files."""
+    import pyarrow as pa
+
+    joined: list[pa.Table] = []
+    held: list[pa.Table] = []
+    for table in tables:
+        held.append(table)
+        if sum(part.nbytes for part in held) > _SPILL_BYTES:
+            joined.append(_spill(pa.concat_tables(held, promote_options="permissive")))
+            held = []
+    return pa.concat_tables(joined + held, promote_options="permissive")
+
+
+def _spill(table: pa.Table) -> pa.Table:
+    """Return the same table mapped from a file that has no name any more and goes with its last reader."""
+    import pyarrow as pa
+
+    handle, name = tempfile.mkstemp(prefix="trainwright-rows-")
+    os.close(handle)
+    try:
+        with pa.OSFile(name, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return pa.ipc.open_file(pa.memory_map(name)).read_all()
+    finally:
+        os.unlink(name)
+
+
+def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
+    """Find the first two values that no one type holds."""
+    seen: dict[str, tuple[str, str]] = {}
+    last: Path | None = None
+    for path, line, row in rows:
+        last = path
+        for field, value in leaves("", row):
+            here = f"{path}:{line}"
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
+            kind, place = seen.setdefault(field, (kind_of(value), here))
+            if kind != kind_of(value):
+                return RequestError(
+                    f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; give it one type in all rows"
+                )
+    return RequestError(f"{last}: the rows do not fit one table: {error}")

@@ -1,0 +1,85 @@
+"""Datasets of the Hugging Face Hub, also where it cannot be reached and they are in its cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trainwright.data.sources.corpora import of_the_hub
+from trainwright.data.sources.local_files import SUFFIXES
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a source that is not on this machine may be a dataset of the Hub."""
+    if not _ID.fullmatch(source) or Path(source).suffix.lower() in SUFFIXES:
+        return False
+    owner, slash, _ = source.partition("/")
+    return owner not in (".", "..") and not (slash and Path(owner).is_dir())
+
+
+def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
+    """Return the rows of a dataset of the Hub. Raises RequestError where it cannot be loaded."""
+    import datasets
+
+    name, *parts = of_the_hub(source).split(":")
+    split = parts[-1] if parts else "train"
+    config = parts[0] if len(parts) == 2 else None
+    reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)
+    try:
+        with _offline(not reachable):
+            rows = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # whatever the Hub, its server or the dataset's files raise
+        if not reachable:
+            fix = "the Hub cannot be reached from here and no copy is in the cache; give a local file instead"
+            raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise RequestError(f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}") from None
+    if not len(rows):
+        raise RequestError(f"{key}: {source} holds no rows")
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def _hub_is_reachable(endpoint: str) -> bool:
+    """Whether it is worth asking: without a network the client retries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # the proxy resolves and connects
+    place = urlsplit(endpoint)
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        with socket.create_connection((place.hostname, port), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _offline(active: bool) -> Iterator[None]:
+    """Let ``datasets`` look into its cache alone."""
+    import datasets
+    from huggingface_hub import constants
+
+    modules: tuple[Any, ...] = (datasets.config, constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = active or module.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

@@ -1,0 +1,70 @@
+"""What tells prepared data from other data: by what the sources look like, or by what they hold. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.sources.file_kinds import suffix_of
+from trainwright.data.sources.reading import files_of
+from trainwright.data.sources.registry import registered_source
+from trainwright.data.tokens.shards import is_shards
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.data import DataSection, SourceSection
+
+VERSION = 7  # of everything that decides what is kept; raised when any of it changes
+
+
+def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
+    """Return what of the recipe decides the datasets. A separate validation source counts by its content."""
+    each = [[source.format, source.limit, source.weight] for source in data.sources]
+    return {
+        "version": VERSION,
+        "format": data.format,
+        "sources": each if len(each) > 1 else each[0][:2],
+        "max_length": data.max_length,
+        "long_documents": data.long_documents,
+        "validation": "source" if isinstance(data.validation, str) else data.validation,
+        "seed": seed if isinstance(data.validation, (int, float)) else None,
+    }
+
+
+def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
+    """Return what tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
+    looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    if data.validation_source is not None:
+        looks.append(look(data.validation_source, "data.validation"))
+    return {**settings_of(data, seed), "sources of rows": looks, "tokenizer": identity, "python": sys.version}
+
+
+def look(source: SourceSection, key: str) -> Any:
+    """Return what tells a source from a changed one without reading it."""
+    if (registered := registered_source(source.source, key)) is not None:
+        return [source.source, registered.key()]
+    if is_shards(source.source):
+        files: Sequence[Path] = sorted(Path(source.source).expanduser().iterdir())
+    else:
+        found = files_of(source.source, key, source.format == "documents")
+        if found is None:
+            return ["hub", source.source]
+        files = found.files
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+def content_of(source: SourceSection, key: str) -> Any:
+    """Return what a source holds, wherever it lies."""
+    if registered_source(source.source, key) is not None:
+        return look(source, key)
+    found = files_of(source.source, key, source.format == "documents")
+    if found is None:
+        return ["hub", source.source]
+    digests = []
+    for file in found.usable():
+        with file.open("rb") as opened:
+            digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
+    return [*digests, *found.left_out()]  # which the summary names

@@ -1,0 +1,371 @@
+"""The files that a source on this machine is read from.
+
+    a file, also compressed (.gz, .bz2, .xz, .zst)
+    a directory of files of rows, of documents, or a dataset of the Hub as it was downloaded or cloned
+    a directory that Dataset.save_to_disk or DatasetDict.save_to_disk of ``datasets`` has written
+
+Of a directory with several splits one is read: ``directory:split``, or ``directory:config:split``; else ``train``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources.file_kinds import COMPRESSED, TABLES, suffix_of, why_unreadable
+from trainwright.data.sources.row_files import READERS
+from trainwright.errors import RequestError
+
+SUFFIXES = (*READERS, *TABLES)
+_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), _TRAIN),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), _VALIDATION),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), _TEST),
+}
+_SPLIT_NAME = re.compile(rf"(?:^|[-_. ])({'|'.join(_SPLITS)})(?=[-_. ]|$)", re.IGNORECASE)
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.\w+")
+# Files about the rows, beside them.
+_ABOUT = {"statistics.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_ABOUT |= {"license.txt", "readme.txt", "requirements.txt"}
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
+_OF_MODELS = {"config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json"}
+_NAMED = 5  # of files that are left out for one reason
+_README_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Found:
+    """Files in the order they are read.
+
+    Attributes:
+        documents: whether each file is one row.
+        complete: whether the files are listed by what wrote them, so that none may be missing.
+        notes: what a person should know of the choice.
+    """
+
+    files: list[Path]
+    documents: bool = False
+    complete: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def usable(self) -> Iterator[Path]:
+        """Return the files without those of several that cannot be read at all."""
+        several = len(self.files) > 1 and not self.complete
+        return (file for file in self.files if not several or why_unreadable(file) is None)
+
+    def left_out(self) -> list[str]:
+        """Which files are left out and why, a line each, or one for many alike; reads them all."""
+        if len(self.files) == 1 or self.complete:
+            return []
+        alike: dict[str, list[Path]] = {}
+        for file in self.files:
+            if (why := why_unreadable(file)) is not None:
+                alike.setdefault(why, []).append(file)
+        lines = []
+        for why, files in alike.items():
+            lines += [f"{file} {why} and is left out" for file in files[:_NAMED]]
+            if more := len(files) - _NAMED:
+                lines[-1] += f", and so are {more:,} more" if more > 0 else ""
+        return lines
+
+
+def find(source: str, key: str, documents: bool = False) -> Found | None:
+    """Return the files of a source; None where it is not on this machine.
+
+    Raises:
+        RequestError: they are no rows and no documents, or there is no such split.
+    """
+    path, wanted = _place(source)
+    if path.is_dir():
+        found = (
+            Found(_documents(path, key, "document"), True)
+            if documents and not wanted
+            else _of_directory(path, wanted, key)
+        )
+    elif path.exists():
+        found = Found([path], documents or suffix_of(path) in whole_files.ALONE)
+    else:
+        return None
+    for file in found.files:
+        _check(file, key, documents, alone=len(found.files) == 1 or found.complete)
+    return found
+
+
+def missing(source: str) -> str:
+    """Return the message that there is no such file, and what is named like it."""
+    path = Path(source).expanduser()
+    if not path.parent.is_dir():
+        return f"{path}: there is no directory {path.parent}"
+    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
+    meant = f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
+    return f"no file {path}{meant}"
+
+
+def _place(source: str) -> tuple[Path, list[str]]:
+    """Return the path of a source, and what is named behind it: a split, or a configuration and a split."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path, []
+    for parts in (1, 2):
+        head, *rest = source.rsplit(":", parts)
+        if len(rest) == parts and Path(head).expanduser().is_dir():
+            return Path(head).expanduser(), rest
+    return path, []
+
+
+def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
+    suffix = suffix_of(file)
+    if documents and suffix not in whole_files.SUFFIXES:
+        raise RequestError(f"{key}: {file}: documents are text, Markdown, code and .docx files")
+    if suffix not in SUFFIXES and suffix not in whole_files.ALONE:
+        raise RequestError(
+            f"{key}: {file}: rows are read from {', '.join(SUFFIXES)} files, also with {', '.join(COMPRESSED)}, and "
+            "code and .docx whole"
+        )
+    if suffix in (*TABLES, ".docx") and file.suffix.lower() in COMPRESSED:
+        raise RequestError(f"{key}: {file}: decompress it; {suffix} files are read where they lie")
+    if not alone:
+        return
+    if not file.stat().st_size:
+        raise RequestError(f"{key}: {file} is empty")
+    if not os.access(file, os.R_OK):
+        raise RequestError(f"{key}: {file} cannot be read: permission denied")
+
+
+def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
+    if (path / "dataset_dict.json").is_file():
+        return _saved_dict(path, wanted, key)
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return Found(_saved(path, wanted, key), complete=True)
+    if configs := _configs(path):
+        return _of_configs(path, configs, wanted, key)
+    _refuse_model(path, key)
+    files = row_files(path) or [file for inside in _inside(path) for file in row_files(inside)]
+    if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts, and no split of rows
+        if wanted:
+            raise RequestError(f"{key}: {path} holds no files of rows, and so no split {wanted[-1]}")
+        return Found(_documents(path, key), True)
+    kinds = sorted({suffix_of(file) for file in files})
+    if len(kinds) > 1:
+        raise RequestError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one file")
+    found = _of_splits(path, files, wanted, key)
+    return replace(found, notes=[*found.notes, *_beside(path, files)])
+
+
+def _beside(path: Path, rows: list[Path]) -> list[str]:
+    """Documents in a directory of rows, which are not read."""
+    others = sorted(
+        file.name
+        for file in path.iterdir()
+        if file.suffix.lower() in whole_files.SUFFIXES and file not in rows and file.is_file() and not _is_about(file)
+    )
+    if not others:
+        return []
+    names = f"{', '.join(others[:_NAMED])}{f' and {len(others) - _NAMED:,} more' if len(others) > _NAMED else ''}"
+    return [f"{path}: only the {suffix_of(rows[0])} files are read, not {names}; name a file to read it"]
+
+
+def row_files(path: Path) -> list[Path]:
+    """Return the files of rows in a directory; its README is none."""
+    kinds = {suffix for suffix in SUFFIXES if suffix != ".md"}
+    files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    return sorted(file for file in files if suffix_of(file) in kinds and file.name.lower() not in _ABOUT)
+
+
+def _is_about(file: Path) -> bool:
+    return file.name.lower() in _ABOUT or file.stem.lower() in ("readme", "license", "licence", "citation")
+
+
+def _inside(path: Path) -> list[Path]:
+    """Directories in a dataset's repository that hold its rows."""
+    names = {"data", *_SPLITS}
+    if any(file.suffix.lower() in whole_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
+        return []  # documents, with others under them
+    found = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
+    rows = [each for each in found if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
+    return rows if len(rows) == len(found) else []
+
+
+def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> Found:
+    """Files by the splits that their names tell; without any all of them are one data set."""
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(_split_of(path, file), []).append(file)
+    unnamed = splits.pop("", [])
+    if unnamed and set(splits) - {_TRAIN}:
+        names = ", ".join(file.name for file in files)
+        raise RequestError(
+            f"{key}: {path} holds splits beside other files ({names}); name the file to use, as {files[-1]}"
+        )
+    if unnamed and not wanted:
+        return Found(files)
+    if wanted[:-1]:
+        raise RequestError(f"{key}: {path} has no configurations; name a split alone, as {path}:{next(iter(splits))}")
+    chosen = _chosen(path, splits, wanted, key)
+    _check_shards(splits[chosen], key)
+    return Found(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
+
+
+def _split_of(path: Path, file: Path) -> str:
+    if match := _SPLIT_NAME.search(file.name.removesuffix(file.suffix)):
+        return _SPLITS[match[1].lower()]
+    return _SPLITS.get(file.parent.name.lower(), "") if file.parent != path else ""
+
+
+def _chosen(path: Path, splits: dict[str, Any], wanted: list[str], key: str) -> str:
+    """Return the split that is asked for, or the one that the recipe's key is about."""
+    names = f"{', '.join(splits)}; name one of them, as {path}:{next(reversed(splits))}"
+    if wanted:
+        asked = wanted[-1] if wanted[-1] in splits else _SPLITS.get(wanted[-1].lower(), wanted[-1])
+        if asked not in splits:
+            raise RequestError(f"{key}: {path} has no split {wanted[-1]}; it has {names}")
+        return asked
+    usual = _VALIDATION if key == "data.validation" else _TRAIN
+    if len(splits) == 1:
+        return next(iter(splits))
+    if usual not in splits or key.startswith("--"):
+        raise RequestError(f"{key}: {path} holds the splits {names}")
+    return usual
+
+
+def _split_notes(path: Path, chosen: str, splits: list[str]) -> list[str]:
+    others = [f"{path}:{split}" for split in splits if split != chosen]
+    return [f"the split {chosen} of {path} is read; others are {', '.join(others)}"] if others else []
+
+
+def _check_shards(files: list[Path], key: str) -> None:
+    """Refuse a data set of which a shard is missing."""
+    shards: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if match := _SHARD.fullmatch(file.name):
+            shards.setdefault((f"{file.parent}/{match[1]}", int(match[3])), set()).add(int(match[2]))
+    for (name, total), found in shards.items():
+        if gone := [number for number in range(min(total, 10**5)) if number not in found]:
+            raise RequestError(
+                f"{key}: {len(gone)} of {total} files {name}-…-of-{total:05d} are missing, the first of them number "
+                f"{gone[0]:05d}; get them, or name the files to use"
+            )
+
+
+def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
+    file = path / "dataset_dict.json"
+    splits = [name for name in _json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
+    if not splits:
+        raise RequestError(f"{key}: {file} names no split that is there")
+    if wanted[:-1]:
+        raise RequestError(f"{key}: {path} has no configurations; name a split alone, as {path}:{splits[0]}")
+    chosen = _chosen(path, dict.fromkeys(splits), wanted, key)
+    return Found(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
+
+
+def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
+    """Return the Arrow files of what Dataset.save_to_disk has written; nothing of it is run or unpickled."""
+    if wanted:
+        raise RequestError(f"{key}: {path} is one data set without splits; name it without :{':'.join(wanted)}")
+    file = path / "state.json"
+    listed = _json(file, key).get("_data_files")
+    names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
+    if not names or not all(_is_name(name) for name in names):
+        raise RequestError(f"{key}: {file} lists no files in this directory, so the data set cannot be read")
+    files = [path / str(name) for name in names]
+    if gone := [each.name for each in files if not each.is_file()]:
+        raise RequestError(f"{key}: {path} is not complete: {', '.join(gone[:3])} are missing")
+    if odd := [each.name for each in files if suffix_of(each) != ".arrow"]:
+        raise RequestError(f"{key}: {file} lists {odd[0]}, which is no .arrow file")
+    return files
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(name) and name not in (".", "..") and not {"/", "\\", "\0"} & {*name}
+
+
+def _json(file: Path, key: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{key}: {file} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{key}: {file} should hold an object")
+    return found
+
+
+def _configs(path: Path) -> list[dict[str, Any]]:
+    """Return what the README of a dataset's repository says of its files
+    (huggingface.co/docs/hub/datasets-data-files).
+    """
+    from trainwright.recipe.yaml_text import parse_mapping  # in PyYAML's own reader aliases multiply
+
+    file = path / "README.md"
+    if not file.is_file():
+        return []
+    with file.open("rb") as opened:
+        text = opened.read(_README_BYTES).decode(errors="replace")
+    if not text.startswith("---"):
+        return []
+    header, ended, _ = text[3:].partition("\n---")
+    try:
+        about = parse_mapping(header if ended else "", str(file)).values
+    except RequestError:
+        return []
+    configs = about.get("configs")
+    return (
+        [one for one in configs if isinstance(one, dict) and one.get("data_files")] if isinstance(configs, list) else []
+    )
+
+
+def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], key: str) -> Found:
+    named = {str(one.get("config_name", "default")): one for one in configs}
+    usual = [name for name, one in named.items() if one.get("default") is True or name == "default"]
+    config = wanted[0] if len(wanted) == 2 else next(iter(usual), next(iter(named)))
+    if config not in named or (len(wanted) < 2 and len(named) > 1 and not usual):
+        names = ", ".join(named)
+        raise RequestError(
+            f"{key}: {path} holds the configurations {names}; name one with a split, as {path}:{config}:train"
+        )
+    splits: dict[str, list[Any]] = {}
+    data_files = named[config]["data_files"]
+    for one in data_files if isinstance(data_files, list) else [data_files]:
+        split, pattern = (one.get("split", _TRAIN), one.get("path")) if isinstance(one, dict) else (_TRAIN, one)
+        splits.setdefault(str(split), []).extend(pattern if isinstance(pattern, list) else [pattern])
+    chosen = _chosen(path, splits, wanted[-1:], key)
+    files = [file for pattern in splits[chosen] for file in _matching(path, pattern, key)]
+    if not files:
+        raise RequestError(f"{key}: {path} has no file {', '.join(map(str, splits[chosen]))}, of the split {chosen}")
+    _check_shards(files, key)
+    return Found(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
+
+
+def _matching(path: Path, pattern: Any, key: str) -> list[Path]:
+    """Return the files in ``path`` of a pattern, none of them outside it."""
+    parts = Path(pattern).parts if isinstance(pattern, str) else ()
+    if not parts or ".." in parts or Path(pattern).is_absolute():
+        raise RequestError(f"{key}: {path / 'README.md'} names files that are not in its directory: {pattern!r}")
+    return sorted(file for file in path.glob(pattern) if file.is_file())
+
+
+def _refuse_model(path: Path, key: str) -> None:
+    names = {file.name.lower() for file in path.iterdir() if file.is_file()}
+    weights = sorted(name for name in names if name.endswith(_WEIGHTS))
+    if of_models := sorted(names & _OF_MODELS):
+        raise RequestError(
+            f"{key}: {path} is a model's or a tokenizer's directory ({', '.join((*of_models, *weights)[:4])}), which "
+            "holds no rows; a model is named in model.name"
+        )
+    if weights and not row_files(path):
+        raise RequestError(f"{key}: {path} holds a model's weights ({', '.join(weights[:3])}), which are no rows")
+
+
+def _documents(path: Path, key: str, what: str = f"{', '.join(SUFFIXES)} file") -> list[Path]:
+    if files := whole_files.document_files(path):
+        return files
+    there = sorted({file.suffix.lower() for file in path.iterdir() if file.is_file() and file.suffix})
+    only = f"; it holds {', '.join(there[:8])} files, which are not read" if there else ""
+    raise RequestError(f"{key}: {path} holds no {what}, and no text, Markdown, code or .docx file{only}")

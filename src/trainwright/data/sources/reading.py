@@ -1,0 +1,275 @@
+"""Where rows come from: files, directories of files, the Hugging Face Hub, and what is built in.
+
+rows.json   an array of objects or of texts, an object holding one such list, or an object a line
+rows.jsonl  an object a line (also .ndjson), or an array
+rows.csv    a header and text fields (.tsv: separated by tabs)
+rows.parquet, rows.arrow
+text.txt    a row {"text"} a paragraph (also .md)
+code.py     a row {"text"} a file (also .docx and other code); text as well where documents are asked for
+            (files may be compressed: .gz, .bz2, .xz, .zst)
+directory/  all files of one of these kinds, in the order of their names; with none of rows in it, its documents; what
+            save_to_disk of ``datasets`` wrote; a dataset's repository; directory:split names a split (local_files.py)
+owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
+pydoc       the running interpreter's own documentation: questions and answers
+pydoc-pairs the same with a right and a wrong answer to each question
+stdlib      its standard library: the source of every module, and the language reference
+openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: of the Hub
+others      that packages register with the entry points ``trainwright.sources``; module:Name (registered.py)
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.data.rows.turns import with_text_content
+from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources.file_kinds import TABLES, suffix_of, why_unreadable
+from trainwright.data.sources.hub import hub_rows, is_hub_id
+from trainwright.data.sources.local_files import Found, find, missing
+from trainwright.data.sources.registry import registered_rows, registered_source
+from trainwright.data.sources.row_files import Row, iterate_rows
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    from trainwright.data.sources.arrow_rows import PlacedRow
+
+_CHECKED_ROWS = 1000
+_FEW = 256  # a row may be a book
+
+
+def read_rows(source: str, limit: int | None = None, key: str = "data.train", documents: bool = False) -> Dataset:
+    """Return the rows of ``source``, at most the first ``limit`` of them; large ones are mapped from disk.
+
+    Args:
+        key: the recipe key that names the source, for messages.
+        documents: a text file is one row, not one a paragraph, and a directory is all documents in and under it.
+
+    Raises:
+        RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
+    """
+    if registered_source(source, key) is not None:
+        from datasets import Dataset
+
+        return Dataset.from_list(registered_rows(source)[:limit])
+    found = files_of(source, key, documents)
+    if found is None:
+        return hub_rows(source, limit, key)
+    files = list(found.usable())
+    if not files:
+        raise _nothing_usable(found, key)
+    table = _table(files, limit) if _are_tables(files) else _row_table(files, limit, found.documents)
+    if not table.num_rows or not table.num_columns:
+        raise RequestError(f"{key}: {source} holds no rows")
+    return _dataset(table)
+
+
+def iterate_source(
+    source: str, limit: int | None = None, key: str = "data.train", documents: bool = False
+) -> Iterator[tuple[str, Row]]:
+    """``(place, row)`` of each row, at most of the first ``limit``; no more of the source is in memory at a time.
+
+    A JSON file (.json), the Hub and pydoc are held whole. The place is the row's file and line, or its number from 1.
+
+    Raises:
+        RequestError: the source is missing, empty or not parseable.
+    """
+    found = files_of(source, key, documents)
+    placed: Iterator[tuple[str, Row]]
+    if found is None:
+        placed = ((f"{source}: row {number}", dict(row)) for number, row in enumerate(read_rows(source, limit, key), 1))
+    elif _are_tables(found.files):
+        placed = chain.from_iterable(map(_table_rows, found.usable()))
+    else:
+        placed = ((f"{file}:{line}", row) for file, line, row in _placed_rows(found.usable(), found.documents))
+    return islice(placed, limit)
+
+
+def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:
+    """Look at a source without reading all of it; returns its first rows, or none for the Hub and what is built in.
+
+    Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no
+    datasets.
+
+    Raises:
+        RequestError: as ``read_rows``.
+    """
+    found = files_of(source, key, documents)
+    if found is None:
+        return []
+    first: list[Row] = []
+    read = False
+    for file in islice(found.usable(), 8) if found.documents else found.files:
+        try:
+            rows = _first_rows(file, found.documents)
+        except RequestError:
+            if len(found.files) == 1 or found.complete or why_unreadable(file) is None:
+                raise
+            continue
+        if not rows and len(found.files) == 1:
+            raise RequestError(f"{key}: {file} holds no rows")
+        read = read or bool(rows)
+        first = (first + rows)[:8] if found.documents else first or rows[:8]
+    if not read:
+        raise _nothing_usable(found, key)
+    return first
+
+
+def place_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
+    """Where row ``index`` of ``read_rows(source)`` stands: its file and line, or the number of the row, from 1."""
+    found = files_of(source, key, documents)
+    if found is None:
+        return f"{source}: row {index + 1}"
+    if _are_tables(found.files):
+        for file in found.usable():
+            count = sum(table.num_rows for table in _batches(file))
+            if index < count:
+                return f"{file}: row {index + 1}"
+            index -= count
+    for file, line, _ in islice(_placed_rows(found.usable(), found.documents), index, None):
+        return f"{file}:{line}"
+    return source  # it has become shorter since
+
+
+def source_notes(source: str, key: str = "data.train", documents: bool = False) -> list[str]:
+    """Return what a person should know of how a source was read: the split that was taken, the files that were left
+    out.
+    """
+    found = files_of(source, key, documents)
+    return [] if found is None else [*found.notes, *found.left_out()]
+
+
+def files_of(source: str, key: str = "data.train", documents: bool = False) -> Found | None:
+    """Return the files of a local source; None where it is registered or names a dataset of the Hub.
+
+    Raises:
+        RequestError: there is no such file, or what is there is no rows and no documents.
+    """
+    if registered_source(source, key) is not None:
+        return None
+    _refuse_shards(source, key)
+    found = find(source, key, documents)
+    if found is None and not is_hub_id(source):
+        raise RequestError(f"{key}: {missing(source)}")
+    return found
+
+
+def _refuse_shards(source: str, key: str) -> None:
+    if Path(source).expanduser().is_dir():
+        from trainwright.data.tokens.shards import is_shards
+
+        if is_shards(source):
+            raise RequestError(
+                f"{key}: {source} holds token shards, which task pretrain alone reads; name rows or text"
+            )
+
+
+def _nothing_usable(found: Found, key: str) -> RequestError:
+    why = found.left_out() or [f"{file} holds no rows" for file in found.files]
+    return RequestError(f"{key}: there is nothing to read: {'; '.join(why[:8])}")
+
+
+def _are_tables(files: Sequence[Path]) -> bool:
+    return suffix_of(files[0]) in TABLES
+
+
+def _first_rows(file: Path, documents: bool) -> list[Row]:
+    if suffix_of(file) in TABLES:
+        return [row for table in islice(_batches(file, 8), 1) for row in _to_rows(file, table)]
+    return [row for _, _, row in islice(_placed_rows([file], documents), _CHECKED_ROWS)]
+
+
+def _row_table(files: Sequence[Path], limit: int | None, whole: bool) -> pa.Table:
+    from trainwright.data.sources.arrow_rows import table_of_rows
+
+    def read() -> Iterator[PlacedRow]:
+        return islice(_placed_rows(files, whole), limit)
+
+    if next(read(), None) is None:
+        raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
+    return table_of_rows(read)
+
+
+def _placed_rows(files: Iterable[Path], whole: bool) -> Iterator[PlacedRow]:
+    read = whole_files.read_document if whole else iterate_rows
+    return ((file, line, with_text_content(row)) for file in files for line, row in read(file))
+
+
+def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
+    """Yield a table in parts of at most so many rows; an Arrow file is mapped."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if suffix_of(file) == ".arrow":
+            table = _mapped(file)
+            yield from (table.slice(begin, rows) for begin in range(0, table.num_rows, rows))
+            return
+        with pq.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(batch_size=rows):
+                yield pa.Table.from_batches([batch])
+    except (pa.ArrowException, OSError) as error:
+        kind = "an Arrow file" if suffix_of(file) == ".arrow" else "a Parquet file"
+        raise RequestError(f"{file}: not {kind}: {str(error).splitlines()[0]}") from None
+
+
+def _mapped(file: Path) -> pa.Table:
+    """As ``datasets`` writes it, a stream of batches; or a file of them with its index at the end."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(file))
+    try:
+        return pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_file(source).read_all()
+
+
+def _table_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    rows = (row for table in _batches(file, _FEW) for row in _to_rows(file, table))
+    return ((f"{file}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _to_rows(file: Path, table: pa.Table) -> list[Row]:
+    try:
+        rows: list[Row] = table.to_pylist()
+    except (UnicodeDecodeError, ValueError, OverflowError) as error:
+        raise RequestError(f"{file}: a column cannot be read: {error}") from None
+    return rows
+
+
+def _table(files: Sequence[Path], limit: int | None) -> pa.Table:
+    import pyarrow as pa
+
+    from trainwright.data.sources.arrow_rows import join_tables
+
+    def tables() -> Iterator[pa.Table]:
+        left = limit
+        for table in chain.from_iterable(map(_batches, files)):
+            yield table if left is None else table.slice(0, left)
+            if left is not None and (left := left - table.num_rows) <= 0:
+                return
+
+    if next(tables(), None) is None:
+        raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
+    mapped = all(suffix_of(file) == ".arrow" for file in files)
+    try:
+        # Mapped tables take no memory as they are.
+        return pa.concat_tables(tables(), promote_options="permissive") if mapped else join_tables(tables())
+    except pa.ArrowException as error:
+        raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
+
+
+def _dataset(table: pa.Table) -> Dataset:
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    # Without a fingerprint of its own, datasets would pickle the whole table to compute one. What the metadata says of
+    # columns (images that are to be decoded, names of labels) is not for the values as they are.
+    return Dataset(InMemoryTable(table.replace_schema_metadata(None)), fingerprint=uuid.uuid4().hex[:16])

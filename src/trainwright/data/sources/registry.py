@@ -1,0 +1,92 @@
+"""Data sources by name: those built in, and those that other packages register. Imports no torch and no datasets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.sources.corpora import stdlib_rows
+from trainwright.data.sources.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root, keep
+from trainwright.registries import SOURCES
+
+if TYPE_CHECKING:
+    from trainwright.data.sources.row_files import Row
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that code makes.
+
+    Args:
+        rows: makes them; the same rows every time, unless ``key`` changes.
+        key: a text that changes whenever the rows do. Prepared data is kept under it.
+        example: a row as all of them are, by which the layout is known before any are made.
+        keep: keep the rows in the cache, as making them takes a while.
+    """
+
+    rows: Callable[[], Iterable[Mapping[str, Any]]]
+    key: Callable[[], str]
+    example: Mapping[str, Any]
+    keep: bool = False
+
+
+PYDOC = Source(pydoc_rows, pydoc_key, {"question": "What is it?", "answer": "It is this."}, keep=True)
+PYDOC_PAIRS = Source(
+    pydoc_pairs, pydoc_key, {"prompt": "What is it?", "chosen": "It is this.", "rejected": "It is that."}, keep=True
+)
+STDLIB = Source(stdlib_rows, pydoc_key, {"text": "import this"})
+
+
+def registered_source(name: str, key: str = "data.train") -> Source | None:
+    """Return the source of that name, or at that place ``module:Name``; None for files and datasets of the Hub.
+
+    Args:
+        key: the recipe key that names the source, for messages.
+
+    Raises:
+        RequestError: it is another package's and cannot be used.
+    """
+    if name not in SOURCES.names():
+        path, head = Path(name).expanduser(), Path(name.partition(":")[0]).expanduser()
+        if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
+            return None
+    try:
+        found: Source | None = SOURCES.find(name)
+    except RequestError as error:
+        raise RequestError(f"{key}: {error}") from error
+    return found
+
+
+def registered_rows(name: str) -> list[Row]:
+    """Return the rows of a registered source.
+
+    Raises:
+        RequestError: what makes them fails, or makes something else than rows.
+    """
+    source = registered_source(name)
+    assert source is not None, f"{name} is registered"
+    digest = hashlib.sha256(f"{name} {source.key()}".encode()).hexdigest()
+    file = cache_root() / "datasets" / "built-in" / f"{digest}.json"
+    if source.keep:
+        try:
+            kept: list[Row] = json.loads(file.read_text(encoding="utf-8"))
+            return kept
+        except (OSError, ValueError):
+            pass
+    try:
+        rows = [dict(row) for row in source.rows()]
+    except Exception as error:  # whatever the code of another package does
+        if SOURCES.is_built_in(name):
+            raise
+        raise RequestError(f"source {name}: its rows cannot be made: {type(error).__name__}: {error}") from error
+    if not rows:
+        raise RequestError(f"source {name} holds no rows")
+    if source.keep:
+        keep(file, json.dumps(rows))
+    return rows

@@ -1,0 +1,357 @@
+"""Rows out of JSON, JSONL, CSV and text files, one at a time, each with the line it begins on.
+
+The files are parsed here, and not by a library, for the sake of the message when one of them is wrong: it
+names the file, the line and the reason. It also keeps values as they are written (others read dates into time
+stamps).
+
+What is nearly right is read: JSON lines in a .json file and an array in a .jsonl one, objects over several lines, CSV
+with semicolons, tabs or bars, byte order marks, and NaN, which pandas writes for an empty cell and which becomes null.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import math
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from trainwright.data.sources.file_kinds import LONGEST_LINE, lines, suffix_of, whole
+from trainwright.errors import RequestError
+
+Row: TypeAlias = dict[str, Any]
+LocatedRow: TypeAlias = tuple[int, Row]  # (line, row)
+
+_DEEPEST = 32  # levels of objects and lists; Arrow's files end at 64
+_TOO_DEEP = f"nested more than {_DEEPEST} deep"
+_DELIMITERS = ",;\t|"
+_SAMPLE = 2**16  # characters from which a delimiter is found
+_CONVERSATIONS = ("messages", "conversations")  # lists in an object that is a row
+
+
+def iterate_rows(path: Path) -> Iterator[LocatedRow]:
+    """``(line, row)`` for every row of a file, read as its suffix says.
+
+    Raises:
+        RequestError: ``file:line: reason`` where it cannot be parsed or a row is not an object.
+    """
+    return READERS[suffix_of(path)](path)
+
+
+def _json(path: Path) -> Iterator[LocatedRow]:
+    """Yield an array of objects or of texts, an object that holds one such list, or objects one after another."""
+    first = list(islice(((line, raw) for line, raw in lines(path) if raw.strip()), 2))
+    if len(first) == 2 and first[0][1].lstrip().startswith(b"{") and _is_object(first[0][1]):
+        yield from _object_a_line(path)
+    else:
+        yield from _values(path)
+
+
+def _jsonl(path: Path) -> Iterator[LocatedRow]:
+    first = next((raw.strip() for _, raw in lines(path) if raw.strip()), b"")
+    yield from _values(path) if first.startswith(b"[") or first == b"{" else _object_a_line(path)
+
+
+def _object_a_line(path: Path) -> Iterator[LocatedRow]:
+    for line, raw in lines(path):
+        if not raw.strip():
+            continue
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            raise _undecodable(path) from None
+        value, end = _value(path, text, _skip_space(text, 0), line)
+        if _skip_space(text, end) < len(text):
+            raise RequestError(
+                f"{path}:{line}: not JSON: more follows the object (column {end + 1}); write a row a line"
+            )
+        yield line, _row(path, line, value, text)
+
+
+def _values(path: Path) -> Iterator[LocatedRow]:
+    """Rows of a file that is in memory as a whole."""
+    text = read_text(path)
+    start = _skip_space(text, 0)
+    if text[start : start + 1] == "{":
+        value, end = _value(path, text, start)
+        if text[_skip_space(text, end) : _skip_space(text, end) + 1] == "{":
+            yield from _objects(path, text, start)
+            return
+        lists = [key for key, item in value.items() if isinstance(item, list)]
+        if len(lists) == 1 and lists[0] in _CONVERSATIONS and _skip_space(text, end) == len(text):
+            yield text.count("\n", 0, start) + 1, _row(path, 1, value, text)
+            return
+        start = _only_list(path, text, start)
+    if text[start : start + 1] != "[":
+        raise _wrong(path, text, start, "a list of objects should stand here")
+    end = yield from _array(path, text, start)
+    rest = _skip_space(text, end)
+    if start == _skip_space(text, 0) and rest < len(text):  # of an object all has been read before
+        raise _wrong(path, text, rest, "one list was read and more follows; write an object a line, or one list of all")
+
+
+def _objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
+    line, counted = 1, 0
+    while position < len(text):
+        line, counted = line + text.count("\n", counted, position), position
+        value, end = _value(path, text, position)
+        yield line, _row(path, line, value, text[position:end])
+        position = _skip_space(text, end)
+
+
+def _array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int]:
+    """Rows of a list; returns where it ends."""
+    position, line, counted = _skip_space(text, start + 1), 1, 0
+    mark = text[position : position + 1]
+    if mark == "]":
+        return position + 1
+    texts = mark == '"'  # a plain list of texts, as MUSE's authors keep theirs
+    while True:
+        line, counted = line + text.count("\n", counted, position), position
+        value, end = _value(path, text, position)
+        row = {"text": value} if texts and isinstance(value, str) else value
+        yield line, _row(path, line, row, text[position:end])
+        position = _skip_space(text, end)
+        mark = text[position : position + 1]
+        if mark == "]":
+            return position + 1
+        if mark != ",":
+            raise _wrong(path, text, position, "',' or ']' should follow a row; is the file cut off?")
+        position = _skip_space(text, position + 1)
+
+
+def _only_list(path: Path, text: str, start: int) -> int:
+    """Where the one list among an object's values begins."""
+    value, end = _value(path, text, start)
+    rest = _skip_space(text, end)
+    if rest < len(text):
+        raise _wrong(path, text, rest, "one JSON value was read and more follows; write a row a line (.jsonl)")
+    lists = [key for key, item in value.items() if isinstance(item, list)]
+    if len(lists) != 1:
+        held = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
+        raise RequestError(
+            f"{path}: one list of rows should be in this object, and there is {held}; write a row a line (.jsonl), "
+            "each list of rows into a file of its own"
+        )
+    position = start + 1
+    while True:
+        key, position = _value(path, text, _skip_space(text, position))
+        position = _skip_space(text, _skip_space(text, position) + 1)  # over the colon
+        if key == lists[0] and text[position] == "[":
+            return position
+        _, position = _value(path, text, position)
+        position = _skip_space(text, position) + 1  # over the comma
+
+
+def _text(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their ends. Raises RequestError where they are no UTF-8."""
+    for _, raw in lines(path):
+        try:
+            yield raw.decode()
+        except UnicodeDecodeError:
+            raise _undecodable(path) from None
+
+
+def _csv(path: Path) -> Iterator[LocatedRow]:
+    """Every value is text, as the file does not say otherwise; an empty field is empty text."""
+    csv.field_size_limit(LONGEST_LINE)
+    delimiter = _delimiter(_text(path), "\t" if suffix_of(path) == ".tsv" else ",")
+    reader = csv.reader(_text(path), delimiter=delimiter, strict=True)
+    try:
+        header = next((fields for fields in reader if any(map(str.strip, fields))), [])
+        header = [name.strip() or f"column {number}" for number, name in enumerate(header, start=1)]
+        before = reader.line_num
+        _check_header(path, before, header)
+        for fields in reader:
+            line, before = before + 1, reader.line_num
+            if not fields:
+                continue
+            if len(fields) != len(header):
+                raise RequestError(
+                    f"{path}:{line}: {len(fields)} fields where the header has {len(header)} "
+                    f"({', '.join(header)}); is a comma or a quote not escaped?"
+                )
+            yield line, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise RequestError(f"{path}:{reader.line_num}: not CSV: {error}") from None
+
+
+def _delimiter(text: Iterator[str], usual: str) -> str:
+    """Return what separates at least two fields of the header, and as many of the line after it."""
+    sample, size = [], 0
+    for line in text:
+        sample.append(line)
+        if (size := size + len(line)) > _SAMPLE:
+            break
+    for delimiter in (usual, *_DELIMITERS.replace(usual, "")):
+        try:
+            records = csv.reader(sample, delimiter=delimiter)
+            header, *rest = islice((fields for fields in records if any(map(str.strip, fields))), 2)
+        except (csv.Error, ValueError):
+            continue
+        if len(header) > 1 and all(len(fields) == len(header) for fields in rest):
+            return delimiter
+    return usual
+
+
+def _check_header(path: Path, line: int, header: list[str]) -> None:
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise RequestError(f"{path}:{line}: the header names {', '.join(map(repr, twice))} more than once")
+
+
+def _plain(path: Path) -> Iterator[LocatedRow]:
+    """Paragraphs: what stands between empty lines is one row ``{"text"}``."""
+    first = 0
+    paragraph: list[str] = []
+    for number, line in enumerate(_text(path), start=1):
+        if "\0" in line:
+            raise RequestError(f"{path}:{number}: not text: a zero byte; is it a binary file?")
+        if line.strip():
+            first = first if paragraph else number
+            paragraph.append(line.removesuffix("\n").removesuffix("\r"))
+        elif paragraph:
+            yield first, {"text": "\n".join(paragraph).rstrip()}
+            paragraph = []
+    if paragraph:
+        yield first, {"text": "\n".join(paragraph).rstrip()}
+
+
+READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
+    ".json": _json,
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".txt": _plain,
+    ".md": _plain,
+}
+
+
+def read_text(path: Path) -> str:
+    """Return a whole file. Raises RequestError with the line that is no UTF-8."""
+    try:
+        return whole(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _undecodable(path) from None
+
+
+def _undecodable(path: Path) -> RequestError:
+    for line, raw in lines(path):
+        if line == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return RequestError(f"{path}: UTF-16 text; save the file as UTF-8")
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return RequestError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8")
+    return RequestError(f"{path}: not UTF-8 text; save the file as UTF-8")
+
+
+def _constant(name: str) -> None:
+    if name != "NaN":
+        raise ValueError(f"{name} is no JSON value; write null, or the number as text")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant)
+
+
+def _value(path: Path, text: str, position: int, line: int | None = None) -> tuple[Any, int]:
+    """Return the value at ``position`` and where it ends; ``line``: that of a text which is no more than this line."""
+    try:
+        return _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{path}:{line or error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
+    except (RecursionError, ValueError) as error:
+        why = _TOO_DEEP if isinstance(error, RecursionError) else f"not JSON: {error}"
+        raise RequestError(f"{path}:{line or text.count(chr(10), 0, position) + 1}: {why}") from None
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _row(path: Path, line: int, value: Any, text: str) -> Row:
+    """Return a value as a row, of which ``text`` is the JSON."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        inside = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            break
+    else:
+        raise RequestError(f"{path}:{line}: {_TOO_DEEP}")
+    escapes = "\\ud" in text or "\\uD" in text  # of an emoji as a rule, but it may be half of one
+    if escapes and not _encodes(json.dumps(value, ensure_ascii=False)):
+        halves = (field for field, item in leaves("", value) if isinstance(item, str) and not _encodes(item))
+        field = next(halves, "the name of a field")
+        raise RequestError(
+            f"{path}:{line}: {field} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text; remove it"
+        )
+    return value
+
+
+def leaves(field: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every value in a row that is not null, also those that hold others, with the path to it."""
+    if value is None:
+        return
+    if field:
+        yield field, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(f"{field}.{key}" if field else key, item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from leaves(f"{field}[]", item)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def as_json(row: Row) -> str:
+    """Return a row as one line of JSON: dates and other values of tables as text, what is no number as null.
+
+    Raises:
+        RequestError: a column holds bytes.
+    """
+    return json.dumps({name: _without_nan(value) for name, value in row.items()}, ensure_ascii=False, default=_as_text)
+
+
+def _without_nan(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        raise RequestError("a column of bytes cannot be written as JSON; leave it out")
+    return str(value)
+
+
+def kind_of(value: object) -> str:
+    """Return a JSON value's type in words."""
+    if isinstance(value, bool):
+        return "true or false"
+    names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return next((name for kind, name in names.items() if isinstance(value, kind)), "empty (null)")
+
+
+def _wrong(path: Path, text: str, position: int, reason: str) -> RequestError:
+    return RequestError(f"{path}:{text.count(chr(10), 0, position) + 1}: not JSON rows: {reason}")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position

@@ -1,0 +1,175 @@
+"""The texts of a corpus, in pieces of bounded size: what is tokenised for pretraining.
+
+A text file is one document, or several with ``<|endoftext|>`` between them, and is never in memory as a whole. Of rows
+with named fields each is a document: its text, or what its turns say.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.kinds import ANY
+from trainwright.data.rows.layouts import columns_not_used
+from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources.corpora import whole_documents
+from trainwright.data.sources.file_kinds import opened as opened_file
+from trainwright.data.sources.file_kinds import suffix_of
+from trainwright.data.sources.reading import files_of, iterate_source, source_notes
+from trainwright.data.tokens.shards import is_shards
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.data import SourceSection
+
+SEPARATOR = "<|endoftext|>"
+VERSION = 3  # of how corpora become documents and these pieces; raised when that changes
+_PIECE = 2**17  # characters; tokenizers take up to 200 bytes of memory for each
+_TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
+# Between a line's end and a letter or digit every byte-level BPE begins a new word, so a cut there changes no token;
+# in a line that does not end, so it does before a single space.
+_CUTS = re.compile(r"(?<=[^\s]\n)(?=\w)"), re.compile(r"(?<=\S)(?= \w)")
+
+
+class Piece(NamedTuple):
+    """A part of a document. ``first``, ``last``: whether it begins there, and ends."""
+
+    place: str
+    text: str
+    first: bool
+    last: bool
+
+
+def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[Piece]:
+    """Yield the documents of ``source`` one after another, in the same pieces every time; empty ones are left out.
+
+    Args:
+        notes: gets what a person should know of the source, such as columns that are not used.
+
+    Raises:
+        RequestError: the source is missing, or it is not text (with the file and the offset in bytes).
+    """
+    if is_shards(source.source):
+        raise RequestError(f"{key}: {source.source} is tokenised already; name the text that it was made of")
+    count = -1
+    for piece in _all_pieces(source, key, [] if notes is None else notes):
+        count += piece.first
+        if source.limit is not None and count >= source.limit:
+            return
+        yield piece
+    if count < 0:
+        raise RequestError(f"{key}: {source.source} holds no text")
+
+
+def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[Piece]:
+    found = files_of(source.source, key, source.format == "documents")
+    if found is not None and all(suffix_of(file) in _TEXT_FILES for file in found.files):
+        for file in found.usable():
+            yield from _file_pieces(file)
+        notes += source_notes(source.source, key, source.format == "documents")
+        return
+    for place, text in _rows(source, key, notes):
+        yield from _cut(place, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
+
+
+def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
+    """Rows as texts, without those that have nothing to learn."""
+    name, documents = source.source, source.format == "documents"
+    rows = whole_documents(name, iterate_source(name, None, key, documents))
+    first = list(islice(rows, 8))
+    columns = list(dict.fromkeys(field for _, row in first for field in row))
+    wanted = "auto" if source.format == "documents" else source.format
+    try:
+        layout = ANY.layout(columns, [row for _, row in first], wanted)
+    except RequestError as error:
+        raise RequestError(f"{key}: {name}: {error}") from None
+    if layout.read_as:
+        notes.append(f"{name}: {layout.read_as}")
+    if unused := layout.unused(columns):
+        notes.append(f"{name}: {columns_not_used(unused)}")
+    for place, row in chain(first, rows):
+        try:
+            example = ANY.documents(row, layout)[0][1]
+        except NoTarget:
+            continue
+        except RequestError as error:
+            raise RequestError(f"{place}: {error}") from None
+        text = example if isinstance(example, str) else "\n\n".join(str(turn["content"]) for turn in example)
+        if text.strip():
+            yield place, text
+    notes += source_notes(name, key, documents)
+
+
+def _file_pieces(file: Path) -> Iterator[Piece]:
+    """Yield a file's documents, cut at the separators."""
+    parts = _parts(file)
+    number, ended = 1, False
+
+    def until_separator() -> Iterator[str]:
+        nonlocal ended
+        ended = True
+        for text in parts:
+            if text == SEPARATOR:
+                ended = False
+                return
+            yield text
+
+    while not ended:
+        yield from _cut(f"{file}: document {number}", until_separator())
+        number += 1
+
+
+def _parts(file: Path) -> Iterator[str]:
+    """Yield the text of a file in parts of some size; a separator is a part of its own."""
+    kept = ""
+    for text in _decoded(file):
+        found = (kept + text).split(SEPARATOR)
+        for done in found[:-1]:
+            yield done
+            yield SEPARATOR
+        # What may be the beginning of a separator waits for the rest.
+        kept = found[-1][-len(SEPARATOR) :]
+        yield found[-1][: len(found[-1]) - len(kept)]
+    yield kept
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    with opened_file(file) as opened:
+        while True:
+            raw = opened.read(_PIECE)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                at = done - pending + error.start
+                raise RequestError(f"{file}: not UTF-8 text at byte {at:,}; save the file as UTF-8") from None
+            if (null := raw.find(b"\0")) >= 0:
+                raise RequestError(f"{file}: not text: a zero byte at {done + null:,}; is it a binary file?")
+            if not done:
+                text = text.removeprefix("\ufeff")
+            done += len(raw)
+            if text:
+                yield text
+            if not raw:
+                return
+
+
+def _cut(place: str, parts: Iterator[str]) -> Iterator[Piece]:
+    """One document in pieces of about ``_PIECE`` characters, cut where no token is."""
+    kept, first = "", True
+    for part in parts:
+        kept += part
+        while len(kept) >= 2 * _PIECE:
+            found = (cut.search(kept, _PIECE) for cut in _CUTS)
+            at = next((place.start() for place in found if place), _PIECE)
+            yield Piece(place, kept[:at], first, False)
+            kept, first = kept[at:], False
+    if not first or kept.strip():
+        yield Piece(place, kept, first, True)

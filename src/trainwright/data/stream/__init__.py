@@ -1,0 +1,1 @@
+"""The stream of examples: what each step sees, and how it is divided into micro-batches."""

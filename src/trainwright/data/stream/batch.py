@@ -1,0 +1,104 @@
+"""From the examples of a micro-batch to tensors.
+
+Packed, a micro-batch is one flat row of documents laid end to end, without padding; ``boundaries`` says where
+each begins, and attention stays inside it. Not packed, it is a padded rectangle with an attention mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.stream import MicroBatch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch as tensors, with T tokens flat or B x L padded, D documents and N targets."""
+
+    input_ids: torch.Tensor  # int64 [1, T] or [B, L]
+    position_ids: torch.Tensor  # int64, as input_ids; from 0 in every document
+    boundaries: torch.Tensor | None  # int32 [D + 1], flat batches only
+    attention_mask: torch.Tensor | None  # bool [B, L], padded batches only
+    target_index: torch.Tensor  # int64 [N], into the flattened positions: where a target is predicted
+    targets: torch.Tensor  # int64 [N]
+    longest: int  # document
+    tokens: int  # without padding
+    weight: float  # of this micro-batch; 0 when it only keeps other ranks company
+    examples: tuple[int, ...]
+    documents: tuple[int, ...]  # [D], of the dataset; those of an example stand together, in its order
+    roles: tuple[int, ...]  # [D]
+    target_counts: tuple[int, ...]  # [D]; targets are in the order of the documents
+
+    def by_document(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the targets' ``values`` [N] over each document [D], in float64 and always in the same
+        order.
+        """
+        return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the same batch on ``device``."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                moved[field.name] = value.pin_memory().to(device, non_blocking=True)
+        return replace(self, **moved)
+
+
+def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
+    """Tensors of one micro-batch of ``dataset``."""
+    documents = [document for example in micro.examples for document in dataset.documents(example)]
+    pairs = [dataset.document(document) for document in documents]
+    lengths = [len(tokens) for tokens, _ in pairs]
+    layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
+    input_ids, position_ids, flags, mask = layout
+    # The prediction of a token is made one position before it; a document's first token has none.
+    predicted = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
+    boundaries = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        boundaries=boundaries,
+        attention_mask=None if mask is None else torch.from_numpy(mask),
+        target_index=torch.from_numpy(predicted - 1),
+        targets=torch.from_numpy(input_ids.reshape(-1)[predicted]),
+        longest=max(lengths),
+        tokens=sum(lengths),
+        weight=micro.weight,
+        examples=micro.examples,
+        documents=tuple(documents),
+        roles=tuple(map(dataset.role, documents)),
+        target_counts=tuple(map(dataset.document_targets, documents)),
+    )
+
+
+Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
+Layout = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
+
+
+def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
+    """Documents end to end: tokens, positions and targets [1, T], and no mask."""
+    input_ids = np.concatenate([tokens for tokens, _ in pairs]).astype(np.int64)[None]
+    position_ids = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])[None]
+    flags = np.concatenate([targets for _, targets in pairs])[None]
+    return input_ids, position_ids, flags, None
+
+
+def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> Layout:
+    """Return a document a row: tokens, positions, targets and mask [B, L]."""
+    shape = (len(pairs), max(lengths))
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    position_ids = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape).copy()
+    flags, mask = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+    for row, (tokens, targets) in enumerate(pairs):
+        input_ids[row, : len(tokens)] = tokens
+        flags[row, : len(tokens)] = targets
+        mask[row, : len(tokens)] = True
+    return input_ids, position_ids, flags, mask

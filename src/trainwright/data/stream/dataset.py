@@ -1,0 +1,180 @@
+"""Tokenised examples on disk, mapped into memory by every worker.
+
+A dataset directory holds flat arrays and a small JSON file:
+
+    tokens.npy    int32  [total]        all documents one after another
+    targets.npy   bool   [total]        True where the token is to be predicted
+    offsets.npy   int64  [documents+1]  where each document begins
+    members.npy   int64  [examples, k]  the documents of each example; not there where a document is an example
+    roles.npy     int8   [documents]    what each document is to its example; not there where all are the same
+    dataset.json  fingerprint, report, which arrays there are, and the parts of a mixture
+
+An example of a preference task is two documents, which are always in one micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.data.stream.mixture import Part, drawn
+
+_ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The ``count`` documents from ``begin`` on, of which one more joins each example, another one every epoch."""
+
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Examples as flat arrays; ``report`` carries whatever the preparation counted.
+
+    ``members`` may name a document in any number of examples. ``mixture``: the sources whose examples follow each
+    other here, where an epoch has of each as many as its share. With ``companions``, example ``i + n * len(self)`` is
+    example ``i`` together with companion ``n``.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+    offsets: npt.NDArray[np.int64]
+    fingerprint: str
+    report: dict[str, Any] = field(default_factory=dict)
+    members: npt.NDArray[np.int64] | None = None
+    roles: npt.NDArray[np.int8] | None = None
+    mixture: tuple[Part, ...] | None = None
+    companions: Companions | None = None
+
+    def __len__(self) -> int:
+        return self.document_count if self.members is None else len(self.members)
+
+    @property
+    def document_count(self) -> int:
+        """Return the number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def documents_per_example(self) -> int:
+        """Return the number of documents of each example, its companion included."""
+        return (1 if self.members is None else self.members.shape[1]) + (self.companions is not None)
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        """Return the documents of one example, in its order; a companion is the last."""
+        companion: tuple[int, ...] = ()
+        if self.companions is not None:
+            turn, index = divmod(index, len(self))
+            companion = (self.companions.begin + turn,)
+        own = (index,) if self.members is None else tuple(self.members[index].tolist())
+        return own + companion
+
+    def role(self, document: int) -> int:
+        """Return what one document is to its example."""
+        return 0 if self.roles is None else int(self.roles[document])
+
+    def document_length(self, document: int) -> int:
+        """Return the number of tokens of one document."""
+        return int(self.offsets[document + 1] - self.offsets[document])
+
+    def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """``(tokens [length], targets [length])`` of one document."""
+        begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
+        return self.tokens[begin:end], self.targets[begin:end]
+
+    def document_targets(self, document: int) -> int:
+        """Targets of one document; its first token has nothing before it and is never one."""
+        begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
+        return int(np.count_nonzero(self.targets[begin + 1 : end]))
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens of one example."""
+        return sum(map(self.document_length, self.documents(index)))
+
+    def target_count(self, index: int) -> int:
+        """Targets of one example."""
+        return sum(map(self.document_targets, self.documents(index)))
+
+    def example_lengths(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of every example, of the first epoch's where they have companions."""
+        each: npt.NDArray[np.int64] = np.diff(self.offsets)
+        lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
+        if self.companions is None:
+            return lengths
+        companions = drawn([Part(self.companions.count, len(self))], 0, self.fingerprint)
+        return lengths + each[self.companions.begin + companions]
+
+    def target_fraction(self) -> float:
+        """Of all tokens, how many are predicted."""
+        return int(np.count_nonzero(self.targets)) / max(1, self.token_count)
+
+    def will_need(self, examples: Iterable[int]) -> None:
+        """Do nothing: the arrays are small enough for the system to keep in memory."""
+
+    @property
+    def token_count(self) -> int:
+        """Return the number of tokens."""
+        return int(self.offsets[-1])
+
+    @classmethod
+    def from_examples(
+        cls,
+        examples: Iterable[tuple[list[int], list[bool]]],
+        fingerprint: str,
+        report: dict[str, Any] | None = None,
+    ) -> TokenDataset:
+        """Join ``(tokens, targets)`` pairs, each an example of one document, into a dataset held in memory."""
+        tokens: list[npt.NDArray[np.int32]] = []
+        targets: list[npt.NDArray[np.bool_]] = []
+        offsets = [0]
+        for ids, flags in examples:
+            tokens.append(np.asarray(ids, dtype=np.int32))
+            targets.append(np.asarray(flags, dtype=np.bool_))
+            offsets.append(offsets[-1] + len(ids))
+        return cls(
+            np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+            np.concatenate(targets) if targets else np.zeros(0, np.bool_),
+            np.asarray(offsets, dtype=np.int64),
+            fingerprint,
+            report or {},
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write to ``directory`` so that it is there whole or not at all."""
+        scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        arrays = {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
+        for name, array in arrays.items():
+            np.save(scratch / f"{name}.npy", array)
+        write_about(scratch, self.fingerprint, self.report, list(arrays), self.mixture)
+        shutil.rmtree(directory, ignore_errors=True)
+        scratch.rename(directory)
+
+    @classmethod
+    def open(cls, directory: Path) -> TokenDataset:
+        """Map a saved dataset; pages are read as they are needed and shared between processes."""
+        about = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
+        arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
+        arrays["offsets"] = np.asarray(arrays["offsets"])
+        mixture = tuple(Part(*part) for part in about["mixture"]) if about["mixture"] else None
+        return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"], mixture=mixture)
+
+
+def write_about(
+    directory: Path, fingerprint: str, report: dict[str, Any], arrays: list[str], mixture: tuple[Part, ...] | None
+) -> None:
+    """Write what makes a directory of ``arrays`` a dataset."""
+    parts = None if mixture is None else [astuple(part) for part in mixture]
+    about = {"fingerprint": fingerprint, "report": report, "arrays": arrays, "mixture": parts}
+    (directory / "dataset.json").write_text(json.dumps(about), encoding="utf-8")

@@ -1,0 +1,172 @@
+"""From the sources of a recipe to the datasets to train and to validate on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.data.rows.kinds import Kind
+from trainwright.data.stream.held_out import split
+from trainwright.data.stream.mixture import Part, parts_of, shares
+from trainwright.data.stream.prepare import HELD_BACK
+from trainwright.data.tokens.token_files import write_dataset
+from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
+from trainwright.errors import RequestError
+from trainwright.text import plural
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.data import DataSection, SourceSection
+
+Chosen = list[tuple[TokenRows, npt.NDArray[np.int64]]]  # of each source, which of its rows
+
+
+def tokenize_and_split(
+    directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int
+) -> dict[str, Any]:
+    """Write ``directory``/train and, where there is one, /validation; returns what is to be known of both.
+
+    Raises:
+        RequestError: a source or a row is wrong, or nothing is left to train or to validate on.
+    """
+    with ExitStack() as spools:
+
+        def tokenized(source: SourceSection, key: str) -> TokenRows:
+            rows = tokenize_source(source, tokenizer, data, kind, key=key, spool=directory)
+            spools.callback(rows.spool.close)
+            return rows
+
+        keys = data.source_keys
+        found = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
+        _check_alike(found, keys)
+        names = [key.removeprefix("data.") for key in keys]
+        lines = [line for rows, name in zip(found, names, strict=True) for line in rows.summary(name)]
+        train: Chosen
+        if data.validation_source is not None:
+            separate = tokenized(data.validation_source, "data.validation")
+            _check_alike([found[0], separate], (keys[0], "data.validation"))
+            lines += separate.summary("validation")
+            train = [(rows, _everything(rows)) for rows in found]
+            held: Chosen = [(separate, _everything(separate))]
+            how = f"of {separate.source}"
+        else:
+            sides = [split(rows.hashes, wanted, seed) for rows, wanted in zip(found, _wanted(data, found), strict=True)]
+            train = [(rows, kept) for rows, (kept, _) in zip(found, sides, strict=True)]
+            held = [(rows, aside) for rows, (_, aside) in zip(found, sides, strict=True)]
+            held = held if any(len(aside) for _, aside in held) else []
+            how = f"held back by seed {seed}, duplicates on one side"
+        mixture = None
+        if len(found) > 1:
+            mixture = _mixture(data, train)
+            lines += _mixture_lines(data, mixture)
+        if held and (len(found) > 1 or data.validation_source is not None) and (both := _in_both(train, held)):
+            lines.append(f"validation: {both:,} of its examples are also trained on")
+        report = found[0].report() if len(found) == 1 else _joined(found)
+        counts = [_write(directory / "train", train, report, mixture)]
+        if held:
+            report = separate.report() if data.validation_source is not None else report
+            counts.append(_write(directory / "validation", held, report, None))
+            np.save(directory / HELD_BACK, _numbered(held))
+    lines.append(_split_line(counts, how))
+    # The layout as far as a template has to be there for it: of a mixture, that of conversations if there are any.
+    layout = next((rows.format for rows in found if rows.format != "text"), "text")
+    return {"summary": lines, "format": layout, "validation": bool(held)}
+
+
+def _numbered(held: Chosen) -> npt.NDArray[np.int64]:
+    """Of every row that is held back, which source it is of and where it stands in it, both from 0: [rows, 2]."""
+    numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in held]
+    sources = np.repeat(np.arange(len(held)), [len(each) for each in numbers])
+    return np.stack([sources, np.concatenate(numbers)], axis=1)
+
+
+def _everything(rows: TokenRows) -> npt.NDArray[np.int64]:
+    return np.arange(len(rows.hashes), dtype=np.int64)
+
+
+def _wanted(data: DataSection, found: Sequence[TokenRows]) -> list[float | int | None]:
+    """Return what of each source is held back: the same fraction, or a number by their weights."""
+    validation = data.validation
+    assert not isinstance(validation, str)
+    if len(found) > 1 and isinstance(validation, int):
+        return list(shares(validation, [source.weight for source in data.sources]))
+    return [validation] * len(found)
+
+
+def _check_alike(found: Sequence[TokenRows], keys: Sequence[str]) -> None:
+    first = found[0]
+    for rows, key in zip(found[1:], keys[1:], strict=True):
+        if rows.documents_per_example != first.documents_per_example:
+            raise RequestError(
+                f"{key}: {rows.source} has rows of {rows.format} and {keys[0]} has {first.format}: the examples of a "
+                "run have equally many answers; prepare them alike"
+            )
+
+
+def _mixture(data: DataSection, train: Chosen) -> tuple[Part, ...]:
+    sizes = [len(rows.documents_of(kept)) // rows.documents_per_example for rows, kept in train]
+    parts = parts_of(sizes, [source.weight for source in data.sources])
+    for part, key in zip(parts, data.source_keys, strict=True):
+        if not part.drawn:
+            raise RequestError(
+                f"{key}.weight: is so small that an epoch of {sum(sizes):,} examples has none of the source; raise it "
+                "or remove the source"
+            )
+    return parts
+
+
+def _mixture_lines(data: DataSection, mixture: Sequence[Part]) -> list[str]:
+    total = sum(part.drawn for part in mixture)
+    return [
+        f"mixture: {part.drawn:,} of the {total:,} examples of an epoch ({part.drawn / total:.1%}) are drawn from the "
+        f"{part.examples:,} of {source.source}, each {part.drawn / part.examples:.3g} times an epoch"
+        for part, source in zip(mixture, data.sources, strict=True)
+    ]
+
+
+def _in_both(train: Chosen, held: Chosen) -> int:
+    """How many rows that are held back are trained on as well."""
+    trained = np.concatenate([rows.hashes.chosen(kept) for rows, kept in train])
+    aside = np.concatenate([rows.hashes.chosen(kept) for rows, kept in held])
+    return len(np.intersect1d(trained, aside))
+
+
+def _joined(found: Sequence[TokenRows]) -> dict[str, Any]:
+    """One report of several sources; each one's own is in it."""
+    each = [rows.report() for rows in found]
+    counts: dict[str, Any] = {
+        key: sum(report[key] for report in each) for key, value in each[0].items() if isinstance(value, int)
+    }
+    formats = list(dict.fromkeys(report["format"] for report in each))
+    return {
+        **counts,
+        "source": " + ".join(report["source"] for report in each),
+        "format": next((name for name in formats if name != "text"), "text"),
+        "longest": max(report["longest"] for report in each),
+        "left_out": {why: count for report in each for why, count in report["left_out"].items()},
+        "parts": each,
+    }
+
+
+def _write(
+    directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[Part, ...] | None
+) -> tuple[int, int]:
+    """Write a dataset; returns its numbers of examples and of tokens."""
+    parts = [(rows.spool, rows.documents_of(kept)) for rows, kept in chosen]
+    each = chosen[0][0].documents_per_example
+    tokens = write_dataset(directory, parts, each, report, mixture)
+    return sum(len(documents) for _, documents in parts) // each, tokens
+
+
+def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
+    (examples, tokens), *rest = counts
+    line = f"split: {plural(examples, 'example')} ({plural(tokens, 'token')}) to train on"
+    if not rest:
+        return f"{line}, none to validate"
+    return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) to validate, {how}"

@@ -1,0 +1,196 @@
+"""Tokenise once, before any process group exists, into a fingerprinted directory that every worker maps.
+
+    <cache>/datasets/<fingerprint>/{train/, validation/, held_back.npy, about.json}
+    <cache>/datasets/keys/<key>.json
+
+The fingerprint is of all that the tokens depend on, the rows' content among it; the key has their paths,
+sizes and times in its place. A second run finds its directory by the key alone, without opening the source or
+importing ``datasets``. A dataset of the Hub counts by its name: what was downloaded first is what stays in
+use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.activity import doing
+from trainwright.data.rows.kinds import EXAMPLES, Kind
+from trainwright.data.sources.key import content_of, settings_of, source_key
+from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.lengths import check_length
+from trainwright.errors import MachineError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.data import DataSection
+
+HELD_BACK = "held_back.npy"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready to train on; ``summary`` is lines for people."""
+
+    train: TokenDataset
+    validation: TokenDataset | None
+    summary: list[str] = field(default_factory=list)
+    directory: Path = Path()  # holds train/ and, where there is one, validation/
+
+    def held_back(self) -> npt.NDArray[np.int64]:
+        """Of every row that is validated on, which source it is of and where it stands in it, from 0: [rows, 2]."""
+        found: npt.NDArray[np.int64] = np.load(self.directory / HELD_BACK)
+        return found
+
+
+def prepare(
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind = EXAMPLES,
+    *,
+    seed: int,
+    cache: Path,
+    model_max_length: int | None = None,
+) -> Prepared:
+    """Read, tokenise, split and save the data of a recipe, or map what an earlier run has saved.
+
+    Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that want the
+    same wait for it. ``tokenizer`` is given a chat template if it has none and the rows are conversations.
+
+    Args:
+        kind: what the rows are to be.
+        cache: the directory for all that can be made again.
+        model_max_length: the positions the model has, if they are limited.
+
+    Raises:
+        RequestError: the source, a row or a setting is wrong.
+        MachineError: the cache cannot be written.
+    """
+    check_length(data, model_max_length)
+    from trainwright.data.rows.plain_templates import install_template
+
+    root = cache / "datasets"
+    identity = _tokenizer_identity(tokenizer)
+    key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
+    with writable(root):
+        key.parent.mkdir(parents=True, exist_ok=True)
+        found = _find(root, key)
+        if found is None:
+            from filelock import FileLock
+
+            # Held by a living process or not at all: the system lets go of it when its owner dies.
+            with FileLock(key.with_suffix(".lock")):
+                found = _find(root, key) or _build(root, key, data, tokenizer, kind, seed, identity)
+    prepared, format_ = found
+    if format_ != "text":
+        install_template(tokenizer)
+    return prepared
+
+
+def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
+    try:
+        fingerprint = json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError):  # none yet
+        return None
+    return _open(root / fingerprint, "reused")
+
+
+def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
+    """Return the datasets of ``directory`` and the layout of their rows; None if it is not there or not whole."""
+    try:
+        about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
+        train = TokenDataset.open(directory / "train")
+        validation = TokenDataset.open(directory / "validation") if about["validation"] else None
+        summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
+        return Prepared(train, validation, summary, directory), about["format"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _build(
+    root: Path, key: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int, identity: str
+) -> tuple[Prepared, str]:
+    separate = data.validation_source
+    sources = [*data.sources, *([separate] if separate else [])]
+    keys = [*data.source_keys, "data.validation"]
+    content = [content_of(source, key) for source, key in zip(sources, keys, strict=False)]
+    # The names are only for the summary that is kept with the tokens; it must not speak of another file.
+    names = [source.source for source in sources]
+    settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
+    fingerprint = _digest(settings)[:32]
+    directory = root / fingerprint
+    opened = _open(directory, "reused")
+    if opened is None:
+        _make(directory, data, tokenizer, kind, seed)
+        opened = _open(directory, "made now")
+        assert opened is not None
+    _write_atomically(key, json.dumps({"fingerprint": fingerprint}))
+    return opened
+
+
+def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int) -> None:
+    """All of it under its name or nothing."""
+    from trainwright.data.stream.datasets import tokenize_and_split
+
+    doing("reading and tokenizing the rows")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        about = tokenize_and_split(scratch, data, tokenizer, kind, seed)
+        (scratch / "about.json").write_text(json.dumps(about), encoding="utf-8")
+        scratch.chmod(0o755)  # mkdtemp's own is private, and a cache may be shared
+        if directory.exists():  # what is there is not whole, or it would have been used
+            shutil.rmtree(directory)
+        scratch.rename(directory)
+    except OSError:
+        # Another process may have put the same there first, under another key; then that is used.
+        if _open(directory, "reused") is None:
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+@contextmanager
+def writable(root: Path) -> Iterator[None]:
+    """Raise MachineError, with what to do, where what is kept in ``root`` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"the tokens cannot be kept in {root}: {error.strerror or error}; make room there or set "
+            "TRAINWRIGHT_CACHE to another directory"
+        ) from error
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of the vocabulary, merges, rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestError(f"the tokenizer {tokenizer.name_or_path} is not a fast one (tokenizer.json)")
+    backend.no_truncation()  # both are left over from earlier calls and are set anew by each
+    backend.no_padding()
+    rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
+    return hashlib.sha256(backend.to_str().encode() + _digest(rest).encode()).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

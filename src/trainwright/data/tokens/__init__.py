@@ -1,0 +1,1 @@
+"""Tokens: made from rows and texts, kept on disk, and cut into windows."""

@@ -1,0 +1,180 @@
+"""How long the examples of a source are: what a plan needs to know of the data. Imports no torch.
+
+Known exactly once a source has been tokenised, and remembered beside the tokens by a key that needs no tokenizer;
+before that estimated from the characters of its first rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.stream.packing import best_fit_decreasing
+from trainwright.errors import RequestError
+from trainwright.machine.cache import keep
+from trainwright.text import plural, times
+
+if TYPE_CHECKING:
+    from trainwright.data.stream.dataset import TokenDataset
+    from trainwright.recipe.schema import DataSection
+    from trainwright.recipe.sections.model import ModelSection
+
+_QUANTILES = 1024
+_SAMPLED_BATCHES = 24
+_MOST_SAMPLED = 4096  # examples
+_PLACES = 64
+# English text and code in a vocabulary of 30,000 to 150,000 tokens; and what a chat template adds to a turn.
+_CHARACTERS_PER_TOKEN = 3.8
+_TOKENS_PER_TURN = 6
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """``quantiles``: lengths of examples in tokens, equally spaced from the shortest to the longest.
+
+    ``examples``: to train on; None where they were not counted. ``target_fraction``: of the tokens, how many are
+    predicted. ``exact``: counted, not estimated.
+    """
+
+    quantiles: tuple[int, ...]
+    examples: int | None
+    target_fraction: float
+    exact: bool = True
+
+    @property
+    def mean(self) -> float:
+        """Return the mean length."""
+        return sum(self.quantiles) / len(self.quantiles)
+
+    @property
+    def longest(self) -> int:
+        """Return the longest length."""
+        return self.quantiles[-1]
+
+    def rows(self, global_batch_size: int, pack_length: int | None) -> tuple[float, int]:
+        """Mean number of rows of a global batch, and tokens in the fullest one, over some random batches."""
+        if pack_length is None:
+            return float(global_batch_size), self.longest
+        counts, fullest = 0, 0
+        sample = list(self._batches(global_batch_size))
+        for lengths in sample:
+            packs = best_fit_decreasing(lengths, pack_length)
+            counts += len(packs)
+            fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
+        return counts / len(sample) * max(1.0, global_batch_size / _MOST_SAMPLED), fullest
+
+    def most_tokens(self, global_batch_size: int) -> float:
+        """Tokens of the largest global batch, over some random batches."""
+        return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MOST_SAMPLED)
+
+    def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
+        """Lengths of the examples of a global batch in falling order, at up to 64 equal distances: each the
+        longest that is met in its place over some random batches."""
+        if self.quantiles[0] == self.longest:
+            return ()
+        sample = [sorted(lengths, reverse=True) for lengths in self._batches(global_batch_size)]
+        met = [max(lengths) for lengths in zip(*sample, strict=True)]
+        count = min(_PLACES, len(met))
+        return tuple(met[place * len(met) // count] for place in range(count))
+
+    def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
+        """Lengths of the examples of random global batches; one large batch says as much as many small ones."""
+        draw = random.Random(0)
+        for _ in range(max(2, min(_SAMPLED_BATCHES, _MOST_SAMPLED // global_batch_size))):
+            yield draw.choices(self.quantiles, k=min(global_batch_size, _MOST_SAMPLED))
+
+
+def lengths_of(dataset: TokenDataset) -> Lengths:
+    """Count the lengths of a tokenised source."""
+    import numpy as np
+
+    from trainwright.data.stream.mixture import drawn
+
+    lengths = dataset.example_lengths()
+    if dataset.mixture is not None:
+        lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
+    lengths.sort()
+    places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
+    return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), dataset.target_fraction())
+
+
+def remember(
+    model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: int = 1
+) -> None:
+    """Keep the lengths of a source for ``recall``.
+
+    Args:
+        rows: how many of several sources make an example.
+    """
+    file = _file(model, data, seed, cache, rows)
+    if not file.exists():
+        keep(file, json.dumps(asdict(lengths_of(dataset))))
+
+
+def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int = 1) -> Lengths | None:
+    """Return the lengths of a source that was tokenised for this model before; None for one that was not, or has
+    changed.
+    """
+    try:
+        kept = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
+        return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def repeated(global_batch_size: int, examples: int) -> str | None:
+    """Return what to say of a step that has every example several times; None where there are enough for one."""
+    if global_batch_size <= examples:
+        return None
+    return (
+        f"train.global_batch_size is {global_batch_size:,}, and there are {plural(examples, 'example')} to train on: "
+        f"a step has each about {times(global_batch_size / examples)} times"
+    )
+
+
+def check_length(data: DataSection, model_max_length: int | None) -> None:
+    """Raise RequestError for examples longer than the positions that a model has, if they are limited."""
+    if model_max_length is not None and data.max_length > model_max_length:
+        raise RequestError(
+            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
+            f"set it to {model_max_length} or less"
+        )
+
+
+def estimate(rows: Sequence[object], max_length: int, bytewise: bool) -> Lengths | None:
+    """From the text in a source's first rows; None where there is none. ``bytewise``: a token is a byte."""
+    lengths = []
+    for row in rows:
+        texts = list(_texts(row))
+        count = sum(len(t.encode()) if bytewise else len(t) / _CHARACTERS_PER_TOKEN for t in texts)
+        lengths.append(min(max_length, max(2, round(count + _TOKENS_PER_TURN * len(texts)))))
+    return Lengths(tuple(sorted(lengths)), None, 1.0, exact=False) if lengths else None
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a row, but for the names of roles and the like."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            if key not in ("role", "from", "id", "type"):
+                yield from _texts(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
+
+
+def _file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int) -> Path:
+    from trainwright.data.sources.key import source_key
+
+    tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
+    key: dict[str, Any] = source_key(data, seed, json.dumps(tokenizer))
+    if rows > 1:
+        key["rows"] = rows
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    return cache / "datasets" / "lengths" / f"{digest}.json"

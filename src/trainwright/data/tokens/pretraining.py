@@ -1,0 +1,160 @@
+"""The data of a pretraining run: token shards, given or made in the cache, as windows to train and to validate on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.activity import doing
+from trainwright.data.sources.texts import VERSION
+from trainwright.data.stream.mixture import Part, parts_of, shares
+from trainwright.data.tokens.shards import Shards, is_shards, tokenizer_fingerprint
+from trainwright.data.tokens.windows import Spans, WindowDataset, divided, everything
+from trainwright.errors import MachineError, RequestError
+from trainwright.machine.detect import detect
+from trainwright.text import plural
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.sections.data import DataSection, SourceSection
+
+
+def prepare_windows(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, *, contiguous: bool
+) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
+    """Return what to train and to validate on, and lines on it for people.
+
+    Args:
+        contiguous: windows are of all documents one after another; else of one document each.
+
+    Raises:
+        RequestError: a source is wrong, shards are of another tokenizer, or nothing is left on one side.
+        MachineError: the cache cannot be written.
+    """
+    data = recipe.data
+    named = zip(data.sources, data.source_keys, strict=True)
+    corpora = [_shards(source, key, tokenizer, cache) for source, key in named]
+    held: list[Spans] = []
+    if data.validation_source is not None:
+        separate = _shards(data.validation_source, "data.validation", tokenizer, cache)
+        held = [everything(separate, data.max_length, contiguous=contiguous)]
+        train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
+    elif data.validation is None:
+        train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
+    else:
+        train = []
+        for corpus, wanted, key in zip(corpora, _wanted(data, len(corpora)), data.source_keys, strict=True):
+            kept, aside = divided(corpus, data.max_length, wanted, recipe.train.seed, contiguous=contiguous, key=key)
+            train.append(kept)
+            held.append(aside)
+    mixture = _mixture(data, train)
+    lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
+    datasets = WindowDataset.of(train, mixture), (WindowDataset.of(held, None) if held else None)
+    for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
+        if dataset is not None and not len(dataset):
+            raise RequestError(f"{key}: there is nothing to predict in it; it has no document of two tokens")
+    return *datasets, [*lines, *_mixture_lines(data, mixture), _split_line(*datasets, contiguous)]
+
+
+def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
+    """Return the shards that a source is, or those made of it in the cache, now or before."""
+    if is_shards(source.source):
+        if source.limit is not None:
+            raise RequestError(f"{key}.limit: shards are read whole; remove it, or tokenize less")
+        shards = Shards.open(Path(source.source).expanduser(), key)
+        shards.check_tokenizer(tokenizer, key)
+        return shards
+    from filelock import FileLock
+
+    identity = identity_of([(source, key)])
+    task = hashlib.sha256(json.dumps([identity, tokenizer_fingerprint(tokenizer)], default=str).encode()).hexdigest()
+    directory = cache / "shards" / task[:32]
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.with_suffix(".lock")):
+            return _made(source, key, tokenizer, directory, identity)
+    except OSError as error:
+        raise MachineError(
+            f"the tokens cannot be kept in {directory}: {error.strerror or error}; make room there or set "
+            "TRAINWRIGHT_CACHE to another directory"
+        ) from error
+
+
+def _made(
+    source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, directory: Path, identity: Any
+) -> Shards:
+    from trainwright.data.tokens.tokenize import tokenize
+
+    if (directory / "shards.json").is_file():
+        try:
+            return Shards.open(directory, key)
+        except RequestError:  # damaged; made anew
+            shutil.rmtree(directory)
+    doing(f"tokenizing {source.source}")
+    processes = _processes()
+    tokenize([(source, key)], tokenizer, directory, identity=identity, processes=processes)
+    return Shards.open(directory, key)
+
+
+def _processes() -> int:
+    return max(1, detect().cpu_cores - 1)
+
+
+def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
+    """Return what tells some sources from others, and from themselves before a change, without reading them."""
+    from trainwright.data.sources.key import look
+
+    return [VERSION, *([look(source, key), source.format, source.limit] for source, key in sources)]
+
+
+def _wanted(data: DataSection, sources: int) -> list[float | int]:
+    validation = data.validation
+    assert isinstance(validation, (int, float))
+    if sources > 1 and isinstance(validation, int):
+        return [max(1, part) for part in shares(validation, [source.weight for source in data.sources])]
+    return [validation] * sources
+
+
+def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[Part, ...] | None:
+    if len(train) == 1:
+        return None
+    sizes = [int(part.counts().sum()) for part in train]
+    if not all(sizes):
+        raise RequestError(f"{data.source_keys[sizes.index(0)]}: there is nothing to predict in it")
+    found = parts_of(sizes, [source.weight for source in data.sources])
+    for part, key in zip(found, data.source_keys, strict=True):
+        if not part.drawn:
+            raise RequestError(f"{key}.weight: is so small that an epoch has none of the source; raise it or remove it")
+    return found
+
+
+def _line(corpus: Shards) -> str:
+    about = corpus.about
+    documents = plural(about["documents"], "document")
+    return (
+        f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {documents}, "
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, in {corpus.directory}"
+    )
+
+
+def _mixture_lines(data: DataSection, mixture: tuple[Part, ...] | None) -> list[str]:
+    total = sum(part.drawn for part in mixture or ())
+    return [
+        f"mixture: {part.drawn / total:.1%} of an epoch's examples from {source.source}, each "
+        f"{part.drawn / part.examples:.3g} times"
+        for part, source in zip(mixture or (), data.sources, strict=bool(mixture))
+    ]
+
+
+def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguous: bool) -> str:
+    what = "contiguous windows" if contiguous else "windows of documents"
+    line = f"{len(train):,} {what} ({plural(train.token_count, 'token')}) to train on"
+    if validation is None:
+        return f"{line}, none to validate"
+    return f"{line}, {len(validation):,} ({plural(validation.token_count, 'token')}) to validate"

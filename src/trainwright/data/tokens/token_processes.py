@@ -1,0 +1,117 @@
+"""Processes that tokenise, each at its own end of a pipe: whoever dies, the other end sees it at once.
+
+The pools of the standard library wait for ever where a process is killed while it reads or writes a large piece.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from trainwright.data.sources.texts import Piece
+from trainwright.data.tokens import token_worker
+from trainwright.data.tokens.token_worker import Encoded, Encoder, Settings
+from trainwright.errors import MachineError
+
+Chunk = list[Piece]
+Encode = Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Encoded]]]
+
+
+@contextmanager
+def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
+    """Provide a function from chunks to the same chunks with their tokens, in order, backed by so many processes.
+
+    Raises:
+        MachineError: one of them was ended from outside.
+    """
+    if processes == 1:
+        encoder = Encoder(settings)
+        yield lambda chunks: ((chunk, encoder(chunk)) for chunk in chunks)
+        return
+    workers = _Workers(settings, processes)
+    try:
+        yield workers.encode
+    finally:
+        workers.end()
+
+
+class _Workers:
+    def __init__(self, settings: Settings, most: int) -> None:
+        self._settings, self._most = settings, most
+        self._processes: list[BaseProcess] = []
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, int] = {}  # with the number of its chunk
+
+    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """No more than twice as many chunks as processes are on their way, so that one may take longer."""
+        left, ended = iter(chunks), False
+        waiting: deque[Chunk] = deque()
+        found: dict[int, Encoded] = {}
+        first = 0  # the number of the chunk that is to be given next
+        while True:
+            while not ended and len(waiting) < 2 * self._most and self._free():
+                if (chunk := next(left, None)) is None:
+                    ended = True
+                else:
+                    self._give(first + len(waiting), chunk)
+                    waiting.append(chunk)
+            if first in found:
+                yield waiting.popleft(), found.pop(first)
+                first += 1
+            elif waiting:
+                found.update(self._finished())
+            else:
+                return
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+
+    def _free(self) -> bool:
+        return bool(self._idle) or len(self._processes) < self._most
+
+    def _give(self, number: int, chunk: Chunk) -> None:
+        if not self._idle:
+            self._idle.append(self._started())
+        connection = self._idle.pop()
+        self._busy[connection] = number
+        try:
+            connection.send([tuple(piece) for piece in chunk])
+        except OSError as error:
+            raise _lost() from error
+
+    def _finished(self) -> Iterator[tuple[int, Encoded]]:
+        for connection in wait(list(self._busy)):
+            assert isinstance(connection, Connection)
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError) as error:
+                raise _lost() from error
+            if isinstance(answer, Exception):
+                raise answer
+            self._idle.append(connection)
+            yield self._busy.pop(connection), answer
+
+    def _started(self) -> Connection:
+        # Spawned: a fork would take this process's threads and locks with it.
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=token_worker.work, args=(self._settings, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        return ours
+
+
+def _lost() -> MachineError:
+    return MachineError(
+        "a process that tokenizes was ended from outside, perhaps for want of memory; the same command goes on where "
+        "it was, and takes less memory with fewer --processes"
+    )

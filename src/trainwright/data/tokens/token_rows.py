@@ -1,0 +1,330 @@
+"""A source's rows as tokens and targets, with a count of all that happened to them on the way."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.kinds import Kind
+from trainwright.data.rows.layouts import Layout, columns_not_used
+from trainwright.data.rows.templates import ChatEncoder, Encoded, TurnsError, encode_texts
+from trainwright.data.sources.reading import place_of, read_rows, source_notes
+from trainwright.data.sources.row_files import Row
+from trainwright.data.tokens.token_files import TokenSpool, header
+from trainwright.errors import RequestError
+from trainwright.text import plural, they
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.data import DataSection, SourceSection
+
+_BATCH = 256  # rows rendered and tokenised at a time
+_BATCH_CHARACTERS = 2**20  # and no more text than this, but for one row
+_DIGEST = 16  # bytes
+
+
+class Hashes(Sequence[bytes]):
+    """Digests of one size, end to end."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._bytes) // _DIGEST
+
+    def __getitem__(self, index: Any) -> Any:
+        return bytes(self._bytes[index * _DIGEST : (index + 1) * _DIGEST])
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[index] for index in range(len(self)))
+
+    def append(self, digest: bytes) -> None:
+        """Add a digest."""
+        self._bytes += digest
+
+    def distinct(self) -> npt.NDArray[np.bytes_]:
+        """Return the digests that there are, each once, in order."""
+        return np.unique(self.chosen(None))
+
+    def chosen(self, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bytes_]:
+        """Return some of the digests, or all."""
+        everything = np.frombuffer(bytes(self._bytes), dtype=f"S{_DIGEST}")
+        return everything if indices is None else everything[indices]
+
+
+@dataclass
+class TokenRows:
+    """The examples of one source, each of the same number of documents.
+
+    A row is an example, or, where it was split, several that stand together. ``hashes`` are of the rows that are
+    examples, of tokens and roles, and equal where these are.
+    """
+
+    source: str
+    format: Layout
+    max_length: int
+    detected: bool
+    splits: bool
+    spool: TokenSpool
+    rows: int = 0
+    examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that is any
+    numbers: array[int] = field(default_factory=lambda: array("q"))  # where each of these stands in the source, from 0
+    documents_per_example: int = 1
+    hashes: Hashes = field(default_factory=Hashes)
+    truncated: int = 0
+    cut_tokens: int = 0
+    divided: int = 0  # rows that became several examples
+    longest: int = 0  # before truncation
+    without_target: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)  # rows that are no examples, by the reason in words
+    remarks: Counter[str] = field(default_factory=Counter)  # rows that are not taken as they are, by what they do
+    notes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.spool) // self.documents_per_example
+
+    def add(self, documents: Sequence[Encoded], roles: Sequence[int]) -> None:
+        """Take one row in: cut or split it, and leave it out if nothing of one document remains to be predicted."""
+        self.rows += 1
+        self.documents_per_example = len(documents)
+        lengths = [len(ids) for ids, _ in documents]
+        self.longest = max(self.longest, *lengths)
+        tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in documents]
+        targets = [np.asarray(flags, dtype=np.bool_) for _, flags in documents]
+        if self.splits and lengths[0] > self.max_length and len(documents) == 1:
+            self._add_windows(tokens[0], targets[0], roles[0])
+            return
+        cut = [length - self.max_length for length in lengths if length > self.max_length]
+        self.truncated += bool(cut)
+        self.cut_tokens += sum(cut)
+        tokens = [ids[: self.max_length] for ids in tokens]
+        targets = [flags[: self.max_length] for flags in targets]
+        if not all(flags[1:].any() for flags in targets):  # nothing precedes the first token to predict it from
+            self.without_target += 1
+            return
+        for ids, flags, role in zip(tokens, targets, roles, strict=True):
+            self.spool.add(ids, flags, role)
+        self._added(1, tokens, roles)
+
+    def _add_windows(self, ids: npt.NDArray[np.int32], flags: npt.NDArray[np.bool_], role: int) -> None:
+        windows = windows_of(len(ids), self.max_length)
+        parts = [(ids[begin:end], flags[begin:end]) for begin, end in windows]
+        kept = [(part, marks) for part, marks in parts if marks[1:].any()]
+        if not kept:
+            self.without_target += 1
+            return
+        if len(kept) < len(windows):
+            self.remarks["have parts of data.max_length tokens without a target, which are left out"] += 1
+        for part, marks in kept:
+            self.spool.add(part, marks, role)
+        self.divided += len(kept) > 1
+        self._added(len(kept), [ids], [role])
+
+    def _added(self, examples: int, tokens: Sequence[npt.NDArray[np.int32]], roles: Sequence[int]) -> None:
+        self.examples_of_row.append(examples)
+        self.numbers.append(self.rows - 1)
+        digest = hashlib.blake2b(digest_size=_DIGEST)
+        for ids, role in zip(tokens, roles, strict=True):
+            digest.update(header(len(ids), role) + ids.tobytes())
+        self.hashes.append(digest.digest())
+
+    def leave_out(self, why: str) -> None:
+        """Count a row that has nothing to train on."""
+        self.rows += 1
+        self.left_out[why] += 1
+
+    @property
+    def duplicates(self) -> int:
+        """Rows whose tokens an earlier one has."""
+        return len(self.hashes) - len(self.hashes.distinct())
+
+    def documents_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the documents that some ``rows`` (of those that are examples) became, in order."""
+        counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.documents_per_example
+        begins = np.cumsum(counts) - counts
+        within = np.arange(int(counts[rows].sum())) - np.repeat(np.cumsum(counts[rows]) - counts[rows], counts[rows])
+        return np.repeat(begins[rows], counts[rows]) + within
+
+    def report(self) -> dict[str, Any]:
+        """Return the counts, over the whole source."""
+        return {
+            "source": self.source,
+            "format": self.format,
+            "rows": self.rows,
+            "examples": len(self),
+            "tokens": self.spool.token_count,
+            "target_tokens": self.spool.target_tokens,
+            "longest": self.longest,
+            "truncated": self.truncated,
+            "cut_tokens": self.cut_tokens,
+            "divided": self.divided,
+            "without_target": self.without_target,
+            "left_out": dict(self.left_out),
+            "duplicates": self.duplicates,
+        }
+
+    def summary(self, name: str) -> list[str]:
+        """Return the counts as lines for people."""
+        count = self.report()
+        how = "found from the first rows" if self.detected else "as data.format says"
+        how += f"; {self.format.read_as}" if self.format.read_as else ""
+        lines = [
+            f"{name}: {self.source}, {plural(self.rows, 'row')} of {self.format} ({how})",
+            f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
+            f"longest {'row' if self.documents_per_example == 1 else 'side'} {plural(self.longest, 'token')}",
+        ]
+        if self.truncated:
+            lines.append(
+                f"{name}: {self.truncated:,} of {plural(self.rows, 'row')} cut to data.max_length "
+                f"{self.max_length:,}, {plural(self.cut_tokens, 'token')} lost"
+            )
+        if self.divided:
+            lines.append(
+                f"{name}: {self.divided:,} of {plural(self.rows, 'row')} split at data.max_length {self.max_length:,}; "
+                f"{plural(len(self), 'example')} in all"
+            )
+        if self.without_target:
+            rows = plural(self.without_target, "row")
+            lines.append(f"{name}: {rows} left out: no target in what is kept")
+        lines += [f"{name}: {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        lines += [f"{name}: {they(count, 'row', what)}" for what, count in self.remarks.items()]
+        if self.duplicates:
+            repeat = they(self.duplicates, "row", "repeat an earlier one token by token")
+            lines.append(f"{name}: {repeat}; nothing is removed")
+        return lines + [f"{name}: {note}" for note in self.notes]
+
+
+def windows_of(length: int, longest: int) -> list[tuple[int, int]]:
+    """Where the windows of at most ``longest`` tokens that a longer document is split into begin and end.
+
+    Each begins with the last token of the one before: it has no prediction there, and had one here.
+    """
+    return [(begin, min(begin + longest, length)) for begin in range(0, length - 1, longest - 1)]
+
+
+def splits_long(long_documents: str, layout: str) -> bool:
+    """Whether rows of ``layout`` that are too long are split, as ``data.long_documents`` says, and not cut."""
+    return long_documents == "split" or (long_documents == "auto" and layout == "text")
+
+
+def tokenize_source(
+    source: SourceSection, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, spool: Path
+) -> TokenRows:
+    """Read ``source`` and encode each row; the tokens wait in files in the directory ``spool``.
+
+    Raises:
+        RequestError: the source, its layout or a row is wrong (with the row's file and line), or no row has a
+        target.
+    """
+    name, documents = source.source, source.format == "documents"
+    rows = read_rows(name, source.limit, key, documents)
+    columns = rows.column_names
+    try:
+        layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
+    except RequestError as error:
+        raise RequestError(f"{key}: {name}: {error}") from None
+    splits = splits_long(data.long_documents, layout)
+    found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
+    found.notes += source_notes(name, key, documents)
+    if unused := layout.unused(columns):
+        found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+    rows = rows.remove_columns(unused)
+    encoder = None if layout == "text" else ChatEncoder(tokenizer)
+    encode = functools.partial(encode_texts, tokenizer) if encoder is None else encoder.encode
+    place = functools.partial(place_of, name, documents=documents, key=key)
+    start = 0
+    for batch in _batches(rows):
+        _take_in(batch, start, kind, found, encode, lambda index: f"{key}: {place(index)}")
+        start += len(batch)
+    if not len(found):
+        raise RequestError(f"{key}: {name}: {_nothing_left(found)}")
+    found.notes += _encoder_notes(encoder) if encoder else _text_notes(tokenizer)
+    return found
+
+
+def _batches(rows: Dataset) -> Iterator[list[Row]]:
+    """Rows to tokenise together: what a tokenizer returns is a hundred times its text."""
+    for start in range(0, len(rows), _BATCH):
+        batch: list[Row] = []
+        characters = 0
+        for row in _rows_of(rows[start : start + _BATCH]):
+            size = sum(len(value) for value in row.values() if isinstance(value, str))
+            if batch and characters + size > _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+            batch.append(row)
+            characters += size
+        yield batch
+
+
+def _take_in(
+    rows: list[Row],
+    start: int,
+    kind: Kind,
+    found: TokenRows,
+    encode: Callable[[list[Any]], list[Encoded]],
+    place: Callable[[int], str],
+) -> None:
+    """Encode some rows, the first of them row ``start`` of the source, into ``found``."""
+    texts: list[Any] = []
+    owners: list[int] = []  # of the texts: the row's index in the source
+    roles: dict[int, list[int]] = {}
+    for index, row in enumerate(rows, start):
+        try:
+            documents = kind.documents(row, found.format, found.remarks)
+        except NoTarget as reason:
+            found.leave_out(str(reason))
+            continue
+        except RequestError as error:
+            raise RequestError(f"{place(index)}: {error}") from None
+        roles[index] = [role for role, _ in documents]
+        texts += [text for _, text in documents]
+        owners += [index] * len(documents)
+    try:
+        encoded = iter(encode(texts))
+    except TurnsError as error:
+        raise RequestError(f"{place(owners[error.index])}: {error}") from None
+    for own in roles.values():
+        found.add(list(islice(encoded, len(own))), own)
+
+
+def _nothing_left(found: TokenRows) -> str:
+    reasons = [f"{count:,}: {why}" for why, count in found.left_out.items()]
+    if found.without_target:
+        cut = f"within data.max_length {plural(found.max_length, 'token')}; the longest has {found.longest:,}"
+        if not reasons:
+            return f"none of {plural(found.rows, 'row')} has a target {cut}"
+        reasons.append(f"{found.without_target:,}: no target {cut}")
+    return f"none of {plural(found.rows, 'row')} has anything to train on ({'; '.join(reasons)})"
+
+
+def _encoder_notes(encoder: ChatEncoder) -> list[str]:
+    if not encoder.folded:
+        return encoder.notes
+    return [
+        *encoder.notes,
+        f"the chat template of {encoder.name} takes no system turn: in {plural(encoder.folded, 'row')} its text is "
+        "put before the first user turn",
+    ]
+
+
+def _text_notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token to end a text with"]
+
+
+def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:
+    names = list(columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -1,0 +1,78 @@
+"""What a process that tokenises does. Imports no more than it needs, as each process pays for it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.data.tokens.bounded import bounded
+from trainwright.data.tokens.word_tokens import WordTokens
+from trainwright.errors import RequestError
+
+Encoded = tuple[bytes, list[int]]  # the tokens of some pieces end to end, and how many each has
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``prefix``, ``suffix``: tokens around every document. ``characters``: each token is a known character."""
+
+    backend: str
+    dtype: str
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    characters: bool
+
+
+class Encoder:
+    """Turns pieces of documents into tokens."""
+
+    def __init__(self, settings: Settings) -> None:
+        from tokenizers import Tokenizer
+
+        self._settings = settings
+        tokenizer: Any = Tokenizer.from_str(settings.backend)
+        self._tokens = WordTokens(tokenizer)
+        self._known = set(tokenizer.get_vocab()) if settings.characters else None
+
+    def __call__(self, pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
+        """``(place, text, first, last)`` of each piece.
+
+        Raises:
+            RequestError: a character that the vocabulary does not have, or a tokenizer that fails.
+        """
+        if self._known is not None:
+            for place, text, _, _ in pieces:
+                if unknown := set(text) - self._known:
+                    raise RequestError(f"{place}: the tokenizer has no token for {min(unknown)!r}")
+        prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
+        found, lengths = [], []
+        for _, text, first, last in pieces:
+            own = bounded("the tokenizer", len(text), functools.partial(self._tokens, text))
+            parts = [*([prefix] if first else []), own, *([suffix] if last else [])]
+            found += parts
+            lengths.append(sum(map(len, parts)))
+        tokens: npt.NDArray[Any] = np.concatenate(found).astype(self._settings.dtype)
+        return tokens.tobytes(), lengths
+
+
+def work(settings: Settings, pipe: Connection) -> None:
+    """Answer chunks of pieces with their tokens, or with what is wrong with them, until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who waits for the answers decides
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
+    encoder = Encoder(settings)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            try:
+                answer: Encoded | Exception = encoder(pipe.recv())
+            except RequestError as error:
+                answer = error
+            pipe.send(answer)

@@ -1,0 +1,297 @@
+"""From texts to token shards, on several cores: ``trainwright data tokenize``, and what pretraining does by itself.
+
+The text is read by one process in pieces, in order; others turn them into tokens; the first writes these in order. Only
+so many pieces are on their way at a time, so memory does not grow with the text. Every few seconds it is noted how
+many pieces are on the disk, and a run that was killed goes on there: what was written after is cut off and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from trainwright.data.sources.texts import Piece, pieces
+from trainwright.data.tokens.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
+from trainwright.data.tokens.token_processes import encoding
+from trainwright.data.tokens.token_worker import Encoded, Settings
+from trainwright.errors import RequestError
+from trainwright.machine.measured.hold import hold
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.data import SourceSection
+
+SHARD_TOKENS = 100_000_000
+_PROGRESS = "progress.json"
+_CHUNK = 2**20  # characters that a process is given at a time
+_SAVE_SECONDS = 3.0
+_COPY = 2**22
+
+Report = Callable[[int, int, int], None]  # characters, tokens and documents so far
+
+
+@dataclass
+class Position:
+    """What is on the disk: how many pieces of the text, in which shards, and how much of the one being written."""
+
+    pieces: int = 0
+    documents: int = 0
+    characters: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    index: int = 0
+
+
+def tokenize(
+    sources: Sequence[tuple[SourceSection, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    *,
+    identity: Any,
+    processes: int = 1,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Report = lambda characters, tokens, documents: None,
+) -> dict[str, Any]:
+    """Write the shards of some sources into ``out``, or go on where an earlier call was stopped; what is in them.
+
+    Args:
+        sources: with the key that names each in messages.
+        identity: what tells these sources from others, or from themselves before a change.
+
+    Raises:
+        RequestError: ``out`` has other files, or shards of something else, or another process writes there; a source
+            is empty or not text.
+        MachineError: one of the processes was ended from outside.
+        OSError: ``out`` cannot be written.
+    """
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    task = hashlib.sha256(json.dumps([identity, fingerprint, shard_tokens], default=str).encode()).hexdigest()
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out: {out} is a file; name a directory")
+    new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    with hold(out, f"--out: {out} is being written by another process; wait for it, or name another directory"):
+        if (found := _finished(out, task)) is not None:
+            return found
+        settings = settings_of(tokenizer)
+        writer = _Writer(out, task, settings.dtype, shard_tokens)
+        notes: list[str] = []
+        text = (piece for source, key in sources for piece in pieces(source, key, notes))
+        left = islice(text, writer.position.pieces, None)
+        try:
+            with encoding(settings, processes) as encode:
+                for chunk, encoded in encode(_chunks(left)):
+                    writer.add(chunk, encoded)
+                    report(writer.position.characters, writer.tokens, writer.position.documents)
+        except RequestError:
+            if writer.withdrew() and new:
+                out.rmdir()
+            raise
+        return writer.finish({**_about(sources, tokenizer, settings, task), "notes": notes})
+
+
+def _about(
+    sources: Sequence[tuple[SourceSection, str]], tokenizer: PreTrainedTokenizerBase, settings: Settings, task: str
+) -> dict[str, Any]:
+    """Return what is known of the shards before they are counted."""
+    return {
+        "version": VERSION,
+        "source": " + ".join(source.source for source, _ in sources),
+        "tokenizer": {
+            "name": tokenizer_name(tokenizer),
+            "fingerprint": tokenizer_fingerprint(tokenizer),
+            "vocabulary": len(tokenizer),
+        },
+        "dtype": settings.dtype,
+        "task": task,
+    }
+
+
+def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
+    """How this tokenizer turns documents into tokens: what opens one by its own rules, and its end-of-text token."""
+    backend: Any = tokenizer.backend_tokenizer
+    end = tokenizer.eos_token_id
+    opened = [token for token in backend.encode("", add_special_tokens=True).ids if token != end]
+    return Settings(
+        backend=backend.to_str(),
+        dtype=np.min_scalar_type(max(tokenizer.get_vocab().values())).name,
+        prefix=tuple(opened),
+        suffix=() if end is None else (int(end),),
+        characters=bool(tokenizer.init_kwargs.get("characters")),
+    )
+
+
+def _finished(out: Path, task: str) -> dict[str, Any] | None:
+    """Return what is said of the shards that are there already; None where they are to be made."""
+    if (out / ABOUT).is_file():
+        about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
+        if about.get("task") == task:
+            return about
+        raise RequestError(f"--out: {out} holds shards of another text or tokenizer; name a new directory")
+    if not (out / _PROGRESS).is_file() and any(out.iterdir()):
+        raise RequestError(f"--out: {out} holds other files; name a new directory")
+    return None
+
+
+class _Writer:
+    """Appends tokens to shards, in order, and notes what is safely there."""
+
+    def __init__(self, out: Path, task: str, dtype: str, shard_tokens: int) -> None:
+        self._out, self._task = out, task
+        self._dtype = np.dtype(dtype)
+        self._shard_tokens = shard_tokens
+        self.position = self._earlier()
+        self._note()  # first, so that the files that follow are known for the beginning of a corpus
+        self._open()
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard["tokens"] for shard in self.position.shards) + self.position.tokens
+
+    def _earlier(self) -> Position:
+        file = self._out / _PROGRESS
+        if not file.is_file():
+            return Position()
+        found = json.loads(file.read_text(encoding="utf-8"))
+        task = found.pop("task")
+        if not found["pieces"]:
+            return Position()
+        if task != self._task:
+            raise RequestError(
+                f"--out: {self._out} holds the beginning of another text, tokenizer or size of shards; name a new "
+                "directory, or remove it"
+            )
+        return Position(**found)
+
+    def _open(self) -> None:
+        """Open the files of the shard being written, at the recorded length."""
+        name = f"{len(self.position.shards):05d}"
+        width = self._dtype.itemsize
+        self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)
+        self._index = _opened(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
+        self._document = hashlib.blake2b(digest_size=8)
+        begun = 0  # where the document begins that is not at its end
+        if self.position.index:
+            self._index.seek(-INDEX.itemsize, os.SEEK_END)
+            begun = int(np.frombuffer(self._index.read(INDEX.itemsize), INDEX)["end"][0])
+        self._tokens.seek(begun * width)
+        while part := self._tokens.read(_COPY):
+            self._document.update(part)
+
+    def add(self, chunk: Sequence[Piece], encoded: Encoded) -> None:
+        """Write some pieces."""
+        tokens, lengths = encoded
+        width, begin = self._dtype.itemsize, 0
+        for piece, length in zip(chunk, lengths, strict=True):
+            part = tokens[begin : begin + length * width]
+            begin += length * width
+            self._tokens.write(part)
+            self._document.update(part)
+            self.position.tokens += length
+            self.position.pieces += 1
+            self.position.characters += len(piece.text)
+            if piece.last:
+                self._end_document()
+        if time.monotonic() - self._saved > _SAVE_SECONDS:
+            self._save()
+
+    def _end_document(self) -> None:
+        record = np.zeros(1, INDEX)
+        record["end"] = self.position.tokens
+        record["digest"] = int.from_bytes(self._document.digest(), "little")
+        self._index.write(record.tobytes())
+        self._document = hashlib.blake2b(digest_size=8)
+        self.position.index += 1
+        self.position.documents += 1
+        if self.position.tokens >= self._shard_tokens:
+            self._end_shard()
+            self._open()
+
+    def _end_shard(self) -> None:
+        name = f"{len(self.position.shards):05d}"
+        for file in (self._tokens, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self.position.shards.append({"name": name, "tokens": self.position.tokens, "documents": self.position.index})
+        self.position.tokens = self.position.index = 0
+        self._note()
+
+    def _save(self) -> None:
+        for file in (self._tokens, self._index):
+            file.flush()
+            os.fsync(file.fileno())
+        self._note()
+
+    def withdrew(self) -> bool:
+        """Where nothing was noted to go on from, take away what there is; whether that was so."""
+        if self._noted:
+            return False
+        for file in (self._tokens, self._index):
+            file.close()
+            Path(file.name).unlink()
+        (self._out / _PROGRESS).unlink()
+        return True
+
+    def _note(self) -> None:
+        scratch = self._out / f"{_PROGRESS}.new"
+        scratch.write_text(json.dumps({"task": self._task, **asdict(self.position)}), encoding="utf-8")
+        os.replace(scratch, self._out / _PROGRESS)
+        self._noted = self.position.pieces
+        self._saved = time.monotonic()
+
+    def finish(self, about: dict[str, Any]) -> dict[str, Any]:
+        """All is written; the directory becomes a corpus."""
+        if self.position.index:
+            self._end_shard()
+        else:
+            for file in (self._tokens, self._index):
+                file.close()
+                Path(file.name).unlink()
+        digest = hashlib.sha256(about["tokenizer"]["fingerprint"].encode())
+        for shard in self.position.shards:
+            for kind in ("tokens", "index"):
+                with (self._out / f"{shard['name']}.{kind}").open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+        about |= {
+            "documents": self.position.documents,
+            "tokens": self.tokens,
+            "characters": self.position.characters,
+            "shards": self.position.shards,
+            "fingerprint": digest.hexdigest()[:32],
+        }
+        scratch = self._out / f"{ABOUT}.new"
+        scratch.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        os.replace(scratch, self._out / ABOUT)
+        (self._out / _PROGRESS).unlink(missing_ok=True)
+        return about
+
+
+def _opened(file: Path, size: int) -> BinaryIO:
+    opened = file.open("r+b" if file.exists() else "w+b")
+    opened.truncate(size)
+    opened.seek(size)
+    return opened
+
+
+def _chunks(text: Iterable[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    size = 0
+    for piece in text:
+        chunk.append(piece)
+        size += len(piece.text)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

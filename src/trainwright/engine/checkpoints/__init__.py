@@ -1,0 +1,1 @@
+"""Checkpoints: written, verified, resumed, and exported."""

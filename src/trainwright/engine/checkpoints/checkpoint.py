@@ -1,0 +1,338 @@
+"""Checkpoints that are whole and verified, or not there.
+
+    checkpoints/step-00000040/
+      rank-00000.safetensors …   each rank's part of the state; a tensor may be split over several files
+      state.json                 step, position in the data, metrics: everything that is not a tensor
+      recipe.yaml                the resolved recipe
+      manifest.json              size and SHA-256 of every file and of itself, and which file holds which block of
+                                 which tensor
+
+A checkpoint is written under another name, synced, given its manifest, and renamed. Blocks carry their place in the
+whole tensor, so a checkpoint loads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.engine.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    RECIPE,
+    STATE,
+    CheckpointError,
+    Manifest,
+    check_tensors,
+    checkpoint_path,
+    checkpoints_in,
+    open_inside,
+    read_state,
+    seal_of,
+    whole_shape,
+)
+from trainwright.engine.checkpoints.tensor_files import checksum, sync_directory, write_tensors
+from trainwright.errors import RequestError
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+_Stamps = tuple[tuple[str, int, int, int], ...]  # of every file: name, size, when it was changed, inode
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    path: Path
+    seconds: float
+
+
+class Checkpoints:
+    """The checkpoints of one run. All methods that take a world are called by every rank."""
+
+    def __init__(self, directory: Path, *, keep_last: int, keep_best: bool) -> None:
+        self._directory = directory
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        # Of what this process has written or read: what its files looked like, and whether it can be used.
+        self._known: dict[int, tuple[_Stamps, bool]] = {}
+
+    def path(self, step: int) -> Path:
+        """Return the directory of the checkpoint of ``step``."""
+        return checkpoint_path(self._directory, step)
+
+    def save(self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str) -> Saved:
+        """Write the checkpoint of ``step``; ``state`` is the same on every rank.
+
+        Raises:
+            CheckpointError: on every rank, when any of them could not write. Nothing of it is left behind and
+                earlier checkpoints are untouched.
+        """
+        begun = time.monotonic()
+        final, scratch = self.path(step), self._directory / f".writing-{self.path(step).name}"
+        outcome = _attempt(self._remove_leftovers, self._directory) if world.is_main else None
+        world.barrier()
+        if outcome is None:
+            outcome = _attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
+        outcomes = world.gather(outcome)
+        if world.is_main and not any(isinstance(o, str) for o in outcomes):
+            outcomes = [_attempt(lambda: _finish(scratch, final, outcomes, state, recipe), scratch)]
+        failure = world.broadcast(next((o for o in outcomes if isinstance(o, str)), None))
+        if failure is not None:
+            if world.is_main:
+                _remove(scratch)
+            raise CheckpointError(f"checkpoint of step {step} was not written: {failure}")
+        if world.is_main:
+            self._known[step] = (_stamps(final), True)
+        return Saved(final, time.monotonic() - begun)
+
+    def prune(self, best: int | None) -> None:
+        """Remove what is older than the last few that can be used, but the best. Called by rank 0 alone, after a save.
+
+        A checkpoint that cannot be used does not count, so the newest that can is never removed.
+
+        Raises:
+            OSError: some of it could not be removed, and is still there.
+        """
+        steps, usable = self.steps(), 0
+        while steps and usable < self._keep_last:
+            if len(steps) <= self._keep_last - usable:
+                return  # all of them are kept, whatever they are
+            usable += self._is_usable(steps.pop())
+        for step in steps:
+            if self._keep_best and step == best:
+                continue
+            # Renamed first: a kill between the two leaves no half checkpoint under a valid name.
+            doomed = self._directory / f".removing-{self.path(step).name}"
+            self.path(step).rename(doomed)
+            _remove(doomed)
+
+    def _is_usable(self, step: int) -> bool:
+        """Whether the checkpoint verifies; one that this process has written or read is not read again."""
+        path = self.path(step)
+        if (known := self._known.get(step)) is not None and known[0] == _stamps(path):
+            return known[1]
+        self._open(step)
+        return self._known[step][1]
+
+    def _open(self, step: int) -> Checkpoint | CheckpointError:
+        """Return the checkpoint, or why it cannot be used."""
+        path = self.path(step)
+        stamps = _stamps(path)
+        try:
+            if path.is_symlink() or not path.is_dir():
+                raise CheckpointError(f"{path} is not a directory")
+            found: Checkpoint | CheckpointError = Checkpoint.open(path)
+        except CheckpointError as error:
+            found = error
+        self._known[step] = (stamps, isinstance(found, Checkpoint))
+        return found
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a kill left of a checkpoint that was being written or removed."""
+        for pattern in (".writing-*", ".removing-*"):
+            for path in self._directory.glob(pattern):
+                _remove(path)
+
+    def steps(self) -> list[int]:
+        """Return the steps whose checkpoint has its place taken, ascending. What is there may still fail its
+        verification.
+        """
+        return sorted(checkpoints_in(self._directory))
+
+    def latest(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint that verifies, and why each newer one was refused."""
+        refused: list[str] = []
+        for step in reversed(self.steps()):
+            found = self._open(step)
+            if isinstance(found, Checkpoint):
+                return found, refused
+            refused.append(str(found))
+        return None, refused
+
+
+class Checkpoint:
+    """A verified checkpoint."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self._manifest = manifest
+        self.state: dict[str, Any] = read_state(path)
+
+    @classmethod
+    def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
+        """Open a checkpoint and read every byte of it against its checksum, unless another rank just did.
+
+        Raises:
+            CheckpointError: naming the first file that is missing or not as the manifest has it.
+        """
+        manifest = Manifest.read(path)
+        for name, expected in manifest.files.items() if verify else ():
+            try:
+                with open_inside(path, name) as file:
+                    # A file of another size need not be read to be refused.
+                    found = checksum(file) if os.fstat(file.fileno()).st_size == expected[0] else None
+            except OSError as error:
+                raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+            if found != expected:
+                raise CheckpointError(f"{path / name} is not what was written (size or checksum differs)")
+            if name.endswith(".safetensors"):
+                check_tensors(path, name, manifest)
+        return cls(path, manifest)
+
+    def reader(self) -> Reader:
+        """Return a reader of tensors, each in any blocks. Use it as a context manager."""
+        return Reader(self.path, self._manifest)
+
+
+class Reader:
+    """Gives any block of any tensor of a checkpoint, from whichever files hold it."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __call__(self, name: str, shard: Shard) -> torch.Tensor:
+        """Return the block of tensor ``name`` that ``shard`` describes.
+
+        Raises:
+            RequestError: the checkpoint is of another model: no such tensor, or of another shape.
+            CheckpointError: a file does not hold what the manifest says.
+        """
+        blocks = self._manifest.tensors.get(name)
+        if blocks is None:
+            raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
+        if (whole := whole_shape(blocks)) != shard.shape:
+            raise RequestError(f"{self._path}: {name} has shape {list(whole)}, the model wants {list(shard.shape)}")
+        result = torch.empty_like(shard.local, device="cpu")
+        for block in blocks:
+            _copy_overlap(result, shard.offset, block, lambda b=block: self._open(b["file"]).get_slice(name))
+        return result
+
+    def _open(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        if name not in self._files:
+            check_tensors(self._path, name, self._manifest)
+            self._files[name] = self._stack.enter_context(safe_open(self._path / name, framework="pt"))
+        return self._files[name]
+
+
+def _stamps(path: Path) -> _Stamps:
+    """Return what tells without reading it whether a checkpoint is still the one that was looked at before."""
+    try:
+        with os.scandir(path) as files:
+            found = [(file.name, file.stat(follow_symlinks=False)) for file in files]
+    except OSError:
+        return ()
+    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found))
+
+
+def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:
+    """Copy what a stored block and the wanted block have in common."""
+    into, out_of = [], []
+    for want, length, have, size in zip(offset, result.shape, block["offset"], block["size"], strict=True):
+        begin, end = max(want, have), min(want + length, have + size)
+        if begin >= end:
+            return
+        into.append(slice(begin - want, end - want))
+        out_of.append(slice(begin - have, end - have))
+    tensor = source()[tuple(out_of)] if out_of else source()[...]
+    result[tuple(into)] = tensor
+
+
+def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> dict[str, Any]:
+    """Write this rank's blocks; what its manifest needs to know of them."""
+    # Not its parents too: a run's directory that has been deleted is not to come back without the run.
+    scratch.parent.mkdir(exist_ok=True)
+    scratch.mkdir(exist_ok=True)
+    mine = {name: shards[name] for name in _own(shards)}
+    file = f"rank-{rank:05d}.safetensors"
+    size, digest = write_tensors(scratch / file, {name: shard.local for name, shard in mine.items()})
+    tensors = {
+        name: {"file": file, "offset": list(shard.offset), "size": list(shard.local.shape)}
+        for name, shard in mine.items()
+    }
+    return {"files": {file: {"size": size, "sha256": digest}}, "tensors": tensors}
+
+
+def _own(shards: Mapping[str, Shard]) -> list[str]:
+    """Which blocks this rank writes: replicas share the work, each next block going to the one with least so far.
+
+    Ranks come to the same answer without speaking, as replicas of a block agree on the sizes of all blocks with
+    as many replicas.
+    """
+    loads: dict[int, list[int]] = {}
+    own = []
+    for name, shard in shards.items():
+        load = loads.setdefault(shard.replicas, [0] * shard.replicas)
+        owner = load.index(min(load))
+        load[owner] += shard.local.numel() * shard.local.element_size()
+        if owner == shard.replica and shard.local.numel():
+            own.append(name)
+    return own
+
+
+def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict[str, Any], recipe: str) -> None:
+    """Add what is not a tensor, then the manifest, and give the checkpoint its name."""
+    manifest: dict[str, Any] = {"format": FORMAT, "files": {}, "tensors": {}}
+    for part in parts:
+        manifest["files"].update(part["files"])
+        for name, block in part["tensors"].items():
+            manifest["tensors"].setdefault(name, []).append(block)
+    for name, text in ((STATE, json.dumps(state, indent=1)), (RECIPE, recipe)):
+        _write_text(scratch / name, text)
+        with (scratch / name).open("rb") as file:
+            size, digest = checksum(file)
+        manifest["files"][name] = {"size": size, "sha256": digest}
+    _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
+    sync_directory(scratch)
+    old = final.with_name(f".removing-{final.name}")
+    if os.path.lexists(final):  # one that was refused when the run was resumed from an earlier step
+        final.rename(old)
+    scratch.rename(final)
+    sync_directory(final.parent)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with all that is in it, a file, or a link but nothing that it leads to; as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _attempt(action: Any, place: Path) -> Any:
+    """Return the action's result, or in words why it could not be done at ``place``: ranks agree before any of them
+    raises.
+    """
+    try:
+        return action()
+    except OSError as error:
+        return f"{error.strerror or error} ({error.filename or place})"

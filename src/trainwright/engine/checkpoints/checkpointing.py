@@ -1,0 +1,135 @@
+"""When a run's state is saved and what of it, and how a run takes it up again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.read_back import check_checkpoint
+from trainwright.engine.checkpoints.saving import Saving
+from trainwright.engine.events import CheckpointWritten, Fault
+from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.engine.progress import Progress
+from trainwright.errors import RequestError, TrainingError
+
+
+class Checkpointing:
+    """Saves a run, and resumes it.
+
+    Attributes:
+        step: the one whose checkpoint is the newest; None: there is none.
+    """
+
+    def __init__(self, training: Training, checkpoints: Checkpoints, policies: Sequence[StepPolicy]) -> None:
+        self.step: int | None = None
+        self._training = training
+        self._checkpoints = checkpoints
+        self._policies = {type(policy).__name__: policy for policy in policies}
+        self._saving = Saving(training.recipe.checkpoint.every)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after ``step``, by rank 0's clock where it goes by time."""
+        return self._saving.is_due(step)
+
+    def save(self, *, last_chance: bool) -> None:
+        """Write a checkpoint; when that fails the earlier ones are still there and training goes on.
+
+        Raises:
+            TrainingError: it failed at the ``last_chance``: the run ends here, and would be taken for saved.
+        """
+        training, world = self._training, self._training.strategy.world
+        step, begun = training.progress.step, time.monotonic()
+        if self.step == step:
+            return
+        training.events.announce("writing a checkpoint", step)
+        shards = training.strategy.state()
+        try:
+            saved = self._checkpoints.save(world, step, shards, self._state(), training.recipe_text)
+            if training.task.base is not None:
+                check_checkpoint(training.task, world, saved.path, shards)
+        except CheckpointError as error:
+            self._saving.saved(time.monotonic() - begun)
+            self._tell(str(error), "stop" if last_chance else "continue")
+            if last_chance:
+                stands = "there is none before it" if self.step is None else f"the one of step {self.step} stands"
+                hint = "" if self.step is None else "; make room, then --resume this run from there"
+                raise TrainingError(f"stopped by a signal, but the {error}; {stands}{hint}") from error
+            return
+        self.step = step
+        self._saving.saved(time.monotonic() - begun)
+        training.events.emit(
+            CheckpointWritten(step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds)
+        )
+        if world.is_main:
+            self._prune()
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take up the state of a checkpoint.
+
+        Raises:
+            RequestError: the examples or the frozen weights are not those the run was trained on.
+        """
+        training, saved = self._training, checkpoint.state
+        self._check(checkpoint)
+        try:
+            progress = Progress.of(saved.get("progress", {}))
+            own = {str(name): float(value) for name, value in saved.get("task", {}).items()}
+            states = {name: _floats(state) for name, state in saved.get("policies", {}).items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
+        with checkpoint.reader() as reader:
+            training.strategy.load_state(reader)
+        training.progress = progress
+        training.task.state.update(own)
+        for name in states.keys() & self._policies.keys():
+            self._policies[name].state.update(states[name])
+        self.step = progress.step
+
+    def _state(self) -> dict[str, Any]:
+        task = self._training.task
+        policies = {name: dict(policy.state) for name, policy in self._policies.items() if policy.state}
+        return {
+            "progress": asdict(self._training.progress),
+            "data": task.stream.dataset.fingerprint,
+            "base": task.base,
+            "start": task.start,
+            "task": dict(task.state),
+            **({"policies": policies} if policies else {}),
+        }
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        recipe, task = self._training.recipe, self._training.task
+        if checkpoint.state.get("data") != task.stream.dataset.fingerprint:
+            key, parts = recipe.spec.examples
+            raise RequestError(
+                f"{key}: the examples are not those of {checkpoint.path}: {parts} has changed; put back what the run "
+                "began with, or start a new run"
+            )
+        if checkpoint.state.get("base") != task.base:
+            raise RequestError(
+                f"model: the frozen weights are not those of {checkpoint.path}; put back the model, and the adapter "
+                "beneath if there is one, that the run began with, or start a new run"
+            )
+        if checkpoint.state.get("start") != task.start:
+            raise RequestError(
+                f"model: the weights to start from are not those that {checkpoint.path} was started from, and what is "
+                "trained is compared with them; put back the model that the run began with, or start a new run"
+            )
+
+    def _prune(self) -> None:
+        """Remove older checkpoints; those that cannot be removed stay, and training goes on."""
+        try:
+            self._checkpoints.prune(self._training.progress.best_step)
+        except OSError as error:
+            self._tell(f"older checkpoints were not removed: {error}", "continue")
+
+    def _tell(self, detail: str, action: str) -> None:
+        step = self._training.progress.step
+        self._training.events.emit(Fault(kind="checkpoint", rank=0, detail=detail, action=action, step=step))
+
+
+def _floats(values: dict[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in values.items()}

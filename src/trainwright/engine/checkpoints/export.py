@@ -1,0 +1,71 @@
+"""The end of a run: the trained model is written as others read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from trainwright.engine.checkpoints.read_back import check_export, gathered
+from trainwright.engine.out_of_memory import Shortage, attempt
+from trainwright.engine.task import Task
+from trainwright.errors import TrainingError
+from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World
+
+T = TypeVar("T")
+
+
+def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | None) -> None:
+    """Write the model to ``final``, whole or not at all. Every rank calls this.
+
+    A stop breaks it off where it can be done again.
+
+    Args:
+        step: the last one.
+        saved: that of the newest checkpoint.
+
+    Raises:
+        TrainingError: it could not be written, or is not read as it was written.
+        StopRequested: on every rank.
+    """
+    world = strategy.world
+    different: list[str] = []
+    adapter = task.base is not None
+    tensors = gathered(strategy, different) if adapter else strategy.parameters()
+    if saved == step:
+        tensors = _breakable(tensors, world)
+    failure: str | None = None
+    if world.is_main:
+        try:
+            done = attempt(lambda: task.export(tensors, final))
+        except OSError as error:
+            failure = f"{final} could not be written: {error.strerror or error}"
+        else:
+            if isinstance(done, Shortage):
+                raise TrainingError(
+                    f"memory ran out while {final} was written: {done.detail}; {_kept(step, saved)}: --resume this "
+                    "run where there is more"
+                )
+    for _ in tensors:  # every rank takes part in gathering
+        pass
+    failure = world.broadcast(failure)
+    if failure is not None:
+        raise TrainingError(f"{failure}; {_kept(step, saved)}: make room, then --resume this run")
+    if adapter:
+        check_export(task, strategy, final, different)
+
+
+def _kept(step: int, saved: int | None) -> str:
+    """Return what of a run whose last step is done can be resumed."""
+    if saved == step:
+        return "the training is done and checkpointed"
+    if saved is None:
+        return "the training is done, but no checkpoint could be written, so it begins anew"
+    return f"the training is done, but its newest checkpoint is of step {saved}"
+
+
+def _breakable(tensors: Iterable[T], world: World) -> Iterator[T]:
+    for tensor in tensors:
+        world.break_point()
+        yield tensor

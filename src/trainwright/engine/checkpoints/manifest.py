@@ -1,0 +1,196 @@
+"""The manifest of a checkpoint: which files it has, and which file holds which block of which tensor.
+
+A checkpoint may come from anywhere. Nothing is believed before it is checked, and only regular files that lie in the
+checkpoint's own directory are opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import TrainingError
+from trainwright.models.files.safetensors_header import DamagedFile, read_header
+
+FORMAT = 1
+MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"
+
+# Far above what the largest runs need: 100,000 tensors in 64 parts have a manifest of some 700 MB.
+_MANIFEST_BYTES = 2**30
+_TEXT_BYTES = 2**26
+_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors|state\.json|recipe\.yaml")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+Block = dict[str, Any]  # file: str, offset and size: list[int]
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint that could not be written, or that is not what its manifest says."""
+
+
+class Manifest:
+    """A manifest that says what a checkpoint's can: file names without directories, blocks that make whole tensors."""
+
+    def __init__(self, path: Path, content: Any) -> None:
+        """Check ``content``, the JSON of the manifest of the checkpoint in ``path``. Raises CheckpointError."""
+        try:
+            seal = content.pop("sha256")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path / MANIFEST} cannot be read: {error!r}") from error
+        if seal != seal_of(content):
+            raise CheckpointError(f"{path / MANIFEST} is not what was written (checksum differs)")
+        if content.get("format") != FORMAT:
+            raise CheckpointError(f"{path}: written in format {content.get('format')!r}, not {FORMAT}")
+        try:
+            self.files = _files(content["files"])
+            self.tensors = _tensors(content["tensors"], self.files)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{path / MANIFEST} is not the manifest of a checkpoint: {error}") from error
+        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, blocks in self.tensors.items():
+            for block in blocks:
+                self._shapes.setdefault(block["file"], {})[name] = tuple(block["size"])
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Return the manifest of the checkpoint in ``path``. Raises CheckpointError."""
+        try:
+            text = read_inside(path, MANIFEST, _MANIFEST_BYTES)
+            content = json.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path / MANIFEST} cannot be read: {reason(error)}") from error
+        return cls(path, content)
+
+    def shapes_in(self, file: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the blocks that ``file`` holds, by the names of their tensors."""
+        return self._shapes.get(file, {})
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` lies in the ``directory`` of all."""
+    return directory / f"step-{step:08d}"
+
+
+def checkpoints_in(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints by step, ascending, whether they verify or not; empty where there is no such directory."""
+    names = directory.iterdir() if directory.is_dir() else ()
+    found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
+    steps = sorted(step for one in found if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
+    return {step: checkpoint_path(directory, step) for step in steps}
+
+
+def seal_of(manifest: dict[str, Any]) -> str:
+    """Return the manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """All that is not a tensor of the checkpoint in ``path``. Raises CheckpointError."""
+    try:
+        state = json.loads(read_inside(path, STATE, _TEXT_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {reason(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path / STATE} is not the state of a run")
+    return state
+
+
+def read_inside(directory: Path, name: str, limit: int) -> str:
+    """Return the text of a regular file of at most ``limit`` bytes. Raises OSError or ValueError."""
+    with open_inside(directory, name) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise ValueError(f"it has {size:,} bytes, more than any that is written")
+        return file.read(size).decode()  # not read(limit), which takes that memory before it reads
+
+
+def open_inside(directory: Path, name: str) -> BufferedReader:
+    """Open a regular file that lies in ``directory`` itself: no link is followed, and no pipe or device waited for.
+
+    Raises:
+        OSError: there is no such file, or it is something else.
+    """
+    path = directory / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
+    """Raise CheckpointError unless the header of a tensor file has what the manifest says of it."""
+    expected = manifest.shapes_in(file)
+    try:
+        open_inside(path, file).close()
+        found = read_header(path / file)
+    except (OSError, DamagedFile) as error:
+        raise CheckpointError(f"{path / file} cannot be read: {reason(error)}") from error
+    if found != expected:
+        raise CheckpointError(f"{path / file} does not hold the tensors that the manifest says")
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read, without its name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of every file, by name."""
+    found = {}
+    for name, stated in files.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a checkpoint's file")
+        size, digest = stated["size"], stated["sha256"]
+        if not _is_count(size) or not _DIGEST.fullmatch(digest):
+            raise ValueError(f"size or checksum of {name} is none")
+        found[name] = (size, digest)
+    if lost := {STATE, RECIPE} - found.keys():
+        raise ValueError(f"{', '.join(sorted(lost))} is not in it")
+    return found
+
+
+def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]]) -> dict[str, list[Block]]:
+    for name, blocks in tensors.items():
+        if not isinstance(blocks, list) or not blocks:
+            raise ValueError(f"tensor {name} has no blocks")
+        for block in blocks:
+            file, offset, size = block["file"], block["offset"], block["size"]
+            if file not in files or not file.endswith(".safetensors"):
+                raise ValueError(f"tensor {name} is in {file!r}, which is not among its files")
+            if not all(_is_count(number) for number in (*offset, *size)):
+                raise ValueError(f"tensor {name} has a block at no place")
+        _check_whole(name, blocks)
+    return tensors
+
+
+def whole_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
+    """Return the shape of the tensor that these blocks make."""
+    ends = [[o + s for o, s in zip(block["offset"], block["size"], strict=True)] for block in blocks]
+    return tuple(max(dimension) for dimension in zip(*ends, strict=True))
+
+
+def _check_whole(name: str, blocks: list[Block]) -> None:
+    """Blocks fill their tensor: each has a file and a place of its own, and together as many elements as the tensor."""
+    places = {tuple(block["offset"]) for block in blocks}
+    files = {block["file"] for block in blocks}
+    stored = sum(math.prod(block["size"]) for block in blocks)
+    if len(places) < len(blocks) or len(files) < len(blocks) or stored != math.prod(whole_shape(blocks)):
+        raise ValueError(f"the blocks of tensor {name} do not make one whole")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,88 @@
+"""What was saved of an adapter is read again, and compared with what every rank holds of it.
+
+An adapter is so small that this costs nothing, and its loss is not seen until it is used: one that was gathered from
+one shard, or is empty, has the right names and the right settings.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError
+from trainwright.engine.task import Task
+from trainwright.errors import RequestError, TrainingError
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World
+
+
+def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the trained parameters, whole; ``different`` gets those that are not what this rank has a part of.
+
+    Every rank iterates.
+    """
+    shards = strategy.state()
+    for name, tensor in strategy.parameters(frozen=False):
+        shard = shards.get(f"model.{name}")
+        if shard is not None and not torch.equal(tensor[_window(shard)], shard.local):
+            different.append(name)
+        yield name, tensor
+
+
+def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, Shard]) -> None:
+    """Compare the checkpoint in ``path`` with the state it was made from; remove it if it is another.
+
+    Raises:
+        CheckpointError: on every rank, when any of them finds it otherwise.
+    """
+    problem, adapter = None, {}
+    try:
+        with Checkpoint.open(path, verify=world.is_main).reader() as read:
+            for name, shard in shards.items():
+                if name.startswith("model."):
+                    adapter[name] = read(name, shard)
+                    if not torch.equal(adapter[name], shard.local.cpu()):
+                        problem = f"{name} is not what it was"
+    except (OSError, CheckpointError, RequestError) as error:
+        problem = str(error)
+    outcomes = world.gather((problem, task.adds_nothing(adapter)))
+    problem = next((found for found, _ in outcomes if found is not None), None)
+    if problem is None and all(nothing for _, nothing in outcomes):
+        problem = "the adapter in it adds nothing to the model"
+    if problem is not None:
+        if world.is_main:
+            shutil.rmtree(path, ignore_errors=True)
+        raise CheckpointError(f"checkpoint in {path} was written, and is not read as it should be: {problem}")
+
+
+def check_export(task: Task, strategy: Strategy, final: Path, different: list[str], room: int | None = None) -> None:
+    """Compare what was exported to ``final`` with what the ranks hold, and what it makes of the model.
+
+    Args:
+        different: what ``gathered`` found.
+        room: see ``Strategy.whole``.
+
+    Raises:
+        TrainingError: on every rank, when any of them finds it otherwise; then there is nothing in ``final``.
+    """
+    world, problem = strategy.world, None
+    if different:
+        problem = f"what was gathered is not what rank {world.rank} holds of {', '.join(sorted(different)[:5])}"
+    with strategy.whole(room) as (module, in_step):
+        try:
+            task.read_back(module, final, whole=in_step is None)
+        except (TrainingError, OSError) as error:
+            problem = problem or str(error)
+    problem = next((found for found in world.gather(problem) if found is not None), None)
+    if problem is not None:
+        if world.is_main:
+            shutil.rmtree(final, ignore_errors=True)
+        raise TrainingError(f"{problem}; the training is done and checkpointed, and nothing was exported")
+
+
+def _window(shard: Shard) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(shard.offset, shard.local.shape, strict=True))

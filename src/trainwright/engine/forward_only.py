@@ -1,0 +1,43 @@
+"""Passes without gradients over micro-batches of a stream, shared out over all ranks under any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch
+from trainwright.engine.out_of_memory import Shortage, attempt
+from trainwright.parallel.strategy import Independent, Strategy
+
+
+def look_at(strategy: Strategy, batches: Iterable[GlobalBatch], look: Callable[[nn.Module, MicroBatch], None]) -> None:
+    """Call ``look`` with the model, in evaluation mode, and each of this rank's micro-batches. Every rank must call.
+
+    A micro-batch of weight 0 only keeps other ranks company; ``look`` runs the model on it and takes nothing from it.
+
+    Raises:
+        torch.OutOfMemoryError: memory ran out on some rank; on all ranks at once where they do not wait for each other
+            in the passes themselves.
+    """
+    world = strategy.world
+    done = attempt(lambda: _passes(strategy, batches, look))
+    short = isinstance(done, Shortage)
+    if isinstance(strategy, Independent):
+        short = any(flag for (flag,) in world.gather_floats([float(short)]))
+    if short:
+        raise torch.OutOfMemoryError(done.detail if isinstance(done, Shortage) else "out of memory on another rank")
+
+
+def _passes(strategy: Strategy, batches: Iterable[GlobalBatch], look: Callable[[nn.Module, MicroBatch], None]) -> None:
+    world, module = strategy.world, strategy.module
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                for micro in batch.for_rank(world.rank, world.size):
+                    look(module, micro)
+    finally:
+        module.train(training)

@@ -1,0 +1,1 @@
+"""Step policies: what is decided about an optimizer step beside its gradients."""

@@ -1,0 +1,89 @@
+"""Trainwright's own step policies: loss scale of fp16, gradient noise, loss spikes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from trainwright.data.stream.stream import GlobalBatch
+from trainwright.engine.events import Fault
+from trainwright.engine.policies.base import Gradients, StepPolicy, Training
+
+# As torch.amp.GradScaler has them.
+_FIRST_LOSS_SCALE = 2.0**16
+_GROW_LOSS_SCALE_EVERY = 2000
+
+
+class LossScale(StepPolicy):
+    """Halve the loss scale of fp16 where gradients overflow, and double it after many steps without that.
+
+    A step whose gradients overflow is done again at half the scale, so no example is lost to it.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._scaled = training.recipe.train.mixed_precision == "fp16"
+        if self._scaled:
+            training.progress.loss_scale = _FIRST_LOSS_SCALE
+
+    def again(self, step: int, found: Gradients) -> GlobalBatch | None:
+        """Return the batch itself where its gradients overflowed and the scale can be smaller."""
+        progress = self.training.progress
+        overflowed = math.isfinite(found.loss) and not math.isfinite(found.norm)
+        if not (self._scaled and overflowed and progress.loss_scale > 1):
+            return None
+        self.training.strategy.discard_gradients()
+        progress.loss_scale /= 2
+        progress.steps_at_scale = 0
+        action = f"the step is done again at loss scale {progress.loss_scale:g}"
+        self.training.events.emit(Fault(kind="overflow", rank=0, detail="fp16 gradients", action=action, step=step))
+        return found.batch
+
+    def after(self, step: int) -> None:
+        """Count the step, and double the scale where there were enough."""
+        progress = self.training.progress
+        progress.steps_at_scale += 1
+        if self._scaled and progress.steps_at_scale >= _GROW_LOSS_SCALE_EVERY:
+            progress.loss_scale *= 2
+            progress.steps_at_scale = 0
+
+
+class GradientNoise(StepPolicy):
+    """Estimate the gradient noise scale from a batch and its first half (train.gradient_noise_scale)."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._every = training.recipe.train.gradient_noise_scale
+        self._small: tuple[float, float] | None = None
+
+    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], Gradients]) -> None:
+        """Take the norm of the mean gradient of the first half of the batch."""
+        self._small, size = None, batch.examples // 2
+        if self._every is None or step % self._every or not size:
+            return
+        stream = self.training.task.stream
+        half = stream.divide(stream.examples(step - 1)[:size], batch.rows)
+        norm = gradients(half).norm
+        self.training.strategy.discard_gradients()
+        self._small = norm, float(half.examples)
+
+    def metrics(self, step: int, found: Gradients) -> dict[str, float]:
+        """Return the noise scale, where there is one yet."""
+        if self._small is None:
+            return {}
+        noise = self.training.progress.noise.add(self._small, (found.norm, float(found.batch.examples)))
+        return {} if noise is None else {"gradient_noise_scale": noise}
+
+
+class LossSpikes(StepPolicy):
+    """Leave out updates whose loss is far above the mean of the steps before (train.skip_loss_spikes)."""
+
+    def skips(self, step: int, found: Gradients) -> bool:
+        """Return whether the loss is a spike."""
+        limit, losses = self.training.recipe.train.skip_loss_spikes, self.training.progress.losses
+        if limit is None or not losses.is_spike(found.loss, limit):
+            return False
+        detail = f"loss {found.loss:.4g} at step {step}, {losses.mean:.4g} in the mean before"
+        fault = Fault(kind="loss_spike", rank=0, detail=detail, action="its update is left out", step=step)
+        self.training.events.emit(fault)
+        return True

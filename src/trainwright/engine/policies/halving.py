@@ -1,0 +1,173 @@
+"""Smaller micro-batches where memory runs out: the step is done again, and the run goes on as the same run.
+
+The content of a global batch does not depend on its division, so half the rows at once and twice the accumulation
+give the same loss and gradient. They stay halved; the run's recipe is changed to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from trainwright.data.stream.stream import GlobalBatch
+from trainwright.engine.events import Fault
+from trainwright.engine.out_of_memory import OutOfMemory, Shortage, attempt, release
+from trainwright.engine.policies.base import Gradients, StepPolicy, Training
+from trainwright.parallel.strategy import Independent
+from trainwright.parallel.world import World
+from trainwright.recipe.schema import Recipe
+
+T = TypeVar("T")
+
+
+class Halving(StepPolicy):
+    """Does a step in which memory ran out on some rank again in micro-batches of half the rows.
+
+    Attributes:
+        enabled: whether a step may be done again; false where it is to be known whether it fits.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.enabled = True
+        self._task = training.task
+        self._strategy = training.strategy
+
+    def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | Shortage:
+        """Return what ``work``, this rank's passes of a step, returns; or how memory ran out in it.
+
+        Raises:
+            OutOfMemory: it did, and the other ranks wait for this one in passes of theirs.
+        """
+        done = attempt(work)
+        if not isinstance(done, Shortage):
+            return done
+        if not self.enabled or not isinstance(self._strategy, Independent):
+            raise self._error(step, batch, self._world.rank, done)
+        if isinstance(again := attempt(self._strategy.abandon_step), Shortage):
+            raise self._error(step, batch, self._world.rank, again)
+        return done
+
+    def update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
+        """Do ``work``, the optimizer's part of a step. Raises OutOfMemory: what is half updated is not to be used."""
+        if isinstance(done := attempt(work), Shortage):
+            raise self._error(step, batch, self._world.rank, done)
+
+    def again(self, step: int, found: Gradients) -> GlobalBatch | None:
+        """Return the batch of a step in which memory ran out on some rank, in micro-batches of half the rows.
+
+        Raises:
+            OutOfMemory: they have one row each.
+        """
+        if not any(rank.short for rank in found.reports):
+            return None
+        batch = found.batch
+        self._strategy.discard_gradients()
+        release()
+        rank, shortage = self._first(found.shortage)
+        if batch.rows == 1:
+            self._tell(step, rank, shortage, "stop")
+            raise self._error(step, batch, rank, shortage)
+        rows = halved(batch.rows)
+        for stream in (self._task.stream, self._task.validation):
+            if stream is not None:
+                stream.limit_rows(rows)
+        divided = self._task.stream.global_batch(step - 1)
+        before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
+        change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
+        self._tell(step, rank, shortage, f"{change}; step {step} is done again")
+        training = self.training
+        training.recipe = with_rows(training.recipe, rows)
+        training.recipe_text = training.keep_recipe(training.recipe, reason(rows, batch.rows, step))
+        return divided
+
+    def evaluation(self, step: int, own: Shortage | None) -> bool:
+        """Whether the validation split is to be measured again, in halved batches, as memory ran out on some rank.
+
+        Raises:
+            OutOfMemory: the ranks cannot do it again, or have one row each already.
+        """
+        assert self._task.validation is not None
+        if not isinstance(self._strategy, Independent):
+            if own is not None:
+                raise self._error(step, self._task.validation.global_batch(0), self._world.rank, own)
+            return False
+        if not any(short for (short,) in self._world.gather_floats([float(own is not None)])):
+            return False
+        release()
+        rank, shortage = self._first(own)
+        rows = max(self._task.validation.global_batch(k).rows for k in range(len(self._task.validation)))
+        if rows == 1:
+            self._tell(step, rank, shortage, "stop")
+            raise self._error(step, self._task.validation.global_batch(0), rank, shortage)
+        self._task.validation.limit_rows(halved(rows))
+        action = f"validation in micro-batches of {halved(rows)} and not {rows}; it is done again"
+        self._tell(step, rank, shortage, action)
+        return True
+
+    @property
+    def _world(self) -> World:
+        return self._strategy.world
+
+    def _tell(self, step: int, rank: int, shortage: Shortage, action: str) -> None:
+        fault = Fault(kind="out_of_memory", rank=rank, detail=shortage.detail, action=action, step=step)
+        self.training.events.emit(fault)
+
+    def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
+        """Return the lowest rank where memory ran out, and how."""
+        found: list[Shortage | None] = self._world.gather(own)
+        return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
+
+    def _error(self, step: int, batch: GlobalBatch, rank: int, shortage: Shortage) -> OutOfMemory:
+        recipe = self.training.recipe
+        rows = rows_of(recipe, batch.rows)
+        message = (
+            f"memory ran out on rank {rank} at step {step} with micro-batches of {rows} row{'s' * (rows > 1)}: "
+            f"{shortage.detail}; {remedy(recipe, rows)}"
+        )
+        return OutOfMemory(message, detail=shortage.detail, step=step, rows=rows)
+
+
+def rows_of(recipe: Recipe, found: int | None = None) -> int:
+    """Rows of the largest micro-batches: those ``found`` in a step, or as many as there can be by the recipe."""
+    train, processes = recipe.train, recipe.parallel.num_processes
+    most = train.global_batch_size
+    if train.micro_batch_size != "auto":
+        most = train.micro_batch_size
+    elif train.gradient_accumulation_steps != "auto" and processes != "auto":
+        most = -(-most // (train.gradient_accumulation_steps * processes))
+    return most if found is None else min(found, most)
+
+
+def halved(rows: int) -> int:
+    """Half of the rows of a micro-batch, rounded up."""
+    return -(-rows // 2)
+
+
+def with_rows(recipe: Recipe, rows: int) -> Recipe:
+    """Return the recipe with micro-batches of so many rows, accumulated as often as it takes."""
+    train = recipe.train.model_copy(update={"micro_batch_size": rows, "gradient_accumulation_steps": "auto"})
+    return recipe.model_copy(update={"train": train})
+
+
+def reason(rows: int, before: int, step: int | None) -> str:
+    """Why a run goes on with micro-batches of so many rows, as its plan says it."""
+    where = "" if step is None else f" at step {step}"
+    return f"train.micro_batch_size {rows}: {before} ran out of memory{where}"
+
+
+def remedy(recipe: Recipe, rows: int) -> str:
+    """Return what to do where so many rows are too many: what a resumed run can take, and what makes a new one."""
+    if rows > 1:
+        return f"try train.micro_batch_size={halved(rows)}, which a resumed run can take"
+    keys = []
+    if recipe.train.activation_checkpointing != "full":
+        keys.append("train.activation_checkpointing=full")
+    spec = recipe.parallel.spec
+    if spec is not None and not spec.shards:
+        keys.append("a strategy that shards (parallel.strategy=fsdp on several processes)")
+    else:
+        keys.append("more processes to shard over (parallel.num_processes)")
+    of_data = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
+    lengths = recipe.spec.length_keys or of_data
+    return f"try {' or '.join(keys)}, which a resumed run can take, or a smaller {lengths} in a new run"

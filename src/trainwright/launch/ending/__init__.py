@@ -1,0 +1,1 @@
+"""How a run ends: stop signals, failures, and who failed first."""

@@ -1,0 +1,255 @@
+"""Which worker failed first, and why: read from the files that failing workers leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
+from trainwright.errors import EXIT_TRAINING, TrainwrightError
+from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
+from trainwright.text import say
+
+# What gloo, NCCL and the store say on the ranks that were waiting for one that is gone.
+_FOLLOW_UP = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|socket (is )?closed|"
+    r"recvvalue failed|sendbytes failed|remote process exited|ncclremoteerror|distnetworkerror|diststoreerror|"
+    r"connectFullMesh failed|application timeout caused pair closure|gloo/transport|no route to host|"
+    r"peer (is )?gone|socket timeout|waitforinput|store->get",
+    re.IGNORECASE,
+)
+
+
+# Memory that a worker shares with its launcher, for the record of the exception that it ends with: the disk may be
+# full, or the run's directory deleted.
+Slot = Any
+_SLOT_BYTES = 2**16
+
+
+class Ended(TrainwrightError):
+    """A worker was ended by a signal from outside."""
+
+    exit_code = EXIT_TRAINING
+
+
+class RankErrorHandler(ErrorHandler):
+    """Torch's error file with what choosing the first failure needs: the exact time and the exit code."""
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        self._slot = slot
+
+    def record_exception(self, e: BaseException) -> None:
+        """Record the error where the launcher reads it."""
+        record = error_record(e)
+        if self._slot is not None:
+            self._slot.value = _fitting(record)
+        with suppress(OSError):
+            say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+        if path := self._get_error_file_path():
+            _write_whole(Path(path), json.dumps(record))
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file whole or, where there is no room, not at all: torch reads what is there as JSON."""
+    part = file.with_name(f"{file.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+
+
+def new_slot() -> Slot:
+    """Return an empty slot for one worker."""
+    return multiprocessing.get_context(START_METHOD).RawArray(ctypes.c_char, _SLOT_BYTES)
+
+
+def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
+    """Return what workers have left in their slots, by rank."""
+    return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value}
+
+
+def _fitting(record: dict[str, Any]) -> bytes:
+    """Return the record as JSON, its texts shortened where they are too long for a slot: a traceback to its end."""
+    for most in (_SLOT_BYTES, 10_000, 2_000):
+        said = record["message"]
+        info = {**said["extraInfo"], "py_callstack": said["extraInfo"]["py_callstack"][-most:]}
+        message = {"message": said["message"][:most], "extraInfo": info}
+        content = json.dumps({**record, "text": record["text"][:most], "message": message}).encode()
+        if len(content) < _SLOT_BYTES:
+            return content
+    return b""
+
+
+def error_record(error: BaseException) -> dict[str, Any]:
+    """Return what is kept of the exception a worker ends with; `message` is as torch's launchers read it."""
+    now = time.time()
+    # Without the frame of what called the worker.
+    inner = error.__traceback__.tb_next if error.__traceback__ else None
+    trace = "".join(traceback.format_exception(type(error), error, inner))
+    return {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))},
+        },
+        "time": now,
+        "text": str(error),
+        "known": isinstance(error, TrainwrightError),
+        "exit_code": error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING,
+        "ran_out": _ran_out(error),
+        "ended": isinstance(error, Ended),
+    }
+
+
+def _ran_out(error: BaseException) -> dict[str, Any] | None:
+    """Return what `RanOut` wants to know of the exception, where it is of that kind."""
+    if isinstance(error, OutOfMemory):
+        return {"detail": error.detail, "in_training": True, "step": error.step, "rows": error.rows}
+    return {"detail": str(error), "in_training": False} if is_out_of_memory(error) else None
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """Memory ran out on a rank. `step` and the `rows` of its largest micro-batch are None where they are not known.
+
+    `in_training`: it may have been in a step or an evaluation, so that smaller micro-batches may help.
+    """
+
+    rank: int
+    detail: str
+    in_training: bool
+    step: int | None = None
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a launch: what to print, what to exit with, and whether it was for want of memory."""
+
+    message: str
+    exit_code: int
+    ran_out: RanOut | None = None
+
+
+def error_file(logs: Path, rank: int) -> Path:
+    """Where the worker of this rank writes the exception it ends with."""
+    return logs / f"rank-{rank}.error.json"
+
+
+def error_records(logs: Path, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """Return what the workers of these ranks have left, of those that raised."""
+    return {rank: record for rank in ranks if (record := _read(error_file(logs, rank)))}
+
+
+def first_failure(
+    logs: Path,
+    processes: int,
+    exit_codes: dict[int, int | None],
+    out_of_memory: bool,
+    *,
+    records: dict[int, dict[str, Any]] | None = None,
+    gone: str | None = None,
+) -> Failure:
+    """Return the failure that the others follow from.
+
+    `records` are those of `error_records` for all ranks, where they are not all to be found in `logs`. `gone`
+    names a machine that is not there any more. `exit_codes` maps ranks to exit codes as far as they are known,
+    negative for signals. `out_of_memory` says that the kernel killed some process for memory during the launch.
+    An exception that speaks of a lost connection counts only where no rank raised another and none was killed.
+    """
+    records = error_records(logs, range(processes)) if records is None else records
+    causes = {rank: r for rank, r in records.items() if not is_follow_up(r)}
+    silent = [
+        rank
+        for rank, code in sorted(exit_codes.items())
+        if rank not in records and code not in (None, 0, CLOSED_BY_LAUNCHER, -signal.SIGTERM)
+    ]
+    if silent and all(record.get("ended") for record in causes.values()):
+        rank = silent[0]
+        code = exit_codes[rank]
+        assert code is not None
+        killed = code == -signal.SIGKILL and out_of_memory
+        ran_out = RanOut(rank, "the kernel killed the process", in_training=True) if killed else None
+        message = f"rank {rank} {_ended(code, out_of_memory)}\nlog: {_log(logs, rank)}"
+        return Failure(message, EXIT_TRAINING, ran_out)
+    if not causes and gone is not None:
+        return Failure(
+            f"{gone} is gone: it was killed, lost its network or lost its power; the logs of its ranks are in {logs}",
+            EXIT_TRAINING,
+        )
+    candidates = causes or records
+    if candidates:
+        rank = min(candidates, key=lambda r: float(candidates[r]["time"]))
+        return describe_failure(rank, candidates[rank], logs)
+    ends = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
+    return Failure(f"a worker failed without an error ({ends})\nlogs: {logs}", EXIT_TRAINING)
+
+
+def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
+    """Return what to print of one worker's record, and what to exit with."""
+    exit_code = int(record["exit_code"])
+    ran_out = RanOut(rank, **record["ran_out"]) if record.get("ran_out") else None
+    if not record["known"]:
+        trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
+        return Failure(f"rank {rank} failed\n{trace}\nlog: {_log(logs, rank)}", exit_code, ran_out)
+    if exit_code != EXIT_TRAINING:  # the request or the machine: the rank that noticed does not matter
+        return Failure(record["text"], exit_code)
+    return Failure(f"{record['text']}\nfirst seen on rank {rank}, log: {_log(logs, rank)}", exit_code, ran_out)
+
+
+def ended_from_outside(rank: int, number: signal.Signals) -> str:
+    """Return what is said of a rank that a signal has ended which did not come from its launcher."""
+    return f"rank {rank} was ended by {number.name} from outside: by a user, a scheduler or another program"
+
+
+def _ended(code: int, out_of_memory: bool) -> str:
+    if code >= 0:
+        return f"exited with code {code} and no error"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL" and out_of_memory:
+        return (
+            "was killed by the kernel because the machine ran out of memory; lower train.micro_batch_size or "
+            "data.max_length, or use fewer processes (parallel.num_processes)"
+        )
+    if name == "SIGKILL":
+        return (
+            "was killed (SIGKILL) from outside: by a user, a scheduler or a container's memory limit. "
+            "If memory was short, lower train.micro_batch_size"
+        )
+    if name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
+        return f"crashed inside native code ({name}); its log ends with where"
+    return f"was ended by {name} from outside"
+
+
+def is_follow_up(record: dict[str, Any]) -> bool:
+    """Whether the exception speaks of a connection to a worker that is gone."""
+    return not record["known"] and bool(_FOLLOW_UP.search(record["message"]["message"]))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "time" in record else None
+
+
+def _log(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"

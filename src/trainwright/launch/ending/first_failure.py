@@ -1,0 +1,128 @@
+"""A failing run under a launcher that is not ours: the first error is told once, and nobody is left waiting.
+
+Whichever process can create the file logs/first-failure tells of it. All others hear of it from their peers
+and end too, also where they hang in a collective that will never complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from trainwright.errors import EXIT_TRAINING
+from trainwright.launch.ending.failure import RankErrorHandler, describe_failure, error_file, error_record, is_follow_up
+from trainwright.launch.group.peers import GONE, Message, Peers
+from trainwright.text import say
+
+_FAILED = "failed"
+_FIRST = "first-failure"
+# A process whose connection broke waits this long to hear why; one that has heard has this long to end by itself.
+_HEAR_SECONDS = 5.0
+
+
+class LastWords:
+    """What a rank says when it fails, and what it does when it hears that another has.
+
+    Args:
+        tell: called with the exit code and the message of either.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        terminal: TextIO,
+        peers: Peers | None,
+        tell: Callable[[int, str], None] = lambda code, message: None,
+    ) -> None:
+        self.rank = rank
+        self.heard = threading.Event()
+        self.text, self.exit_code = "", EXIT_TRAINING  # of what was heard
+        self.terminal = terminal
+        self._peers = peers
+        self._report = tell
+        self._logs: Path | None = None
+        self._interrupt: Callable[[], None] | None = None
+        if peers is not None:
+            peers.watch(self._hear)
+
+    def begin(self, logs: Path) -> None:
+        """Use the run's logs from now on. Rank 0 has called `clear` before."""
+        self._logs = logs
+
+    def clear(self, logs: Path, ranks: int) -> None:
+        """Remove what an earlier start of the run has left. Rank 0 does this before the others begin."""
+        for path in (logs / _FIRST, *(error_file(logs, rank) for rank in range(ranks))):
+            path.unlink(missing_ok=True)
+
+    def interrupting(self, interrupt: Callable[[], None] | None) -> None:
+        """Call this when something is heard, instead of ending the process; None: end it again."""
+        self._interrupt = interrupt
+
+    def fail(self, error: BaseException) -> int:
+        """Tell of this process's own exception; returns the exit code of the run."""
+        record = error_record(error)
+        if self._logs is not None:
+            RankErrorHandler().record_exception(error)
+            with contextlib.suppress(OSError):
+                error_file(self._logs, self.rank).write_text(json.dumps(record), encoding="utf-8")
+        if is_follow_up(record) and self._peers is not None and self.heard.wait(_HEAR_SECONDS):
+            return self.exit_code
+        failure = describe_failure(self.rank, record, self._logs or Path("logs"))
+        self._report(failure.exit_code, failure.message)
+        if self._logs is not None or self.rank == 0:
+            self._tell(failure.message, own=True)
+        if self._peers is not None:
+            self._peers.send(_FAILED, text=failure.message, exit_code=failure.exit_code)
+        return failure.exit_code
+
+    def _hear(self, message: Message) -> None:
+        if message["kind"] not in (_FAILED, GONE) or self.heard.is_set():
+            return
+        peer = message["peer"]
+        self.exit_code = int(message.get("exit_code", EXIT_TRAINING))
+        self.text = str(message.get("text") or self._gone(peer))
+        if self._logs is not None:
+            self._tell(self.text, own=False)
+        self._report(self.exit_code, self.text)
+        self.heard.set()
+        if self._interrupt is not None:
+            self._interrupt()
+            return
+        # In a thread of its own: the lines are still to be watched, for what others have to pass on.
+        timer = threading.Timer(_HEAR_SECONDS, _end, (self.exit_code,))
+        timer.daemon = True
+        timer.start()
+
+    def _gone(self, peer: int) -> str:
+        log = f"; its log: {self._logs / f'rank-{peer}.log'}" if self._logs is not None else ""
+        return f"rank {peer} is gone: it was killed, or crashed inside native code, or its machine is lost{log}"
+
+    def _tell(self, text: str, *, own: bool) -> None:
+        if self._logs is not None and not self._is_first(own):
+            return
+        if self.terminal.isatty():
+            self.terminal.write("\x1b[?25h\r")  # a progress bar has hidden the cursor
+        say(f"error: {text}", file=self.terminal)
+
+    def _is_first(self, own: bool) -> bool:
+        """Whether nobody has spoken yet. Where the disk does not say, the rank that has failed speaks."""
+        assert self._logs is not None
+        try:
+            os.close(os.open(self._logs / _FIRST, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        except OSError:  # it is full, or the run's directory is not there any more
+            return own
+        return True
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,292 @@
+"""What was asked is what runs: before the first step every process's view is compared with the recipe and the others'.
+
+Twice, as a strategy cannot even be built by processes that do not agree: ``agree`` compares recipe, data, weights,
+devices and software once the processes have met, ``check_layout`` the strategy and the precision that came of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainwright import __version__
+from trainwright.data.stream.stream import MicroBatch
+from trainwright.engine.task import Task
+from trainwright.errors import MachineError
+from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, with_device
+from trainwright.machine.detect import Machine
+from trainwright.parallel.layout import Layout, copies_held, planned_layout
+from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import Seat, World
+from trainwright.recipe.schema import Recipe
+
+# Variables that change numbers or what is executed, without any trace in the recipe.
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_COMPILE_DISABLE",
+)
+_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "deepspeed", "peft", "bitsandbytes")
+_SAMPLED = 64  # elements of every tensor that its fingerprint is made of
+_LINES = 12
+
+_ASKED = {"device": "the run was planned for"}
+_FIXES = {
+    "processes": "start as many as parallel.num_processes says: with `trainwright train`, or a launcher told so",
+    "recipe": "start every process on the same run directory",
+    "device": "give every process a GPU of its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES), or none to any, and plan anew: "
+    "a run is planned where it is started",
+    "data": "let every machine read the same files, and clear Trainwright's cache where they have changed",
+    "weights": "let every machine read the same files, and clear Trainwright's cache where they have changed",
+    "software": "install the same versions for every process",
+    "settings": "set them for every process or for none",
+    "batches": "this is a fault of Trainwright's; please report it",
+    "layout": "this is a fault of Trainwright's or of a library's; another parallel.strategy may do for now",
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank has found, and what its recipe plans for some of it; keys are (a group of `_FIXES`, a name)."""
+
+    found: dict[tuple[str, str], Any]
+    planned: dict[tuple[str, str], Any]
+
+
+def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None) -> str:
+    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``seat`` the environment has it.
+
+    Args:
+        asked: the recipe's ``parallel.device``, where there is one.
+
+    Raises:
+        MachineError: there are GPUs and this process cannot use one of its own.
+    """
+    if asked is None:
+        refuse_unusable(machine)
+    else:
+        machine = with_device(machine, asked)
+    if machine.device != "cuda":
+        return machine.device
+    hide = f"or {HIDE if asked is None else ON_PURPOSE}"
+    if not torch.cuda.is_available():
+        raise MachineError(
+            f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"
+        )
+    seat, visible = seat or Seat.from_variables(), torch.cuda.device_count()
+    if seat.gpu >= visible:
+        raise MachineError(
+            f"rank {seat.rank} has no GPU: it is process {seat.local_rank} of {seat.local_size} on this machine and "
+            f"sees {visible}; start at most one process a GPU, {hide}"
+        )
+    return "cuda"
+
+
+def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
+    """Compare what the processes are, before a strategy is built on them. Every rank must call.
+
+    Args:
+        device: the type that the run was planned for, "cuda" or "cpu".
+
+    Raises:
+        MachineError: on all ranks, naming every difference and the ranks that have it.
+    """
+    first = task.stream.global_batch(0)
+    share = first.for_rank(world.rank, world.size)
+    found: dict[tuple[str, str], Any] = {
+        ("processes", "number"): dist.get_world_size() if dist.is_initialized() else 1,
+        ("device", "type"): world.device.type,
+        ("data", "train"): task.stream.dataset.fingerprint,
+        ("data", "validation"): task.validation.dataset.fingerprint if task.validation is not None else None,
+        ("batches", "micro-batches a step"): len(share),
+        **{("software", name): version for name, version in _versions().items()},
+        **{("settings", name): value for name, value in _settings().items()},
+        **{("recipe", name): value for name, value in _keys(recipe)},
+    }
+    if (weights := _fingerprint(task.module) if task.weights is None else task.weights.fingerprint()) is not None:
+        found["weights", "fingerprint"] = weights
+    planned: dict[tuple[str, str], Any] = {
+        ("processes", "number"): recipe.parallel.num_processes,
+        ("device", "type"): device,
+    }
+    steps = recipe.train.gradient_accumulation_steps
+    examples = sum(len(micro.examples) for micro in first.micro_batches)
+    if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
+        planned["batches", "micro-batches a step"] = steps
+    seen = _gather(world, (View(found, planned), _gpu(world.device), _with_targets(share)))
+    views, gpus, deals = ([rank[part] for rank in seen] for part in range(3))
+    dealt = _wrongly_dealt(itertools.chain.from_iterable(deals), _with_targets(first.micro_batches))
+    _refuse([*_differences(views), *_shared_gpus(gpus), *dealt], world)
+
+
+def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Layout:
+    """Compare how the model lies on the ranks with the recipe's strategy; this rank's layout. Every rank must call.
+
+    Args:
+        dtype: what the recipe wants the forward pass to compute in.
+
+    Raises:
+        MachineError: on all ranks, naming every difference and the ranks that have it.
+    """
+    world = strategy.world
+    planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
+    own = strategy.layout()
+    seen: list[tuple[str, Layout]] = _gather(world, (strategy.name, own))
+    layouts = [layout for _, layout in seen]
+    held = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
+    updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
+    views = []
+    for name, layout in seen:
+        found: dict[str, Any] = {"strategy": name, **asdict(layout)}
+        for of_one_rank in ("local_shape", "held", "updated"):
+            del found[of_one_rank]
+        found |= {"held_copies": held, "updated_copies": updated}
+        views.append(View(_layout_keys(found), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
+    _refuse(_differences(views), world)
+    return own
+
+
+def _layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    return {("layout", name.replace("_", " ")): value for name, value in values.items()}
+
+
+def _gather(world: World, value: Any) -> list[Any]:
+    """Every rank's value. Not over NCCL: that stops with words of its own where two ranks have one GPU."""
+    if world.device.type != "cuda" or world.size == 1:
+        return world.gather(value)
+    values: list[Any] = [None] * world.size
+    group = dist.new_group(backend="gloo")
+    dist.all_gather_object(values, value, group=group)
+    dist.destroy_process_group(group)
+    return values
+
+
+def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
+    """Group and line for everything in which a rank is not as rank 0's recipe says, or not as the others are."""
+    planned = views[0].planned
+    for key in dict.fromkeys(itertools.chain.from_iterable(view.found for view in views)):
+        ranks: dict[str, list[int]] = {}
+        for rank, view in enumerate(views):
+            if key in view.found:
+                ranks.setdefault(repr(view.found[key]), []).append(rank)
+        group, name = key
+        if key in planned:
+            wrong = {value: who for value, who in ranks.items() if value != repr(planned[key])}
+            if wrong:
+                asked = _ASKED.get(group, "the recipe asks for")
+                yield group, f"{group}: {name}: {asked} {planned[key]!r}, and it is {_who(wrong)}"
+        elif len(ranks) > 1:
+            yield group, f"{group}: {name}: {_who(ranks)}"
+
+
+def _who(ranks: dict[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {_rank_list(who)}" for value, who in ranks.items())
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0-2, 5``."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
+def _shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
+    for gpu in dict.fromkeys(gpus):
+        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        if gpu is not None and len(ranks) > 1:
+            yield "device", f"device: {_rank_list(ranks)} are on the same GPU ({gpu}), not on one each"
+
+
+def _with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:
+    """Return the indices of those that are not there to keep other ranks company."""
+    return [micro.index for micro in micro_batches if micro.weight]
+
+
+def _wrongly_dealt(dealt: Iterable[int], expected: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Whether the first global batch's micro-batches are each somewhere, and nowhere twice."""
+    together = sorted(dealt)
+    if together != sorted(expected):
+        yield "batches", f"batches: the first step is micro-batches {sorted(expected)}; the ranks have {together}"
+
+
+def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
+    found = list(lines)
+    if not found:
+        return
+    shown = [line for _, line in found[:_LINES]]
+    if len(found) > _LINES:
+        shown.append(f"and {len(found) - _LINES} more")
+    fixes = dict.fromkeys(_FIXES[group] for group, _ in found)
+    raise MachineError(
+        f"what the recipe asks for is not what the {world.size} process{'es' * (world.size > 1)} would run:\n  "
+        + "\n  ".join(shown)
+        + "\nto fix it: "
+        + "; ".join(fixes)
+    )
+
+
+def _keys(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """Every key but where the run is written, which machines may have in different places."""
+    for section, values in recipe.model_dump(exclude={"logging"}).items():
+        if isinstance(values, dict):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())
+        else:
+            yield section, values
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "trainwright": __version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "CUDA": torch.version.cuda,
+    }
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _settings() -> dict[str, Any]:
+    """Return what changes numbers and is not in the recipe."""
+    return {
+        "default dtype": str(torch.get_default_dtype()),
+        "precision of fp32 products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        **{name: os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+def _gpu(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """Of the names, shapes and a sample of the weights."""
+    digest = hashlib.sha256()
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
+        digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

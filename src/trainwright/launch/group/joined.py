@@ -1,0 +1,383 @@
+"""A run whose processes another launcher has started: they meet, rank 0 opens the run, the others follow.
+
+Rank 0 alone reads the recipe, refuses it or makes the run directory, and prepares data and weights. Nobody waits
+in a collective meanwhile: the others ask the store, however long it takes.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from trainwright.errors import (
+    EXIT_REQUEST,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    MachineError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
+from trainwright.launch import run_directory
+from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
+from trainwright.launch.group.environment import Environment, read_environment
+from trainwright.launch.group.told import is_mine_to_tell
+from trainwright.launch.limits import check_limits
+from trainwright.launch.process import (
+    die_with_parent,
+    enter_process,
+    limit_threads,
+    lossy_text,
+    threads_allowed,
+)
+from trainwright.launch.request import Request, check_request, for_started, request_of, resolve_request
+from trainwright.machine.detect import detect
+from trainwright.text import say
+
+if TYPE_CHECKING:
+    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.launch.ending.first_failure import LastWords
+    from trainwright.launch.group.members import Place
+    from trainwright.launch.group.rendezvous import Meeting
+    from trainwright.parallel.world import Seat
+    from trainwright.recipe.yaml_text import Tree
+
+# How long rank 0, which may host the store, stays for the others at the end; where it has refused, some of
+# them may never have come.
+_LEAVE_SECONDS, _TOLD_SECONDS = 20.0, 3.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What rank 0 has decided. `directory` is the run's, as rank 0 wrote it."""
+
+    directory: str
+    working_directory: str
+    recipe: str
+    resume: bool
+
+    @property
+    def path(self) -> Path:
+        """For a process that may have been started in another directory."""
+        return Path(self.working_directory) / self.directory
+
+
+@dataclass(frozen=True)
+class JoinAsked:
+    """What every process of the run is asked for.
+
+    Attributes:
+        resume: None, a run's directory, or "" for the newest.
+        seconds: how long to wait for the other processes.
+        force: start even where the plan says that it does not fit.
+        number: of earlier runs that the same processes have trained, where they train one after the other.
+        launcher: pid of what the launcher has started or is itself; None: this process's parent.
+    """
+
+    recipe: Path | Tree | None
+    overrides: tuple[str, ...]
+    resume: str | None = None
+    seconds: float = 600.0
+    force: bool = False
+    number: int = 0
+    launcher: int | None = None
+
+
+def run_joined(
+    asked: JoinAsked,
+    prepare: Callable[[Path], None],
+    work: Callable[[Path, bool, Seat], int],
+    tell: Callable[[int, str], None] = lambda code, message: None,
+) -> int:
+    """Run this process's part in a run; returns its exit code, having printed a failure once in the whole run.
+
+    Args:
+        prepare: called on rank 0 with the run's directory.
+        work: trains: run directory, whether to resume, seat.
+        tell: called in every process with the exit code and the message of a failure, before the process ends.
+    """
+    terminal = lossy_text(os.dup(2), None, "replace")
+    environment = read_environment(parent=asked.launcher)
+    if asked.number:
+        environment = replace(environment, job=f"{environment.job}-{asked.number}")
+    meaning = _accelerate()
+    os.environ.update(environment.torch_variables())
+    if (parent := _parent(environment)) is not None:
+        die_with_parent(parent)
+    check_limits(environment.local_size, environment.size)
+    own_threads = "OMP_NUM_THREADS" in os.environ
+    limit_threads(detect().cpu_cores, environment.local_size)
+    # From here on torch is imported.
+    from trainwright.launch.ending.first_failure import LastWords
+
+    try:
+        meeting = _meet(environment, asked)
+    except TrainwrightError as error:
+        tell(error.exit_code, str(error))
+        # Where rank 0 is missing, rank 1 speaks for the rest of its job.
+        job = f"{environment.address}:{environment.port} {_words(asked)}"
+        if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
+            say(f"error: {error}", file=terminal)
+        return error.exit_code
+    words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
+    with ExitStack() as held:
+        try:
+            if environment.rank == 0:
+                held.enter_context(_interruptible(words))
+                opened, place = _open(asked, environment, meaning, meeting, words, prepare, held)
+            else:
+                opened, place = _follow(environment, meeting, words)
+        except Exception as error:
+            return _refused(error, environment, meeting, words, tell)
+        if not own_threads:
+            os.environ["OMP_NUM_THREADS"] = str(_threads(place))
+        follow_signals()
+        words.interrupting(None)
+        seat = _seat(environment, meeting, place)
+        run = Path(opened.directory) if environment.rank == 0 else opened.path
+        try:
+            code = work(run, opened.resume, seat)
+        except Exception as error:
+            code = words.fail(error)
+            _discard_refused(run, code, opened, environment)
+            _end(code, meeting)
+        _leave_together(environment, meeting)
+        if environment.rank == 0 and code == EXIT_STOPPED:
+            say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
+        return code
+
+
+def _words(asked: JoinAsked) -> list[str]:
+    """As on a command line; the same in all processes of a run."""
+    recipe = [] if asked.recipe is None else [str(asked.recipe)]
+    return [*recipe, *asked.overrides, *([] if asked.resume is None else ["--resume", asked.resume])]
+
+
+def _accelerate() -> Meaning | None:
+    """Return what `accelerate launch` was told by its file; hides the GPUs that it does not want."""
+    from trainwright.launch.accelerate.environment import from_environment
+
+    meaning = from_environment()
+    if meaning is not None:
+        os.environ.update(meaning.device_environment())
+    return meaning
+
+
+def _meet(environment: Environment, asked: JoinAsked) -> Meeting | None:
+    from trainwright.launch.group import rendezvous
+    from trainwright.launch.group.members import Member
+
+    if environment.size == 1:
+        return None
+    address = rendezvous.LOOPBACK if environment.nodes == 1 else environment.address
+    if address is not None:
+        rendezvous.set_interfaces(address)
+    member = Member.here(environment)  # before the others come, who want an answer at once
+    meeting = rendezvous.meet_ranks(environment, _words(asked), asked.seconds)
+    meeting.post(member.posted())
+    return meeting
+
+
+def _open(
+    asked: JoinAsked,
+    environment: Environment,
+    meaning: Meaning | None,
+    meeting: Meeting | None,
+    words: LastWords,
+    prepare: Callable[[Path], None],
+    held: ExitStack,
+) -> tuple[Opened, Place]:
+    """Rank 0: everything up to the first step that has to be done once."""
+    from trainwright.launch.group.members import Member, places
+
+    if meeting is None:
+        members = [Member.here(environment)]
+    else:
+        members = [Member.read(posted) for posted in meeting.gather(asked.seconds)]
+    request = _request(asked, environment, meaning)
+    if request.recipe.parallel.device == "cpu":
+        members = [replace(member, gpus=()) for member in members]
+    everyone = places(members)
+    machines = len({(member.host, member.node) for member in members})
+    resolved = resolve_request(request, detect(), machines, check_gpus=False)
+    check_request(request, resolved.recipe)
+    if not asked.force:
+        resolved.plan.refuse_shortage()
+    run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
+    held.enter_context(run_directory.only_launch(run))
+    text = run_directory.recipe_text(resolved.recipe)
+    with run_directory.undone_on_error(run, created=request.run is None):
+        run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        logs = run / "logs"
+        logs.mkdir(exist_ok=True)
+        words.clear(logs, environment.size)
+        enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+        prepare(run)
+        words.begin(logs)
+    opened = Opened(str(run), os.getcwd(), text, request.run is not None)
+    if meeting is not None:
+        shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
+        meeting.publish("opened", {"opened": vars(opened), "places": shown})
+    return opened, everyone[0]
+
+
+def _request(asked: JoinAsked, environment: Environment, meaning: Meaning | None) -> Request:
+    if meaning is not None:
+        from trainwright.launch.accelerate.machine import require
+
+        if meaning.one_of_several:
+            raise MachineError(
+                f"{meaning.source}: accelerate launch starts one process for {meaning.distributed_type} on a CPU, "
+                "whatever num_processes says; start the recipe with trainwright train RECIPE --accelerate-config FILE, "
+                "or with torchrun --nproc-per-node"
+            )
+        meaning.refuse_problems()
+        require(meaning, detect())
+    request = request_of(asked.recipe, list(asked.overrides), asked.resume, meaning)
+    return for_started(request, environment.size, environment.launcher)
+
+
+def _follow(environment: Environment, meeting: Meeting | None, words: LastWords) -> tuple[Opened, Place]:
+    """Wait, on the ranks but 0, for rank 0's word, and see what it has made."""
+    from trainwright.launch.group.members import Place
+
+    assert meeting is not None, "a world of one is rank 0"
+    follow_signals()
+    said = meeting.wait_for("opened")
+    if "refused" in said:
+        raise _Told(int(said["refused"]), str(said["why"]))
+    opened = Opened(**said["opened"])
+    recipe = opened.path / run_directory.RECIPE
+    if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
+        raise MachineError(
+            f"rank {environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, which "
+            "rank 0 has made; put it on a file system that all machines share: logging.run_directory"
+        )
+    log = opened.path / "logs" / f"rank-{environment.rank}.log"
+    enter_process(log, parent=_parent(environment), keep_console=False)
+    words.begin(log.parent)
+    return opened, Place(*said["places"][environment.rank])
+
+
+class _Told(TrainwrightError):
+    """Rank 0 has refused, and says so itself."""
+
+    def __init__(self, exit_code: int, why: str) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
+def _refused(
+    error: Exception,
+    environment: Environment,
+    meeting: Meeting | None,
+    words: LastWords,
+    tell: Callable[[int, str], None],
+) -> int:
+    """Nothing has begun: rank 0 says why, and every rank ends with the same code."""
+    if isinstance(error, _Told):
+        tell(error.exit_code, str(error))
+        _leave_together(environment, meeting, _TOLD_SECONDS)
+        return error.exit_code
+    if environment.rank != 0:
+        code = words.exit_code if words.heard.is_set() else words.fail(error)
+        _end(code, meeting)
+    code, said = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, TrainwrightError):
+        code, said = error.exit_code, str(error)
+    words.interrupting(lambda: None)
+    if meeting is not None:
+        meeting.publish("opened", {"refused": code, "why": said})
+    tell(code, said)
+    say(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal)
+    _leave_together(environment, meeting, _TOLD_SECONDS)
+    return code
+
+
+@contextmanager
+def _interruptible(words: LastWords) -> Iterator[None]:
+    """While rank 0 prepares: a stop signal ends that at once, and so does hearing that another rank has failed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if words.heard.is_set():
+            error = TrainingError(words.text)
+            error.exit_code = words.exit_code
+            raise error
+        raise Stopped()
+
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    words.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
+    yield
+
+
+def _parent(environment: Environment) -> int | None:
+    # Started by hand, its parent is a shell, which it may be meant to outlive.
+    return None if environment.launcher == "python" else os.getppid()
+
+
+def _threads(place: Place) -> int:
+    cores = detect().cpu_cores
+    return max(1, cores if place.own_cores else cores // place.local_size) if cores else threads_allowed()
+
+
+def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Seat:
+    from torch.distributed import PrefixStore
+
+    from trainwright.parallel.world import Seat
+
+    return Seat(
+        environment.rank,
+        environment.size,
+        environment.local_rank,
+        place.local_size,
+        place.gpu,
+        None if meeting is None else PrefixStore(f"job/{environment.job}", meeting.store),
+    )
+
+
+def _discard_refused(run: Path, code: int, opened: Opened, environment: Environment) -> None:
+    """Remove the directory of a run whose request was refused by a worker."""
+    refused = code == EXIT_REQUEST and not opened.resume
+    if refused and environment.rank == 0 and not (run / "events.jsonl").exists():
+        import shutil
+
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _leave_together(environment: Environment, meeting: Meeting | None, seconds: float = _LEAVE_SECONDS) -> None:
+    """Rank 0 ends last of what it hosts and first of all that a launcher would end the others for."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # of a launcher that ends the rest when the first has ended
+    if meeting is None:
+        return
+    try:
+        if environment.rank == 0:
+            meeting.publish("done", True)
+            meeting.wait_until_left(seconds)
+        else:
+            meeting.wait_for("done", seconds=None)
+            meeting.leave()
+    except (TrainwrightError, RuntimeError, TimeoutError):
+        pass  # it has ended already
+    meeting.close()
+
+
+def _end(code: int, meeting: Meeting | None) -> NoReturn:
+    """At once: the other ranks wait for this one, and its threads may not be joinable any more."""
+    if meeting is not None:
+        meeting.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,146 @@
+"""What each process of a start has on its machine, compared by rank 0 before anything is made."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from trainwright import __version__
+from trainwright.errors import MachineError
+from trainwright.launch.group.environment import Environment
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process. `gpus`: an identity for each GPU it sees; `cores`: the cores it may run on."""
+
+    host: str
+    node: int
+    local_rank: int
+    gpus: tuple[str, ...]
+    cores: tuple[int, ...]
+    version: str = __version__
+
+    @classmethod
+    def here(cls, environment: Environment) -> Member:
+        """Describe this process."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        return cls(socket.gethostname(), environment.node, environment.local_rank, visible_gpus(), tuple(cores))
+
+    @classmethod
+    def read(cls, posted: Mapping[str, object]) -> Member:
+        """Read what ``posted`` made."""
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in posted.items()}
+        return cls(**values)  # type: ignore[arg-type]
+
+    def posted(self) -> dict[str, object]:
+        """Return the member as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process uses of its machine: which of the GPUs it sees, whether its cores are its alone, and how many
+    processes of the run there are on it."""
+
+    gpu: int
+    own_cores: bool
+    local_size: int = 1
+
+
+def places(members: Sequence[Member]) -> list[Place]:
+    """Return a place for every rank. Raises MachineError where the processes do not fit on their machines."""
+    _same_version(members)
+    found: dict[int, Place] = {}
+    for ranks in _machines(members):
+        here = [members[rank] for rank in ranks]
+        _distinct_local_ranks(ranks, here)
+        apart = _gpus_suffice(members[0], here)
+        bound = _disjoint([member.cores for member in here])
+        for rank, member in zip(ranks, here, strict=True):
+            found[rank] = Place(0 if apart else member.local_rank, bound, len(here))
+    return [found[rank] for rank in range(len(members))]
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the GPUs this process sees, by their identity, so that two processes that see the same one can tell."""
+    from trainwright.machine.detect import detect
+
+    gpus = detect().gpus
+    if not gpus:
+        return ()
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        every = [
+            str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)))
+            for i in range(pynvml.nvmlDeviceGetCount())
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(every)
+    names = [name.strip() for name in visible.split(",")]
+    chosen = [
+        every[int(name)] if name.isdigit() else next((uuid for uuid in every if uuid.startswith(name)), name)
+        for name in names
+        if not name.isdigit() or int(name) < len(every)
+    ]
+    return tuple(chosen)
+
+
+def _machines(members: Sequence[Member]) -> Iterator[list[int]]:
+    """Ranks that share a machine, by the name of the machine and the launcher's number for it."""
+    keys = list(dict.fromkeys((member.host, member.node) for member in members))
+    for key in keys:
+        yield [rank for rank, member in enumerate(members) if (member.host, member.node) == key]
+
+
+def _same_version(members: Sequence[Member]) -> None:
+    other = next((member for member in members if member.version != members[0].version), None)
+    if other is not None:
+        raise MachineError(
+            f"{members[0].host} has trainwright {members[0].version}, and {other.host} {other.version}; install "
+            "the same on both"
+        )
+
+
+def _distinct_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:
+    seen: dict[int, int] = {}
+    for rank, member in zip(ranks, here, strict=True):
+        if member.local_rank in seen:
+            raise MachineError(
+                f"ranks {seen[member.local_rank]} and {rank} both have local rank {member.local_rank} on "
+                f"{member.host}; set LOCAL_RANK to 0, 1, … for the processes of one machine"
+            )
+        seen[member.local_rank] = rank
+
+
+def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
+    """Whether each process sees GPUs of its own, so that its first is the one to use."""
+    without = next((member for member in here if bool(member.gpus) != bool(first.gpus)), None)
+    if without is not None:
+        one, other = (first.host, without.host) if first.gpus else (without.host, first.host)
+        raise MachineError(f"{one} has GPUs and {other} has none; all processes run on the same kind of device")
+    distinct = {gpu for member in here for gpu in member.gpus}
+    if distinct and len(here) > len(distinct):
+        raise MachineError(
+            f"{len(here)} processes were started on {here[0].host} for {len(distinct)} "
+            f"GPU{'s' * (len(distinct) > 1)}; start one a GPU, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    apart = len(here) > 1 and bool(distinct) and _disjoint([member.gpus for member in here])
+    for member in here:
+        if distinct and not apart and member.local_rank >= len(member.gpus):
+            raise MachineError(
+                f"local rank {member.local_rank} on {member.host} sees only {len(member.gpus)} of the {len(distinct)} "
+                "GPUs that its machine's processes see; let each process see one of its own, or all of them"
+            )
+    return apart
+
+
+def _disjoint(parts: Sequence[Sequence[object]]) -> bool:
+    return len({item for part in parts for item in part}) == sum(map(len, parts))

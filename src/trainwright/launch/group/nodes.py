@@ -1,0 +1,291 @@
+"""Several machines, each with a launcher of ours: they meet at node 0, open one run, and end together.
+
+Nodes are numbered by the user. Node 0 hosts the store at host:port and makes the run directory, which all see.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from trainwright import __version__
+from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.launch import run_directory
+from trainwright.launch.ending.failure import Failure, first_failure
+from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.group import rendezvous
+from trainwright.launch.group.identity import job_of
+from trainwright.launch.group.peers import GONE
+from trainwright.launch.group.rendezvous import Meeting
+
+_STOP, _KILLED, _FAILED, _FINISHED = "stop", "killed", "failed", "finished"
+# How long a node that has failed waits for what the others know of it.
+_REPORT_SECONDS = 6.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node says of itself before anything is made; all but `host` must be the same on all."""
+
+    host: str
+    processes: int
+    gpus: int
+    recipe: str
+    resume: bool
+    version: str = __version__
+
+    @classmethod
+    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> Node:
+        """Describe this node."""
+        return cls(socket.gethostname(), processes, gpus, recipe, resume)
+
+
+class NodeFailed(TrainwrightError):
+    """Another node has failed before training began; it says why itself."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class NodesLost(Exception):
+    """Another node has failed while workers run here."""
+
+
+class LinkedStopping(Stopping):
+    """A stop that is asked for on one node is one on all."""
+
+    nodes: Nodes | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Return whether a stop was requested on any node."""
+        if self.nodes is not None:
+            self.nodes.poll()
+        return bool(self.flag.value)
+
+
+class Nodes:
+    """This node among all of them."""
+
+    def __init__(self, meeting: Meeting, stopping: LinkedStopping, hosts: list[str]) -> None:
+        self.meeting = meeting
+        self.index = meeting.index
+        self.count = meeting.count
+        self.running = False  # whether workers run, so that a loss is for the agent to handle
+        self._stopping = stopping
+        self._hosts = hosts
+        self._told_stop = False
+        self._ended: dict[int, dict[str, Any]] = {}  # what a node has said at its end
+        self._gone: list[int] = []
+        self._launches = 1
+        stopping.nodes = self
+
+    @classmethod
+    def meet(
+        cls, index: int, count: int, place: tuple[str, int], seconds: float, mine: Node, stopping: LinkedStopping
+    ) -> Nodes:
+        """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
+
+        Raises MachineError that names who is missing, or a port that is taken, or what differs between nodes.
+        """
+
+        def patient() -> None:
+            if stopping.flag.value:
+                raise Stopped()
+
+        def let_in() -> None:
+            patient()
+            meeting.listen()
+
+        fix = "choose another one with --rendezvous, on every node"
+        meeting = rendezvous.meet("node", index, count, place, job_of(count), seconds, fix, patient)
+        rendezvous.set_interfaces(place[0])
+        meeting.post(asdict(mine))
+        if index == 0:
+            try:
+                found = [Node(**posted) for posted in meeting.gather(seconds, let_in)]
+                _check_same(found)
+            except TrainwrightError as error:
+                meeting.publish("met", {"refused": str(error), "exit_code": error.exit_code})
+                meeting.wait_until_left(2.0)
+                meeting.close()
+                raise
+            meeting.publish("met", {"hosts": [node.host for node in found]})
+        said = meeting.wait_for("met", patient)
+        if "refused" in said:
+            meeting.leave()
+            meeting.close()
+            raise NodeFailed(f"node 0: {said['refused']}", said["exit_code"])
+        return cls(meeting, stopping, said["hosts"])
+
+    def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
+        """Return the run's directory: node 0 makes it by `make`, which also returns its recipe's text; the others
+        see it.
+        """
+        if self.index == 0:
+            run, recipe = self.telling(make)
+            self.meeting.publish("opened", [str(run), str(run.absolute()), recipe])
+            return run
+        shown, absolute, recipe = self.meeting.wait_for("opened", self.poll)
+        found = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
+        return self.telling(lambda: self._visible(found, recipe))
+
+    def all_ready(self) -> None:
+        """Wait until every node has come this far."""
+        self.meeting.publish(f"ready/{self.index}", True)
+        for index in range(self.count):
+            self.meeting.wait_for(f"ready/{index}", self.poll)
+
+    def telling(self, work: Callable[[], Any]) -> Any:
+        """Return what `work` returns; what it raises is told to the other nodes too."""
+        try:
+            return work()
+        except NodeFailed:
+            raise
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING
+            self.meeting.peers.send(_FAILED, text=str(error) or type(error).__name__, code=code)
+            raise
+
+    def poll(self) -> None:
+        """Hear what the others say and do it. Raises NodeFailed or, while workers run here, NodesLost."""
+        self._listen()
+        if self._stopping.flag.value and not self._told_stop:
+            self._told_stop = True
+            self.meeting.peers.send(_STOP)
+        failed = [index for index, said in self._ended.items() if said["kind"] == _FAILED]
+        if not failed and not self._gone:
+            return
+        if self.running:
+            raise NodesLost
+        if failed:
+            said = self._ended[failed[0]]
+            raise NodeFailed(f"{self._name(failed[0])}: {said.get('text', 'failed')}", int(said["code"]))
+        raise NodeFailed(f"{self._name(self._gone[0])} is gone: it was killed or is not reachable", EXIT_TRAINING)
+
+    def killed(self) -> None:
+        """Tell that the user has asked for an end without a checkpoint."""
+        self.meeting.peers.send(_KILLED)
+
+    def finish(self, codes: dict[int, int | None]) -> list[int]:
+        """Wait for the others to finish as well; exit codes of their workers. Raises NodesLost."""
+        self.meeting.peers.send(_FINISHED, codes=_texts(codes))
+        while len(self._ended) < self.count - 1:
+            self.poll()
+            time.sleep(_POLL_SECONDS)
+        return [int(code or 0) for said in self._ended.values() for code in said["codes"].values()]
+
+    def fail(
+        self, logs: Path, codes: dict[int, int | None], records: dict[int, dict[str, Any]], out_of_memory: bool
+    ) -> Failure:
+        """Tell of the failure here, hear of those of the others, and say what was the first of all."""
+        self.meeting.peers.send(_FAILED, codes=_texts(codes), records=_texts(records), memory=out_of_memory, code=4)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while len(self._ended.keys() | set(self._gone)) < self.count - 1 and time.monotonic() < deadline:
+            self._listen()
+            time.sleep(_POLL_SECONDS)
+        for said in self._ended.values():
+            codes |= {int(rank): code for rank, code in said.get("codes", {}).items()}
+            records |= {int(rank): record for rank, record in said.get("records", {}).items()}
+            out_of_memory |= bool(said.get("memory", False))
+        gone = self._name(self._gone[0]) if self._gone else None
+        return first_failure(logs, 0, codes, out_of_memory, records=records, gone=gone)
+
+    def once_more(self, decide: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """After a failure: what node 0 decides about another launch, if every node is there for it; None for none."""
+        self.running = False
+        place = f"launch/{self._launches}"
+        try:
+            if self.index == 0:
+                everyone = len(self._ended) == self.count - 1 and not self._gone
+                self.meeting.publish(place, {"fault": decide() if everyone else None})
+            fault: dict[str, Any] | None = self.meeting.wait_for(place, self._still_there)["fault"]
+            if fault is None:
+                return None
+            # What a node says after this is of the next launch.
+            self._ended.clear()
+            self._launches += 1
+            self.meeting.publish(f"{place}/{self.index}", True)
+            for index in range(self.count):
+                self.meeting.wait_for(f"{place}/{index}", self._still_there)
+        except (TrainwrightError, RuntimeError):  # a node, or node 0 with the store, is gone: the failure is told
+            return None
+        return fault
+
+    def _still_there(self) -> None:
+        self._listen()
+        if self._gone:
+            raise NodeFailed(f"{self._name(self._gone[0])} is gone", EXIT_TRAINING)
+
+    def leave(self) -> None:
+        """To be called at the end, however it came."""
+        self._stopping.nodes = None
+        try:
+            self.meeting.leave()
+            if self.index == 0:
+                self.meeting.wait_until_all_left(self.count - len(self._gone), 5.0)
+        except RuntimeError:  # node 0 is gone
+            pass
+        self.meeting.close()
+
+    def _listen(self) -> None:
+        early, self.meeting.early = self.meeting.early, []
+        for message in early + self.meeting.peers.poll():
+            kind, peer = message["kind"], int(message["peer"])
+            if kind in (_FAILED, _FINISHED):
+                self._ended[peer] = message
+            elif kind == GONE and self._ended.get(peer) is None:
+                self._gone.append(peer)
+            elif kind == _STOP:
+                self._told_stop = True
+                self._stopping.flag.value = 1
+            elif kind == _KILLED:
+                self._stopping.killed = True
+                self._stopping.flag.value = 1
+                if self.running:
+                    raise SignalException("killed on another node", sigval=signal.SIGKILL)
+
+    def _visible(self, run: Path, recipe: str) -> Path:
+        file = run / run_directory.RECIPE
+        if not file.is_file() or file.read_text(encoding="utf-8") != recipe:
+            raise MachineError(
+                f"node {self.index} ({socket.gethostname()}) does not see the run directory {run}, which node 0 has "
+                "made; put it on a file system that all nodes share: logging.run_directory"
+            )
+        return run
+
+    def _name(self, index: int) -> str:
+        return f"node {index} ({self._hosts[index]})"
+
+
+def _check_same(nodes: list[Node]) -> None:
+    first = nodes[0]
+    for index, node in enumerate(nodes):
+        if node.version != first.version:
+            raise MachineError(
+                f"node 0 ({first.host}) has trainwright {first.version}, and node {index} ({node.host}) has "
+                f"{node.version}; install the same on both"
+            )
+        if node.gpus != first.gpus:
+            raise MachineError(
+                f"nodes take the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node {index} "
+                f"({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
+            )
+        if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
+            raise RequestError(
+                f"node {index} ({node.host}) was started with another recipe, other overrides or other options than "
+                f"node 0 ({first.host}); only --node-rank may differ"
+            )
+
+
+def _texts(values: dict[int, Any]) -> dict[str, Any]:
+    return {str(rank): value for rank, value in values.items()}

@@ -1,0 +1,296 @@
+"""A line between the processes of a run, beside the collectives: who is gone is noticed at once.
+
+A star of sockets around peer 0. Whoever dies, however it dies, loses its connection, and the kernel tells
+the others; a machine that vanishes is found out by TCP's keep-alive (tcp(7)) within 20 s. No process has to
+say anything regularly, so one that is busy for long is never taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainwright.launch.group.identity import Job, differences
+
+Message = dict[str, Any]
+
+GONE = "gone"  # a peer ended without a word; made here, never sent by the peer itself
+_HELLO, _BYE, _WELCOME, _REFUSED = "hello", "bye", "welcome", "refused"
+_SEND_SECONDS = 5.0
+# How long who listens at a port may take to answer as peer 0 of this job does; the end of an earlier job may last.
+ANSWER_SECONDS = 8.0
+_RECEIVE = 65536
+
+
+@dataclass
+class _Line:
+    """One connection and what has come of an unfinished message."""
+
+    socket: socket.socket
+    peer: int | None = None  # not known until it has said hello
+    pending: bytes = b""
+    messages: list[Message] = field(default_factory=list)
+
+    def receive(self) -> bool:
+        """Read what is there into `messages`; False when the connection has ended."""
+        try:
+            data = self.socket.recv(_RECEIVE)
+        except OSError:
+            return False
+        self.pending += data
+        *lines, self.pending = self.pending.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    self.messages.append(message)
+        return bool(data)
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+class NotReached(Exception):
+    """Nobody listens there; the reason is in the message."""
+
+
+class NotPeerZero(Exception):
+    """Who listens there is not peer 0 of this job: of another one that differs in ``differs``, or another program."""
+
+    def __init__(self, differs: list[str] | None) -> None:
+        super().__init__()
+        self.differs = differs
+
+
+class Peers:
+    """This process's end of the lines: of all of them for peer 0, of the one to peer 0 for the others.
+
+    Use `host` or `join`. A message is a dictionary with a "kind"; "peer" is added, who it is from.
+
+    Attributes:
+        job: what every peer has to show; where it is not known beforehand, a secret that only they are told.
+        welcome: what peer 0 tells each that joins.
+    """
+
+    def __init__(self, index: int, job: Job) -> None:
+        self.index = index
+        self.job = job
+        self.port = 0
+        self.welcome: Message = {}
+        self._members = {0}
+        self._listener: socket.socket | None = None
+        self._lines: list[_Line] = []
+        self._history: list[Message] = []  # for who joins late
+        self._lock = threading.RLock()
+        self._wake = os.pipe()
+        self._closed = False
+        os.register_at_fork(after_in_child=self._forget)
+
+    @classmethod
+    def host(cls, listener: socket.socket, job: Job | None = None) -> Peers:
+        """Peer 0, listening there."""
+        peers = cls(0, {"secret": secrets.token_hex(16)} if job is None else job)
+        peers._listener = listener
+        peers.port = listener.getsockname()[1]
+        return peers
+
+    @classmethod
+    def join(
+        cls,
+        index: int,
+        address: str,
+        port: int,
+        job: Job,
+        seconds: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        patience: float = ANSWER_SECONDS,
+    ) -> Peers:
+        """Any other peer, once peer 0 has let it in; `welcome` is what that has told it.
+
+        `meanwhile` is called again and again, and may raise. `patience`: seconds that who listens there may take to
+        answer as peer 0.
+
+        Raises:
+            NotReached: nobody listened there for `seconds`.
+            NotPeerZero: somebody did who is not peer 0 of this job, or has this peer already.
+        """
+        peers = cls(index, job)
+        deadline, answered_by, differs = time.monotonic() + seconds, None, None
+        while True:
+            try:
+                line = _Line(_connected(address, port), peer=0)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise NotReached(error.strerror or str(error)) from None
+            else:
+                answered_by = answered_by or time.monotonic() + patience
+                line.send({"kind": _HELLO, "peer": index, "job": job})
+                answer = _answer(line, answered_by, meanwhile)
+                if answer.get("kind") == _WELCOME:
+                    peers.welcome = answer
+                    peers._lines.append(line)
+                    return peers
+                line.socket.close()
+                differs = answer.get("differs", differs)
+            if answered_by is not None and time.monotonic() > answered_by:
+                raise NotPeerZero(differs)
+            meanwhile()
+            time.sleep(0.2)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell all the others. What cannot be delivered is dropped: whoever is gone need not know."""
+        self._send({"kind": kind, "peer": self.index, **content}, origin=None)
+
+    def poll(self, seconds: float = 0.0) -> list[Message]:
+        """Return what the others have said, waiting up to `seconds` for the first of it."""
+        with self._lock:
+            if self._closed:
+                return []
+            watched: list[Any] = [line.socket for line in self._lines] + [self._wake[0]]
+            if self._listener is not None:
+                watched.append(self._listener)
+            if any(line.messages for line in self._lines):  # they came with the welcome
+                seconds = 0
+        poller = select.poll()
+        for each in watched:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                poller.register(each, select.POLLIN)
+        ready = {number for number, _ in poller.poll(seconds * 1000)}
+        with self._lock:
+            return [] if self._closed else self._read(ready)
+
+    def close(self) -> None:
+        """Leave: the others do not take it for a death."""
+        with self._lock:
+            if self._closed:
+                return
+            self.send(_BYE)
+            self._closed = True
+            os.write(self._wake[1], b"x")
+            for each in self._lines:
+                with contextlib.suppress(OSError):
+                    each.socket.shutdown(socket.SHUT_WR)
+                each.socket.close()
+            if self._listener is not None:
+                self._listener.close()
+
+    def watch(self, react: Callable[[Message], None]) -> None:
+        """Call `react` with every message from now on, in a thread of its own."""
+
+        def follow() -> None:
+            while not self._closed:
+                for message in self.poll(1.0):
+                    react(message)
+
+        threading.Thread(target=follow, daemon=True, name="peers").start()
+
+    def _read(self, ready: set[int]) -> list[Message]:
+        if self._listener is not None and self._listener.fileno() in ready:
+            self._accept()
+        received: list[Message] = []
+        for line in [line for line in self._lines if line.socket.fileno() in ready or line.messages]:
+            alive = line.socket.fileno() not in ready or line.receive()
+            for message in line.messages:
+                received += self._handle(line, message)
+            line.messages.clear()
+            alive &= line.peer is not None or len(line.pending) <= _RECEIVE  # a stranger's words have no end
+            if not alive and line in self._lines:
+                self._drop(line)
+                if line.peer is not None:
+                    gone = {"kind": GONE, "peer": line.peer}
+                    self._send(gone, origin=line)
+                    received.append(gone)
+        return received
+
+    def _handle(self, line: _Line, message: Message) -> list[Message]:
+        if line.peer is None:
+            differs = self._stranger(message)
+            if differs:
+                line.send({"kind": _REFUSED, "differs": differs})
+                self._drop(line)
+                return []
+            line.peer = int(message["peer"])
+            self._members.add(line.peer)
+            line.send({"kind": _WELCOME, **self.welcome})
+            for earlier in self._history:
+                line.send(earlier)
+            return []
+        if message.get("kind") == _BYE:
+            if message.get("peer") == line.peer:
+                self._drop(line)
+            return []
+        self._send(message, origin=line)
+        return [message]
+
+    def _stranger(self, message: Message) -> list[str]:
+        """Why who says this is not of this job; empty for one that is."""
+        job, peer = message.get("job"), message.get("peer")
+        if message.get("kind") != _HELLO or not isinstance(job, dict) or not isinstance(peer, int):
+            return ["program"]
+        return differences(self.job, job) or (["member"] if peer in self._members else [])
+
+    def _send(self, message: Message, origin: _Line | None) -> None:
+        with self._lock:
+            if self._listener is not None:
+                self._history.append(message)
+            elif origin is not None:
+                return  # only peer 0 passes on
+            for line in self._lines:
+                if line is not origin and line.peer is not None:
+                    line.send(message)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            accepted, _ = self._listener.accept()
+            _keep_alive(accepted)
+            self._lines.append(_Line(accepted))
+
+    def _drop(self, line: _Line) -> None:
+        self._lines.remove(line)
+        line.socket.close()
+
+    def _forget(self) -> None:
+        """In a forked child: a copy of a connection would keep it open after its owner's death."""
+        self._closed = True
+        for each in (*(line.socket for line in self._lines), self._listener):
+            if each is not None:
+                each.close()
+
+
+def _connected(address: str, port: int) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout=_SEND_SECONDS)
+    _keep_alive(connection)
+    return connection
+
+
+def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
+    """Return the first message on a line; empty where none has come by then."""
+    poller = select.poll()
+    poller.register(line.socket, select.POLLIN)
+    while not line.messages and time.monotonic() < until:
+        if poller.poll(100) and not line.receive():
+            break
+        meanwhile()
+        if len(line.pending) > _RECEIVE:  # of another program, which has no end
+            break
+    return line.messages.pop(0) if line.messages else {}
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.settimeout(_SEND_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20000)):
+        if hasattr(socket, name):  # not all of them everywhere
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

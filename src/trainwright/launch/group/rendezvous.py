@@ -1,0 +1,386 @@
+"""Where the processes or the machines of a run meet: one store that index 0 hosts or the launcher has opened.
+
+No port is assumed. On one machine a free one is taken, and passed on in a small file that only this user can
+read; on several machines the launcher or the user names one, and a taken one is an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from trainwright.errors import MachineError, TrainingError
+from trainwright.launch.group.environment import Environment, is_loopback
+from trainwright.launch.group.identity import WORDS, Job, job_of
+from trainwright.launch.group.names import skip_reverse_lookups
+from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, NotReached, Peers
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+_ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737)
+_PEERS_SECONDS = 30.0
+_STORE_TIMEOUT = timedelta(minutes=15)
+_POLL_SECONDS = 0.1
+
+
+class Meeting:
+    """The members of a start, counted from 0: ranks or nodes. Member 0 asks, checks and decides.
+
+    Attributes:
+        store: for whoever wants to go on from here, such as a process group; at store_port of the address.
+        peers: tells at once of a member that is gone.
+        early: what the others have said while member 0 waited for all of them.
+    """
+
+    def __init__(
+        self, noun: str, index: int, count: int, store: TCPStore, address: str, port: int, prefix: str = ""
+    ) -> None:
+        self.noun = noun
+        self.index = index
+        self.count = count
+        self.address = address
+        self.port = port
+        self.store: Store = store
+        self.store_port = int(store.port)
+        self._keys = PrefixStore(f"trainwright/{noun}{prefix}", store)
+        self.peers: Peers
+        self.early: list[Message] = []
+
+    def join_peers(self, bind: str, address: str) -> None:
+        """Open the lines between the members, where they have met at a store. Called once, right after."""
+        if self._keys.add(f"claim/{self.index}", 1) > 1:
+            raise MachineError(
+                f"{self.noun} {self.index} of the run at {self.address}:{self.port} is there already: two jobs use "
+                "one port; give each job one of its own (MASTER_PORT, or the launcher's option for it)"
+            )
+        if self.index == 0:
+            self.peers = Peers.host(socket.create_server((bind, 0), backlog=4096))
+            self.publish("peers", [self.peers.port, self.peers.job])
+        else:
+            port, job = self.wait_for("peers")
+            try:
+                self.peers = Peers.join(self.index, address, port, job, _PEERS_SECONDS)
+            except (NotReached, NotPeerZero) as error:
+                raise MachineError(f"{self.noun} 0 cannot be reached at port {port} of {address}: {error}") from None
+
+    def listen(self) -> None:
+        """Member 0, while it waits: let the others in."""
+        self.early += self.peers.poll()
+
+    def publish(self, key: str, value: Any) -> None:
+        """Set ``key`` for all members to read."""
+        self._keys.set(key, json.dumps(value))
+
+    def wait_for(self, key: str, meanwhile: Callable[[], None] = lambda: None, seconds: float | None = None) -> Any:
+        """Return what was published under `key`; however long it takes where `seconds` is not given.
+
+        `meanwhile` is called again and again, and may raise. Raises TrainingError when the store is gone,
+        TimeoutError.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            try:
+                if self._keys.check([key]):
+                    return json.loads(self._keys.get(key))
+            except RuntimeError as error:  # torch's DistNetworkError is one
+                raise TrainingError(f"{self.noun} 0 is gone; its own output says why") from error
+            meanwhile()
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(key)
+            time.sleep(_POLL_SECONDS)
+
+    def post(self, value: Any) -> None:
+        """Publish what this member says of itself, for member 0's `gather`."""
+        self.publish(f"member/{self.index}", value)
+
+    def gather(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
+        """Return what every member has posted. Raises MachineError that names those who have not come in time."""
+        deadline = time.monotonic() + seconds
+        members: list[Any] = []
+        while len(members) < self.count:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                members.append(self.wait_for(f"member/{len(members)}", meanwhile, left))
+            except TimeoutError:
+                raise self._missing(seconds) from None
+        return members
+
+    def leave(self) -> None:
+        """Say to member 0 that this one needs the store no more."""
+        self._keys.add("left", 1)
+
+    def wait_until_left(self, seconds: float) -> None:
+        """Member 0, which may host the store: wait for the others' `leave`, or so many seconds."""
+        self.wait_until_all_left(self.count - 1, seconds)
+
+    def wait_until_all_left(self, number: int, seconds: float) -> None:
+        """As wait_until_left, for so many."""
+        deadline = time.monotonic() + seconds
+        while self._keys.add("left", 0) < number and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Close the connections to the other members."""
+        self.peers.close()
+
+    def _missing(self, seconds: float) -> MachineError:
+        missing = [str(i) for i in range(self.count) if not self._keys.check([f"member/{i}"])]
+        names = f"{self.noun}{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        return MachineError(
+            f"{len(missing)} of {self.count} {self.noun}s did not come to {self.address}:{self.port} within "
+            f"{seconds:g} s: {names}; start them, or give them longer with --rendezvous-timeout"
+        )
+
+
+def meet_ranks(environment: Environment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT) -> Meeting:
+    """Meet the other processes that the launcher started; there are some. They have the same ``arguments``.
+
+    Raises MachineError for a port that is taken, an unknown place to meet, or a rank 0 that does not come.
+    """
+    address, port = environment.address, environment.port
+    if address is not None and port is not None and not environment.agent_store:
+        job = job_of(environment.size, arguments, environment.job_everywhere)
+        fix = "set MASTER_PORT to a free one, the same for every process of the job"
+        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix)
+    if address is not None and port is not None:
+        if not is_loopback(address):
+            skip_reverse_lookups()
+        store = _join_store(address, port, seconds, "rank 0")
+    else:
+        store, port = _meet_by_file(environment, seconds)
+        address = LOOPBACK
+    # The launcher's store may have been another start's before.
+    meeting = Meeting("rank", environment.rank, environment.size, store, address, port, f"/{environment.job}")
+    alone = environment.nodes == 1
+    meeting.join_peers(LOOPBACK if alone else "", LOOPBACK if alone else address)
+    return meeting
+
+
+def meet(
+    noun: str,
+    index: int,
+    count: int,
+    place: tuple[str, int],
+    job: Job,
+    seconds: float,
+    fix: str,
+    meanwhile: Callable[[], None] = lambda: None,
+    patience: float = ANSWER_SECONDS,
+) -> Meeting:
+    """Meet the other members at `place`, host and port of member 0. None of another job's gets as far as the store.
+
+    `patience`: seconds that who listens there may take to answer as member 0.
+
+    Raises MachineError, ending with `fix` where the port is another program's or another job's.
+    """
+    address, port = place
+    if not is_loopback(address):
+        skip_reverse_lookups()
+    if index == 0:
+        peers = Peers.host(_listen(address, port, fix), job)
+        store = host_store(address, 0, fix)
+        peers.welcome = {"store": store.port}
+    else:
+        try:
+            peers = Peers.join(index, address, port, job, seconds, meanwhile, patience)
+        except NotReached as error:
+            raise MachineError(
+                f"{noun} 0 did not open {address}:{port} within {seconds:g} s ({error}); start it, or give it longer "
+                "with --rendezvous-timeout"
+            ) from None
+        except NotPeerZero as error:
+            raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
+        store = _client(address, int(peers.welcome["store"]), f"{noun} 0")
+    meeting = Meeting(noun, index, count, store, address, port)
+    meeting.peers = peers
+    return meeting
+
+
+def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:
+    where = f"{place[0]}:{place[1]}"
+    if not differs or "program" in differs:
+        return f"what listens at {where} is not {noun} 0 of this run: another program has port {place[1]}; {fix}"
+    if "member" in differs:
+        return f"{noun} {index} of the run at {where} is there already: two jobs use port {place[1]}; {fix}"
+    words = ", ".join(WORDS.get(key, key) for key in differs)
+    return f"what listens at {where} is {noun} 0 of another run ({words}): two jobs use port {place[1]}; {fix}"
+
+
+def host_store(address: str, port: int, fix: str) -> TCPStore:
+    """Return a store that listens at `address`; `port` 0 takes a free one, to be read from the store.
+
+    Raises MachineError, ending with `fix` where the port is taken.
+    """
+    listener = _listen(address, port, fix)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(address: str, port: int, fix: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_listening_at(address), port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise MachineError(f"port {port} of {address} is taken by another program; {fix}") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise MachineError(
+                f"{address} is not an address of this machine ({socket.gethostname()}); the first node has to be "
+                "started on the machine that the others meet at"
+            ) from None
+        raise MachineError(f"cannot listen on {address}:{port}: {error}; {fix}") from None
+    return listener
+
+
+def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
+    """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
+    deadline = time.monotonic() + seconds
+    # Asked for here first: torch's own attempts cannot be interrupted.
+    while (problem := _unreachable(address, port)) is not None:
+        if time.monotonic() > deadline:
+            raise MachineError(
+                f"{host} did not open {address}:{port} within {seconds:g} s ({problem}); start it, or give it "
+                "longer with --rendezvous-timeout"
+            )
+        time.sleep(_POLL_SECONDS)
+    return _client(address, port, host)
+
+
+def _client(address: str, port: int, host: str) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MachineError(f"what listens at {address}:{port} is not {host} of this run ({reason})") from None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this machine's network interface that leads to `address`; None where it cannot be told.
+
+    For this machine's own name, which stands for loopback in many an /etc/hosts (127.0.1.1 on Debian), it is the one
+    that others come by: that of the default route.
+    """
+    try:
+        number = socket.gethostbyname(address)
+        if number.startswith("127.") and not is_loopback(address):
+            number = _ELSEWHERE
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((number, 9))  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, places in found if any(place.address == own for place in places)), None)
+
+
+def set_interfaces(address: str) -> None:
+    """Tell gloo, and NCCL where all is on one machine, which network to use; the user's own values stay."""
+    interface = interface_of(address)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if is_loopback(address):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _listening_at(address: str) -> str:
+    """Return what to bind to. A machine's own name may stand for loopback in its /etc/hosts; others cannot come
+    there.
+    """
+    try:
+        number = socket.gethostbyname(address)
+    except OSError:
+        raise MachineError(f"{address} is not the name of a machine that can be found from here") from None
+    return "" if number.startswith("127.") and not is_loopback(address) else number
+
+
+def _unreachable(address: str, port: int) -> str | None:
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, int]:
+    """On one machine: rank 0 takes a free port and writes it down for the others of the same job."""
+    if environment.nodes > 1 or environment.job is None:
+        example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
+        raise MachineError(
+            f"{environment.launcher} does not say where the {environment.size} processes meet; set MASTER_ADDR to "
+            f"the name of rank 0's machine and MASTER_PORT to a free port ({example})"
+        )
+    path = _meeting_file(environment.job)
+    if environment.rank == 0:
+        store = host_store(LOOPBACK, 0, "")
+        with _written(path, {"port": store.port, **_identity(os.getpid())}):
+            # The others have read it when all of them have said so.
+            waiting = PrefixStore("trainwright/file", store)
+            deadline = time.monotonic() + seconds
+            while waiting.add("read", 0) < environment.size - 1 and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        return store, int(store.port)
+    port = _read_port(path, seconds)
+    store = _join_store(LOOPBACK, port, seconds, "rank 0")
+    PrefixStore("trainwright/file", store).add("read", 1)
+    return store, port
+
+
+def _meeting_file(job: str) -> Path:
+    digest = hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:20]
+    return Path(tempfile.gettempdir()) / f"trainwright-{digest}"
+
+
+@contextlib.contextmanager
+def _written(path: Path, content: dict[str, Any]) -> Any:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(content, file)
+    scratch.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read_port(path: Path, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            # A file that a killed run has left behind is of a process that is no more.
+            if path.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
+                return int(content["port"])
+        time.sleep(_POLL_SECONDS)
+    raise MachineError(f"rank 0 did not start on this machine within {seconds:g} s")
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "started": psutil.Process(pid).create_time()}

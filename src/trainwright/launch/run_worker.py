@@ -1,0 +1,228 @@
+"""What every process of a run executes: from the run directory's recipe to a finished engine."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.activity import Activity, doing
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.event_log import EventLog
+from trainwright.engine.events import Fault, Notice, Observer, Start
+from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.schedule import Schedule
+from trainwright.engine.task import Task
+from trainwright.engine.trainer import Trainer
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
+from trainwright.launch import replan, run_directory
+from trainwright.launch.group.contract import agree, check_layout, usable_device
+from trainwright.launch.limits import open_files_in_words
+from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
+from trainwright.machine.detect import detect
+from trainwright.models.adapters.files import check_libraries
+from trainwright.models.compilation import compile_blocks
+from trainwright.models.quantisation import count_parameters
+from trainwright.models.recompute import save_activation_memory
+from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.parallel.build import build_strategy
+from trainwright.parallel.layout import Layout
+from trainwright.parallel.strategy import Setup, Strategy
+from trainwright.parallel.world import Seat, World, join, leave
+from trainwright.parallel.zero import deepspeed_config
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.strategy_spec import check_library
+from trainwright.registries import STEP_POLICIES
+from trainwright.tasks.registry import build_task
+
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_worker(
+    run: Path,
+    *,
+    cache: Path,
+    resume: bool,
+    reasons: Sequence[str],
+    observers: Callable[[], Sequence[Observer]],
+    stop_requested: Callable[[], bool],
+    predicted: Mapping[str, float] | None = None,
+    fault: Mapping[str, Any] | None = None,
+    rehearse: int | None = None,
+    fullest: bool = False,
+    seat: Seat | None = None,
+    may_change: bool = False,
+) -> int:
+    """Train this process's share of the run in directory ``run``, whose recipe is resolved.
+
+    Args:
+        observers: called on rank 0 only, for what shall see the events.
+        predicted: what the run's plan expects of it.
+        fault: why the run was launched once more, to be told among the events.
+        rehearse: take only that many steps of the run, and keep nothing but their events.
+        fullest: rehearse the step with the largest micro-batch.
+        seat: who this process is among all; None: as the environment says.
+        may_change: whether the launcher starts the run once more in another way, where train.replan asks for it.
+
+    Returns:
+        The exit code: finished, or stopped on a signal after a checkpoint.
+    """
+    set_fresh(True)
+    recipe_text = (run / "recipe.yaml").read_text(encoding="utf-8")
+    recipe = load_recipe(run / "recipe.yaml")
+    if recipe.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of libraries too that use a GPU where they find one
+    torch.set_num_threads(threads_allowed())
+    keep_freed_memory()
+    check_library(recipe.parallel.strategy)
+    deepspeed_config.check_file(recipe)
+    check_libraries(recipe.model.adapter)
+    # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
+    seat = seat or Seat.from_variables()
+    with Activity(console(), "mapping the data and building the model"):
+        task = build_task(recipe, cache)
+        if task.weights is not None:
+            doing("loading the weights")
+            task.weights.load(seat.rank)
+        sizes = count_parameters(task.module)  # before they are cut up
+        doing("waiting for the other processes")
+        world = join(usable_device(detect(), seat, recipe.parallel.device), seat)
+        world = replace(world, stop_requested=stop_requested)
+    try:
+        with Activity(console(), f"setting up {recipe.parallel.strategy}"):
+            agree(recipe, task, world, run_directory.planned_device(run))
+            strategy, layout = _strategy(recipe, task, world)
+        events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)
+        may_change = may_change and recipe.train.replan == "auto"
+        if rehearse is None and world.is_main:
+            watched = Watched.of(run, run_directory.plan_of(run), may_change)
+            if watched is not None:
+                events.follow(PlanWatch(watched, events.emit))
+        checkpoints = Checkpoints(
+            run / "checkpoints",
+            keep_last=recipe.checkpoint.keep_last,
+            keep_best=recipe.checkpoint.keep_best is True,
+        )
+        max_steps = len(task.stream)
+        trainer = Trainer(
+            recipe=recipe,
+            recipe_text=recipe_text,
+            task=task,
+            strategy=strategy,
+            schedule=Schedule(recipe.optimizer, max_steps),
+            checkpoints=checkpoints,
+            events=events,
+            max_steps=max_steps,
+            stop_requested=stop_requested,
+            keep_recipe=functools.partial(_keep_recipe, run, world),
+            updating=lambda: set_fresh(False),
+            change_asked=functools.partial(replan.is_asked, run) if may_change else None,
+            policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
+        )
+        task.begin(strategy, lambda message: events.emit(Notice(message=message)))
+        checkpoint = _latest(checkpoints, world, events) if resume else None
+        if checkpoint is not None:
+            events.announce(f"loading {checkpoint.path}")
+            trainer.resume(checkpoint)
+        events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout))
+        if fault is not None:
+            events.emit(Fault(**fault))
+        with open_files_in_words():
+            finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse, fullest=fullest)
+        events.close()
+        return EXIT_FINISHED if finished else EXIT_STOPPED
+    finally:
+        leave()
+
+
+def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layout]:
+    """Return the task's model as the recipe spreads it over the processes, and how it lies on this one."""
+    save_activation_memory(
+        task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
+    )
+    if recipe.train.compile is True:
+        compile_blocks(task.blocks())
+    dtype = _DTYPES[recipe.train.mixed_precision]
+    optimizer = optimizer_factory(recipe.optimizer)
+    setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
+    strategy = build_strategy(setup)
+    return strategy, check_layout(recipe, dtype, strategy)
+
+
+def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
+    """Return the newest checkpoint that verifies; rank 0 reads every byte and the others take its word."""
+    chosen: str | None = None
+    refused: list[str] = []
+    if world.is_main:
+        events.announce("checking the newest checkpoint")
+        found, refused = checkpoints.latest()
+        for reason in refused:
+            events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action="use the one before it"))
+        chosen = None if found is None else str(found.path)
+        if found is None and refused:
+            chosen = ""
+    chosen, refused = world.broadcast((chosen, refused))
+    if chosen == "":
+        raise RequestError(f"--resume: no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")
+    return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
+
+
+def _keep_recipe(run: Path, world: World, recipe: Recipe, reason: str) -> str:
+    """Have the run's directory say what the run goes on with; the recipe's text."""
+    text = run_directory.recipe_text(recipe)
+    if world.is_main:
+        with suppress(OSError):  # a run that is resumed from the old one meets the end of memory once more, no worse
+            run_directory.change(run, text, reason)
+    return text
+
+
+def _start(
+    recipe: Recipe,
+    task: Task,
+    trainer: Trainer,
+    run: Path,
+    sizes: tuple[int, int],
+    reasons: Sequence[str],
+    predicted: Mapping[str, float],
+    layout: Layout,
+) -> Start:
+    world = trainer.world
+    first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
+    return Start(
+        task=recipe.task,
+        world_size=world.size,
+        strategy=trainer.strategy.name,
+        mixed_precision=recipe.train.mixed_precision,
+        device=_device_name(world),
+        micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
+        gradient_accumulation_steps=len(first.for_rank(0, world.size)),
+        global_batch_size=recipe.train.global_batch_size,
+        parameters=sizes[0],
+        trainable_parameters=sizes[1],
+        resumed_from=trainer.progress.step or None,
+        pending=trainer.progress.pending,
+        max_steps=trainer.max_steps,
+        batch_varies=recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
+        accumulation_asked=None if steps == "auto" else steps,
+        evaluate_every=recipe.evaluate.every,
+        checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
+        threads=torch.get_num_threads(),
+        run_directory=str(run),
+        reasons=list(reasons),
+        predicted=predicted,
+        layout=layout.line(),
+        details=task.describe(),
+    )
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return detect().cpu_name

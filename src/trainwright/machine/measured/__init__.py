@@ -1,0 +1,1 @@
+"""What was measured on a machine: calibrations, quick measurements, its own runs."""

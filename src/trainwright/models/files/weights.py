@@ -1,0 +1,255 @@
+"""A model without memory for its weights, and what fills the parts of it that each process holds.
+
+Where every weight is a tensor of the model's files as it is, each rank reads its own part from there. Otherwise (fresh
+weights, tensors that transformers renames or merges) rank 0 has the model and gives each tensor to all, one after the
+other. So nobody holds more than one whole copy, and a machine not one for each of its ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainwright.errors import RequestError
+from trainwright.machine.allocator import return_freed_memory
+from trainwright.models.configuration import NOT_MADE, making
+from trainwright.models.files.save import has_conversions
+from trainwright.models.load import UNUSED_TENSORS, finish_loading, load_config, load_model
+from trainwright.models.source import resolve, weight_files
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainwright.recipe.sections.model import ModelSection
+
+logger = logging.getLogger(__name__)
+
+_SENT_BYTES = 64 * 2**20  # at a time
+_SAMPLED = 64  # elements of every tensor that a fingerprint is made of
+
+
+class Weights(Protocol):
+    """The values that the parameters and buffers of an empty model begin with, by their names in it."""
+
+    def load(self, rank: int) -> None:
+        """Have at hand what ``fill`` needs; may take long, so before anybody waits in a process group.
+
+        Raises:
+            RequestError: the weights do not fit the model's configuration.
+        """
+
+    def fill(self, name: str, block: Shard, world: World) -> None:
+        """Have this rank's block (of whole rows) in ``block.local``, in its dtype.
+
+        Every rank calls it, for the same names in the same order, and for each name once.
+        """
+
+    def fingerprint(self) -> str | None:
+        """Of the names and a sample of the values; None where only one rank has them."""
+
+
+def load_empty(
+    model: ModelSection, seed: int, tokenizer: PreTrainedTokenizerBase | None = None, prefix: str = ""
+) -> tuple[PreTrainedModel, Weights] | None:
+    """Return the model in fp32, its parameters on the meta device and its buffers on the CPU, with what fills them.
+
+    Filled it is what ``load_model`` gives, which rank 0 may call for it. None where only reading the weights shows how
+    the model is built.
+
+    Args:
+        prefix: in front of the weights' names in the module that the model will be part of.
+
+    Raises:
+        RequestError: an architecture or a key that ``transformers`` does not have, or files that are not whole.
+    """
+    from transformers import GenerationConfig
+
+    config = load_config(model, tokenizer)
+    empty = empty_model(config)
+    given = GivenWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
+    directory = resolve(model).directory
+    if directory is None or model.implementation == "gpt":
+        return finish_loading(empty, model, config), given
+    if (directory / "generation_config.json").is_file():  # there need not be one
+        try:
+            empty.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+        except (OSError, *NOT_MADE) as error:
+            raise RequestError(f"model.name: {directory}/generation_config.json cannot be used: {error}") from error
+    finish_loading(empty, model, config)
+    files = _tensors(directory)
+    if (empty.all_tied_weights_keys or {}).keys() & files.keys():
+        return None  # what the configuration ties is stored twice, and may differ
+    shapes = {name: tuple(tensor.shape) for name, tensor in _stored(empty)}
+    as_they_are = all(name in files and files[name][1] == shape for name, shape in shapes.items())
+    if has_conversions(empty) or not as_they_are:
+        return empty, given
+    if unused := sorted(name for name in files.keys() - shapes.keys() if not name.endswith(UNUSED_TENSORS)):
+        logger.warning("%s has %d more than the model uses: %s", directory, len(unused), ", ".join(unused[:3]))
+    return empty, FileWeights({name: files[name][0] for name in shapes}, prefix)
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a causal model of this configuration in fp32, its parameters on the meta device and its buffers on the
+    CPU.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with making(config), _parameters_on_meta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While entered, modules are made without memory for their parameters; buffers are as they would be."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore
+
+
+class FileWeights:
+    """Weights that lie in safetensors files (by name) under their own names and in their own shapes.
+
+    A file is open while one tensor is read: what is mapped of it counts as memory of the process.
+    """
+
+    def __init__(self, files: Mapping[str, Path], prefix: str) -> None:
+        self._files = files
+        self._prefix = prefix
+
+    def load(self, rank: int) -> None:
+        """Do nothing: each rank reads its slices as it fills them."""
+        pass
+
+    def fill(self, name: str, block: Shard, world: World) -> None:
+        """Fill ``block`` of the parameter ``name``."""
+        from safetensors import safe_open
+
+        name = name.removeprefix(self._prefix)
+        rows = slice(block.offset[0], block.offset[0] + block.local.shape[0]) if block.shape else ...
+        with safe_open(self._files[name], framework="pt") as file:
+            block.local.copy_(file.get_slice(name)[rows])
+
+    def fingerprint(self) -> str | None:
+        """Return a hash of the content."""
+        from safetensors import safe_open
+
+        digest = hashlib.sha256()
+        for path in dict.fromkeys(self._files.values()):
+            with safe_open(path, framework="pt") as file:
+                for name in (name for name, place in self._files.items() if place == path):
+                    digest.update(name.encode())
+                    _add_sample(digest, file.get_slice(name))
+        return digest.hexdigest()[:16]
+
+
+def _add_sample(digest: Any, stored: Any) -> None:
+    """Add the shape, the dtype and the first elements of a stored tensor."""
+    shape = stored.get_shape()
+    digest.update(f"{shape} {stored.get_dtype()}".encode())
+    first = stored[: max(1, _SAMPLED // max(1, shape[-1]))] if shape else stored[...]
+    digest.update(first.reshape(-1)[:_SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
+
+
+class GivenWeights:
+    """Weights of a model that rank 0 has, by ``load``, and gives to all."""
+
+    def __init__(self, load: Callable[[], nn.Module], empty: nn.Module, prefix: str) -> None:
+        self._load = load
+        self._prefix = prefix
+        self._expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _stored(empty)}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._sent = 0
+
+    def load(self, rank: int) -> None:
+        """Load the model on rank 0."""
+        if rank != 0:
+            return
+        model = self._load()
+        self._tensors = dict(_stored(model))
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+        assert found == self._expected, "the weights make the model of their configuration"
+        for parameter in model.parameters():  # which may live on until its cycles of references are looked for
+            parameter.data = parameter.data.new_empty(0)
+
+    def fill(self, name: str, block: Shard, world: World) -> None:
+        """Fill ``block`` of the parameter ``name``."""
+        name = name.removeprefix(self._prefix)
+        own = self._tensors.pop(name, None)  # freed when all have it
+        self._let_go(0 if own is None else own.nbytes)
+        if world.size == 1:
+            assert own is not None
+            block.local.copy_(own)
+            return
+        local, begin = block.local.view(-1), block.offset[0] * _width(block.shape) if block.shape else 0
+        flat = None if own is None else own.reshape(-1)
+        for sent, first in _sent(flat, block.shape, self._expected[name][1], world):
+            low, high = max(first, begin), min(first + len(sent), begin + len(local))
+            if low < high:
+                local[low - begin : high - begin].copy_(sent[low - first : high - first])
+
+    def _let_go(self, count: int) -> None:
+        """Have the memory of what has been sent before given back, as this rank's parts need as much meanwhile."""
+        self._sent += count
+        if self._sent > _SENT_BYTES:
+            return_freed_memory()
+            self._sent = count
+
+    def fingerprint(self) -> str | None:
+        """Return None: fresh weights have no file to identify."""
+        return None
+
+
+def _sent(
+    flat: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield the elements that rank 0 has, a bounded number at a time, and the index of their first; on every rank."""
+    total, most = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
+    for first in range(0, total, most):
+        size = min(most, total - first)
+        part = torch.empty(size, dtype=dtype, device=world.device)
+        if flat is not None:
+            part.copy_(flat[first : first + size])
+        dist.broadcast(part, src=0)
+        yield part, first
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape[1:]).numel()
+
+
+def _stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, shared ones once, and the buffers that are saved with them."""
+    yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    saved = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """File and shape of every tensor in a model's directory."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: (file, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
+    return found

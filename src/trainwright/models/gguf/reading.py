@@ -1,0 +1,256 @@
+"""Turn a GGUF file into a plain ``transformers`` directory, once, in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root
+from trainwright.models.supported import check_supported
+from trainwright.recipe.sections.model_sizes import check_sizes
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+CONVERTER = "3"  # part of the fingerprint: a change of what is written here makes older conversions unused
+# A quantised value is scale * integer + offset, 15 bits and more of it significant: fp32 keeps it, bf16 (8
+# bits) would quantise a second time. Above this size of the fp32 file bf16 is stored all the same, and the
+# run says so.
+MAX_FP32_BYTES = 32 << 30
+# Vocabularies that llama.cpp cuts into single digits before the words (llama-vocab.cpp), and transformers
+# does not.
+SINGLE_DIGIT_PRE_TOKENIZERS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
+GPT2_PRE_TOKENIZERS = {"default", "gpt-2", "gpt2", "phi-2", "jina-en", "mpt", "olmo"}
+
+
+def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[Path, str]:
+    """Convert ``file`` and return the directory with the precision stored there, "fp32" or "bf16".
+
+    The directory is ``<cache>/models/<name>-<fingerprint>`` and appears whole or not at all; concurrent
+    callers wait for the first one. ``notify`` gets a line if there is work to do. Raises RequestError naming
+    ``key`` for a file that is damaged or of an architecture that cannot be converted.
+    """
+    from filelock import FileLock
+
+    models = cache_root() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    directory = models / f"{file.stem}-{_fingerprint(file, models)}"
+    if not directory.exists():
+        with FileLock(f"{directory}.lock"):
+            if not directory.exists():
+                notify(f"converting {file.name} to safetensors, once (20 s for 135M parameters): {directory}")
+                write_converted(file, directory, key, notify)
+    return directory, _stored_precision(directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFacts:
+    """Which file it is: the SHA-256 of its content, and the precision of its weights, such as Q4_K_M."""
+
+    sha256: str
+    precision: str
+
+
+def gguf_facts(file: Path) -> GgufFacts:
+    """Return what tells ``file`` from others of the same model. Raises RequestError for a file that is damaged."""
+    digest = _remembered(file, cache_root() / "models", "sha256", lambda: _digest(file, "sha256"))
+    return GgufFacts(digest, _precision(file))
+
+
+def _precision(file: Path) -> str:
+    """As llama.cpp names the kind of file; without that, the type of most of its numbers."""
+    from gguf import GGMLQuantizationType, LlamaFileType
+    from transformers.integrations.gguf.reader import GgufHeader
+
+    kind = _metadata(file, "model.name").get("general.file_type")
+    if kind in set(LlamaFileType):
+        return LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    sizes: dict[int, int] = {}
+    for tensor in GgufHeader.from_file(str(file)).tensors:
+        sizes[tensor.ggml_type] = sizes.get(tensor.ggml_type, 0) + tensor.nbytes
+    return GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
+
+
+def _fingerprint(file: Path, models: Path) -> str:
+    def made() -> str:
+        content = _digest(file, "blake2b")
+        return hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
+
+    return _remembered(file, models, CONVERTER, made)
+
+
+def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
+    """Of the file's content; remembered by path, size and time, as hashing takes a second a gigabyte."""
+    stat = file.stat()
+    identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
+    memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    if memo.exists():
+        return memo.read_text(encoding="utf-8")
+    made = make()
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    temporary = memo.with_suffix(f".{os.getpid()}")
+    temporary.write_text(made, encoding="utf-8")
+    temporary.rename(memo)
+    return made
+
+
+def _digest(file: Path, name: str) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, name).hexdigest()
+
+
+def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:
+    """Write the model in ``file`` to ``directory`` as transformers has it. Raises RequestError as ``convert_gguf``."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from trainwright.models.files.save import save_model
+
+    facts = _metadata(file, key)
+    config = _config(file, facts)
+    check_supported(config.to_dict(), f"{key}: {file}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    fp32_bytes = 4 * sum(p.numel() for p in model.parameters())
+    dtype = torch.float32 if fp32_bytes <= MAX_FP32_BYTES else torch.bfloat16
+    if dtype is torch.bfloat16:
+        notify(f"{file.name} is stored as bf16: as fp32 it would take {fp32_bytes >> 30} GiB")
+    tokenizer = _tokenizer(file, facts, notify)
+    if positions := getattr(config, "max_position_embeddings", None):
+        tokenizer.model_max_length = positions
+    generation = GenerationConfig.from_model_config(config)
+    save_model(directory, config, _tensors(file, model), tokenizer, generation, dtype)
+
+
+def _metadata(file: Path, key: str) -> dict[str, Any]:
+    """Return the file's key-value pairs; refuses damaged files and architectures without a conversion."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
+    try:
+        facts, _ = read_gguf_metadata(str(file))
+        header = GgufHeader.from_file(str(file))
+        end = max(header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors)
+        if file.stat().st_size < end:
+            raise ValueError(f"{file.stat().st_size:,} bytes of {end:,}")
+    except Exception as error:  # a cut file gives struct, index, decoding or value errors
+        raise RequestError(f"{key}: {file} is damaged or no GGUF file ({error}); fetch it again") from error
+    architecture = facts["general.architecture"]
+    if architecture not in GGUF_CONFIG_MAPPING:
+        known = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
+        raise RequestError(
+            f"{key}: {file} is of architecture {architecture}, which cannot be converted ({known} can); "
+            "use the model's safetensors weights"
+        )
+    return facts
+
+
+# Keys of an architecture that transformers does not read for all that have them.
+_ALSO_READ = {
+    "attention.key_length": "head_dim",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
+
+def _config(file: Path, facts: dict[str, Any]) -> Any:
+    import numpy as np
+    from transformers import AutoConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    fields = load_gguf_checkpoint(str(file), return_tensors=False)["config"]
+    for leftover in ("_model_name_or_path", "unk_token_id"):
+        fields.pop(leftover, None)
+    if "n_ctx" in fields:  # GPT-2's older name, which its configuration no longer reads
+        fields["n_positions"] = fields.pop("n_ctx")
+    check_sizes(fields, str(file))
+    config_class = type(AutoConfig.for_model(fields["model_type"]))
+    known = {field.name for field in dataclasses.fields(config_class)}
+    for key, name in _ALSO_READ.items():
+        value = facts.get(f"{facts['general.architecture']}.{key}")
+        if value is not None and name in known:
+            fields.setdefault(name, value)
+    # The file holds fp32 numbers; the shortest decimal that is the same fp32 number is the one that was meant
+    # (1e-05).
+    fields = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in fields.items()}
+    return AutoConfig.for_model(**fields)
+
+
+def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None]) -> PreTrainedTokenizerFast:
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+    tokenizer = _of_the_file(tokenizer, facts["tokenizer.ggml.tokens"])
+    kind = facts.get("tokenizer.ggml.pre", "default")
+    if facts.get("tokenizer.ggml.model") != "gpt2" or kind in GGUF_PRE_TOKENIZER_SPLITS:
+        return tokenizer
+    if kind in SINGLE_DIGIT_PRE_TOKENIZERS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    elif kind not in GPT2_PRE_TOKENIZERS:
+        notify(f"{file.name}: its pre-tokenizer {kind!r} is not known, GPT-2's is used; set model.tokenizer to be sure")
+    return tokenizer
+
+
+def _of_the_file(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
+    """Without the tokens that transformers adds to the ``size`` of the file: the model has no embeddings for them."""
+    import json
+
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    foreign = {token["content"] for token in state["added_tokens"] if token["id"] >= size}
+    if not foreign:
+        return tokenizer
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if token not in foreign}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), chat_template=tokenizer.chat_template, **special
+    )
+
+
+def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and fp32 values of each tensor, one at a time, so that the model is never whole in memory.
+
+    It is the loop of transformers' ``load_gguf_checkpoint``, which keeps all tensors. Its ``from_pretrained``
+    gives a model that refuses to be saved, and needs accelerate.
+    """
+    import numpy as np
+    import torch
+    from gguf import GGUFReader, dequantize
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    reader = GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    gathered: dict[str, Any] = {"tensors": {}}  # where processors of mixtures of experts stack the experts
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type)
+        result = processor.process(
+            weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters=gathered
+        )
+        if result.name in names:
+            yield names[result.name], torch.from_numpy(np.array(result.weights, dtype=np.float32))
+    yield from gathered["tensors"].items()
+
+
+def _stored_precision(directory: Path) -> str:
+    import json
+
+    dtype = json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"]
+    return {"float32": "fp32", "bfloat16": "bf16"}[dtype]

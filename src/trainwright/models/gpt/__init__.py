@@ -1,0 +1,1 @@
+"""Trainwright's own GPT."""

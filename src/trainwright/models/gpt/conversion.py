@@ -1,0 +1,220 @@
+"""The GPT of gpt.py from and to architectures of transformers: GPT-2, Llama and Qwen3.
+
+The same numbers under other names: GPT-2 stores its matrices transposed, the others keep queries, keys and values, and
+the two matrices into the MLP, apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainwright.errors import RequestError
+from trainwright.models.gpt.config import GPTConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from trainwright.models.gpt.model import GPT
+
+Named = Iterator[tuple[str, torch.Tensor]]
+_IDS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "tie_word_embeddings")
+# What modules of ours are called there; matrices of several are apart in Llama, in this order.
+_GPT2_NAMES = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_LLAMA_NAMES = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.output": ("self_attn.o_proj",),
+    "attention.query_norm": ("self_attn.q_norm",),
+    "attention.key_norm": ("self_attn.k_norm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+_GPT2_ENDS = {"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f"}
+_LLAMA_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm"}
+
+
+def published(
+    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+) -> tuple[PretrainedConfig, Iterable[tuple[str, torch.Tensor]]]:
+    """Return a GPT as the architecture of transformers that it is saved as; any other model as it is.
+
+    Args:
+        tensors: its state dict, or the items one by one.
+    """
+    items = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(config, GPTConfig):
+        return config, items
+    return _published_config(config), (_to_gpt2 if config.norm == "layer" else _to_llama)(config, items)
+
+
+def from_transformers(model: PreTrainedModel) -> GPT:
+    """Return a GPT with the weights of a GPT-2, a Llama or a Qwen3, in their dtype; it computes the same logits.
+
+    Raises:
+        RequestError: another architecture, or one of these with what the GPT does not have, naming it.
+    """
+    from trainwright.models.gpt.model import GPT
+
+    config = gpt_config(model.config)
+    gpt = GPT(config)
+    nn.Module.to(gpt, dtype=model.dtype)
+    copy_weights(model, gpt)
+    return gpt.train(model.training)
+
+
+@torch.no_grad()
+def copy_weights(model: PreTrainedModel, gpt: GPT) -> None:
+    """Give ``gpt`` the weights of a model whose configuration makes its own by ``gpt_config``, and how it writes."""
+    theirs = model.state_dict()
+    collect = _from_gpt2 if gpt.config.norm == "layer" else _from_llama
+    for name, parameter in gpt.named_parameters():
+        parameter.copy_(collect(name, theirs.__getitem__))
+    gpt.generation_config = model.generation_config
+
+
+def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
+    """Return the configuration of the GPT that a GPT-2, Llama or Qwen3 of transformers is.
+
+    Raises:
+        RequestError: see ``from_transformers``.
+    """
+    kind = theirs.model_type
+    common = {name: getattr(theirs, name) for name in _IDS}
+    if kind == "gpt2":
+        _refuse_other(theirs, {"activation_function": ("gelu", "gelu_pytorch_tanh", "gelu_new")})
+        _refuse_other(theirs, {"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)})
+        mlp = "gelu" if theirs.activation_function == "gelu" else "gelu_tanh"
+        kinds = {"position_embedding": "learned", "norm": "layer", "mlp": mlp, "bias": True, "qk_norm": False}
+        eps, more = theirs.layer_norm_epsilon, {"dropout": theirs.resid_pdrop, "intermediate_size": theirs.n_inner}
+    elif kind in ("llama", "qwen3"):
+        _refuse_other(theirs, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False, None)})
+        _refuse_other(theirs, {"use_sliding_window": (False, None)})
+        rope = theirs.rope_parameters or {}
+        if rope.get("rope_type", "default") != "default":
+            raise RequestError(f"the GPT has no rope_type {rope['rope_type']}")
+        if getattr(theirs, "head_dim", None) not in (None, theirs.hidden_size // theirs.num_attention_heads):
+            raise RequestError("the GPT has no head_dim other than hidden_size / num_attention_heads")
+        kinds = {"position_embedding": "rotary", "norm": "rms", "mlp": "swiglu", "bias": False}
+        eps = theirs.rms_norm_eps
+        more = {
+            "qk_norm": kind == "qwen3",
+            "num_key_value_heads": theirs.num_key_value_heads,
+            "intermediate_size": theirs.intermediate_size,
+            "rope_theta": rope.get("rope_theta", 10000.0),
+        }
+    else:
+        raise RequestError(f"the GPT is a gpt2, a llama or a qwen3, and no {kind}")
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    fields: dict[str, Any] = {name: getattr(theirs, name) for name in sizes} | common | kinds | more
+    return GPTConfig(**fields, norm_eps=eps)
+
+
+def _refuse_other(config: PretrainedConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, values in wanted.items():
+        if getattr(config, name, values[-1]) not in values:
+            raise RequestError(f"the GPT has no {config.model_type} with {name} {getattr(config, name)}")
+
+
+def _published_config(config: GPTConfig) -> PretrainedConfig:
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+    common: dict[str, Any] = {name: getattr(config, name) for name in _IDS}
+    if config.norm == "layer":
+        dropouts: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        return GPT2Config(
+            n_positions=config.max_position_embeddings,
+            n_embd=config.hidden_size,
+            n_layer=config.num_hidden_layers,
+            n_head=config.num_attention_heads,
+            n_inner=config.intermediate_size,
+            activation_function="gelu" if config.mlp == "gelu" else "gelu_new",
+            layer_norm_epsilon=config.norm_eps,
+            **common,
+            **dropouts,
+        )
+    modern: dict[str, Any] = {
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.groups,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **common,
+    }
+    return Qwen3Config(**modern) if config.qk_norm else LlamaConfig(**modern, attention_dropout=config.dropout)
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return the number of the block ("" outside of them), module and kind (weight or bias) of a parameter of ours."""
+    module, _, kind = name.rpartition(".")
+    module = module.removeprefix("decoder.")
+    if not module.startswith("blocks."):
+        return "", module, kind
+    _, number, module = module.split(".", 2)
+    return number, module, kind
+
+
+def _to_gpt2(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    for name, tensor in items:
+        theirs = _gpt2_name(name)
+        yield theirs, tensor.t() if _is_matrix_of_a_block(name) else tensor
+        number, module, kind = _parts(name)
+        if not config.bias and kind == "weight" and (number or module == "norm"):  # there it always has one
+            size = tensor.shape[0]
+            yield theirs.removesuffix("weight") + "bias", tensor.new_zeros(size)
+
+
+def _from_gpt2(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    tensor = theirs(_gpt2_name(name))
+    return tensor.t() if _is_matrix_of_a_block(name) else tensor
+
+
+def _gpt2_name(name: str) -> str:
+    number, module, kind = _parts(name)
+    if number:
+        return f"transformer.h.{number}.{_GPT2_NAMES[module]}.{kind}"
+    return f"{'lm_head' if module == 'head' else _GPT2_ENDS[module]}.{kind}"
+
+
+def _is_matrix_of_a_block(name: str) -> bool:
+    number, module, kind = _parts(name)
+    return bool(number) and kind == "weight" and not module.endswith("norm")
+
+
+def _to_llama(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    for name, tensor in items:
+        names = _llama_names(name)
+        yield from zip(names, tensor.split(_rows(config, name)) if len(names) > 1 else (tensor,), strict=True)
+
+
+def _from_llama(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    return torch.cat([theirs(part) for part in _llama_names(name)])
+
+
+def _llama_names(name: str) -> list[str]:
+    number, module, kind = _parts(name)
+    if number:
+        return [f"model.layers.{number}.{part}.{kind}" for part in _LLAMA_NAMES[module]]
+    return [f"{'lm_head' if module == 'head' else _LLAMA_ENDS[module]}.{kind}"]
+
+
+def _rows(config: GPTConfig, name: str) -> list[int]:
+    """Rows of each matrix that is one of ours."""
+    if _parts(name)[1] == "mlp.up":
+        return [config.intermediate_size] * 2
+    return [count * config.head_dim for count in (config.num_attention_heads, config.groups, config.groups)]

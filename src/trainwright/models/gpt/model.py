@@ -1,0 +1,298 @@
+"""A GPT: a decoder of equal blocks that predicts the next token.
+
+    tokens -> embedding (+ learned positions) -> TransformerBlock x n -> norm -> head -> logits
+    TransformerBlock: x = x + attention(norm(x)), then x = x + mlp(norm(x))
+
+With the parts of 2019 it is GPT-2, with those of today a Llama or a Qwen3: rotary positions (arXiv 2104.09864), RMSNorm
+(1910.07467), SwiGLU (2002.05202), fewer heads of keys and values than of queries (2305.13245), norms of queries and
+keys (2302.05442). Shapes: B rows, L positions, H hidden, h heads of d = H / h numbers, g heads of keys and values.
+
+From transformers come only what is around a model: generation, the cache of keys and values, the choice of an
+attention kernel. Weights go to and from its architectures by gpt_conversion.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainwright.models.gpt.config import GPTConfig
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [B, 1, L, d]
+
+
+class TransformerBlock(nn.Module):
+    """One layer: tokens look at those before them, then each is worked on for itself; both are added to the stream."""
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config, config.hidden_size)
+        self.attention = Attention(config, index)
+        self.mlp_norm = _norm(config, config.hidden_size)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation | None = None,
+        mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **documents: Any,
+    ) -> torch.Tensor:
+        """``hidden`` [B, L, H] to the same; ``documents``: where packed ones begin, for the attention kernel."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask, cache, **documents)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with h heads of queries and g of keys and values."""
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = index  # the cache's name for it
+        self.head_dim = config.head_dim
+        self.heads, self.groups = config.num_attention_heads, config.groups
+        self.num_key_value_groups = self.heads // self.groups  # transformers' kernels repeat keys and values so often
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.head_dim, bias=bool(config.bias))
+        self.output = _onto_the_stream(nn.Linear(config.hidden_size, config.hidden_size, bias=bool(config.bias)))
+        self.query_norm = _norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.key_norm = _norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation | None,
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+        **documents: Any,
+    ) -> torch.Tensor:
+        """Attend within the rows of ``hidden``."""
+        rows, length, _ = hidden.shape
+        heads = self.qkv(hidden).view(rows, length, -1, self.head_dim)
+        query, key, value = heads.split([self.heads, self.groups, self.groups], dim=2)
+        query, key = self.query_norm(query).transpose(1, 2), self.key_norm(key).transpose(1, 2)
+        value = value.transpose(1, 2)
+        if rotation is not None:
+            query, key = _rotate(query, rotation), _rotate(key, rotation)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention_in_words)
+        dropout = self.dropout if self.training else 0.0
+        attended, _ = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **documents)
+        out: torch.Tensor = self.output(attended.reshape(rows, length, -1))
+        return F.dropout(out, self.dropout, self.training) if self.dropout else out
+
+
+class MLP(nn.Module):
+    """Two matrices around a GELU, or three around a product (SwiGLU)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        self.approximation = "tanh" if config.mlp == "gelu_tanh" else "none"
+        self.dropout = config.dropout
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), bias=bool(config.bias))
+        self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the MLP to ``hidden``."""
+        hidden = self.up(hidden)
+        if self.gated:
+            gate, hidden = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * hidden
+        else:
+            hidden = F.gelu(hidden, approximate=self.approximation)
+        out: torch.Tensor = self.down(hidden)
+        return F.dropout(out, self.dropout, self.training) if self.dropout else out
+
+
+class GPTBase(PreTrainedModel):
+    """What transformers has to know of the GPT."""
+
+    config_class = GPTConfig
+    base_model_prefix = "decoder"
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["TransformerBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As GPT-2's: normal, and smaller where every layer adds to the stream, so that it does not grow with depth."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            layers = 2 * self.config.num_hidden_layers if getattr(module, "onto_the_stream", False) else 1
+            module.weight.normal_(0.0, self.config.initializer_range / layers**0.5)
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.weight.fill_(1.0)
+        if isinstance(bias := getattr(module, "bias", None), torch.Tensor):
+            bias.zero_()
+
+
+class Decoder(GPTBase):
+    """Everything below the head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.embedding: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.position_embedding == "learned"
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.blocks = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm = _norm(config, config.hidden_size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of the tokens."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of the tokens."""
+        self.embedding = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **documents: Any,
+    ) -> BaseModelOutputWithPast:
+        """``input_ids`` [B, L] (or what their embeddings are) to hidden states [B, L, H] after the last norm."""
+        hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        rotation = None
+        if self.positions is not None:
+            hidden = hidden + self.positions(position_ids)
+        else:
+            rotation = _rotation(position_ids, self.config.head_dim, self.config.rope_theta, hidden.dtype)
+        if self.config.dropout:
+            hidden = F.dropout(hidden, self.config.dropout, self.training)
+        for block in self.blocks:
+            hidden = block(hidden, rotation, mask, past_key_values, **documents)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+
+
+class GPT(GPTBase, GenerationMixin):
+    """The decoder with a head over the vocabulary, which may share its weights with the embedding."""
+
+    _tied_weights_keys = {"head.weight": "decoder.embedding.weight"}
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.decoder = Decoder(config)
+        self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of the tokens."""
+        return self.decoder.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of the tokens."""
+        self.decoder.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the head."""
+        self.head = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool = True,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, L, vocabulary], or of the last ``logits_to_keep`` positions only; the rest as ``Decoder``."""
+        assert return_dict, "what is given has names"
+        output = self.decoder(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+
+
+def attention_in_words(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T) v as it is written, for ``eager``; kernels give the same.
+
+    Args:
+        query: [B, h, L, d]; ``key``, ``value``: [B, g, K, d], those in the cache first.
+        mask: added to the scores [B, h, L, K]; None: every query sees what is up to its own place.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(-1, -2) * scaling
+    if mask is None:
+        length, keys = scores.shape[-2:]
+        later = torch.ones(length, keys, dtype=torch.bool, device=scores.device).triu(keys - length + 1)
+        scores = scores.masked_fill(later, float("-inf"))
+    else:
+        scores = scores + mask[..., : key.shape[-2]]
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def _norm(config: GPTConfig, size: int) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(size, eps=config.norm_eps)
+    return nn.LayerNorm(size, eps=config.norm_eps, bias=bool(config.bias))
+
+
+def _onto_the_stream(linear: nn.Linear) -> nn.Linear:
+    linear.onto_the_stream = True  # type: ignore[assignment]
+    return linear
+
+
+def _rotation(positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Angles of every position: the faster the earlier the pair of numbers; computed in fp32."""
+    places = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None, :, None].float() * theta ** (-places / size)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn the pairs (i, i + d/2) of each head by its position's angles."""
+    cosines, sines = rotation
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat([-second, first], dim=-1) * sines

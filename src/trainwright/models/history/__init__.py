@@ -1,0 +1,1 @@
+"""Models of learning histories, for algorithm distillation."""

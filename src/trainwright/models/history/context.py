@@ -1,0 +1,106 @@
+"""The context in which a trained model acts, step after step and episode after episode, in memory that does not grow.
+
+A cache holds the keys and values of the tokens of the context. Where the context is full it moves on at once by a part
+of it, and what stays is computed anew: the keys of a token know what the model saw before it, so a cache from which
+only the oldest tokens were dropped would be another context than those that the model was trained in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from trainwright.models.history.blocks import KeyValueCache
+from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
+
+
+class Context:
+    """What ``count`` copies of a model have seen so far, side by side.
+
+    Args:
+        moves_by: steps that are forgotten at once where a whole context is full; best a number of whole episodes.
+        cached: False computes the whole context anew in every step, to measure and check against.
+    """
+
+    def __init__(self, shape: HistoryShape, count: int, *, moves_by: int, cached: bool = True) -> None:
+        assert 1 <= moves_by <= shape.steps
+        self._shape = shape
+        self._count = count
+        self._moves_by = moves_by
+        self._cache = KeyValueCache(shape.tokens) if cached else None
+        self._steps: Steps | None = None  # that are held, of a compressed context those of this region
+        self._before: torch.Tensor | None = None  # tokens in front of them
+        self._begun = False
+
+    @property
+    def held(self) -> int:
+        """Steps in the context; of a compressed one, in this region."""
+        return 0 if self._steps is None else self._steps.length
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that there is room for in the cache: of this size it stays."""
+        return 0 if self._cache is None else self._cache.room
+
+    def logits(self, model: HistoryModel, step: Steps) -> torch.Tensor:
+        """Of the actions [count, actions] after one more step [count, 1]."""
+        if not self._begun:
+            self._begun = True
+            self._begin(model)
+        elif self.held == self._shape.steps:
+            self._move_on(model)
+        self._steps = step if self._steps is None else _joined(self._steps, step)
+        if self._cache is not None:
+            hidden = model.decoded(model.tokens(step), self._cache)
+        else:
+            hidden = model.decoded(self._tokens(model))
+        logits: torch.Tensor = model.act(hidden[:, -1])
+        return logits
+
+    def _begin(self, model: HistoryModel) -> None:
+        if self._shape.latents:
+            self._place(model, model.first_memory(self._count), None)
+        elif self._shape.regions == 2:
+            self._place(model, self._between_marks(model, model.no_region(self._count)), None)
+
+    def _move_on(self, model: HistoryModel) -> None:
+        """Make room in a full context."""
+        assert self._steps is not None
+        shape = self._shape
+        if shape.latents:
+            asked = model.memory_questions(self._count)
+            if self._cache is not None:
+                hidden = model.decoded(asked, self._cache)
+            else:
+                hidden = model.decoded(torch.cat([self._tokens(model), asked], 1))
+            self._place(model, model.remembered(hidden[:, -shape.latents :]), None)
+        elif shape.regions == 2:
+            region = model.tokens(self._steps.forgetful(shape.actions))
+            self._place(model, self._between_marks(model, region), None)
+        else:
+            kept = self._steps.part(self._moves_by, shape.steps)
+            self._place(model, None, kept.forgetful(shape.actions) if kept.length else None)
+
+    def _between_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
+        opens, closes = (model.mark(self._count, closes=closes) for closes in (False, True))
+        return torch.cat([opens, region, closes], 1)
+
+    def _place(self, model: HistoryModel, before: torch.Tensor | None, steps: Steps | None) -> None:
+        self._before, self._steps = before, steps
+        if self._cache is None:
+            return
+        self._cache.clear()
+        if before is not None or steps is not None:
+            model.decoded(self._tokens(model), self._cache)
+
+    def _tokens(self, model: HistoryModel) -> torch.Tensor:
+        """All tokens of the context."""
+        parts = [] if self._before is None else [self._before]
+        if self._steps is not None:
+            parts.append(model.tokens(self._steps))
+        return torch.cat(parts, 1)
+
+
+def _joined(first: Steps, second: Steps) -> Steps:
+    return Steps(*(torch.cat([getattr(first, f.name), getattr(second, f.name)], 1) for f in fields(Steps)))

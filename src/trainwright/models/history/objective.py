@@ -1,0 +1,156 @@
+"""What a model of histories is trained to say: the learner's actions at every step, and what came of them.
+
+Whatever spreads a model over devices hangs on a module's ``forward``, so the losses are computed inside it, and acting
+goes through it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainwright.models.history.model import HistoryModel, Steps
+
+# The sums that ``forward`` gives, in their order. ``total`` is what is minimised.
+SUMS = ("total", "action_loss", "correct", "actions", "reward_loss", "state_loss", "mark_loss", "marks_right", "marks")
+
+
+@dataclass(frozen=True)
+class HistoryBatch:
+    """Windows of histories: n of them, t steps long; of compressed contexts the last region may be cut short."""
+
+    steps: Steps
+    actions: torch.Tensor  # int64 [n, t]
+    rewards: torch.Tensor  # float32 [n, t]
+    next_states: torch.Tensor  # int64 [n, t, k]
+    real: torch.Tensor  # bool [n, t]; the others only fill a row up
+    targets: torch.Tensor  # bool [n, t]
+
+    def to(self, device: torch.device) -> HistoryBatch:
+        """Return the same on ``device``."""
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            field.name: getattr(self, field.name).pin_memory().to(device, non_blocking=True)
+            for field in fields(self)
+            if field.name != "steps"
+        }
+        steps = Steps(*(getattr(self.steps, f.name).pin_memory().to(device, non_blocking=True) for f in fields(Steps)))
+        return replace(self, steps=steps, **moved)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How much each part of the loss counts beside the actions, and how far these are smoothed."""
+
+    label_smoothing: float = 0.0
+    reward: float = 0.0
+    next_state: float = 0.0
+    mark: float = 0.0
+
+
+class HistoryObjective(nn.Module):
+    """``forward(batch)`` gives ``SUMS`` over the batch (fp32); ``forward(use=f)`` gives ``f(model)``."""
+
+    def __init__(self, model: HistoryModel, weights: Weights) -> None:
+        super().__init__()
+        self.model = model
+        self.weights = weights
+
+    def forward(
+        self, batch: HistoryBatch | None = None, *, use: Callable[[HistoryModel], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Return the sums of a batch's losses, or what ``use`` makes of the model."""
+        if use is not None:
+            return use(self.model)
+        assert batch is not None
+        parts = [self._sums(part, hidden) for part, hidden in self._hidden(batch)]
+        return torch.stack(parts).sum(0)
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the units of compilation, recomputation and sharding."""
+        return list(self.model.blocks)
+
+    def _hidden(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
+        """Hidden states [n, t, width] where actions are predicted, region by region where regions follow another."""
+        model, shape = self.model, self.model.shape
+        if shape.latents:
+            yield from self._remembering(batch)
+        elif shape.regions == 2:
+            yield batch, self._behind_a_region(batch)
+        else:
+            yield batch, model.at_steps(model.decoded(model.tokens(batch.steps)))
+
+    def _behind_a_region(self, batch: HistoryBatch) -> torch.Tensor:
+        model, every = self.model, self.model.shape.tokens_per_step
+        count, length = len(batch.actions), model.shape.steps * every
+        tokens = model.tokens(batch.steps)
+        is_there = batch.real[:, :1, None]
+        before = torch.where(is_there, tokens[:, :length], model.no_region(count))
+        opens, closes = model.mark(count, closes=False), model.mark(count, closes=True)
+        hidden = model.decoded(torch.cat([opens, before, closes, tokens[:, length:]], 1))
+        return model.at_steps(torch.cat([hidden[:, 1 : 1 + length], hidden[:, 2 + length :]], 1))
+
+    def _remembering(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
+        """Every region behind what the ones before left, through which gradients flow."""
+        model, shape = self.model, self.model.shape
+        count, latents = len(batch.actions), shape.latents
+        memory = model.first_memory(count)
+        for begin in range(0, batch.steps.length, shape.steps):
+            part = _part(batch, begin, begin + shape.steps)
+            asked = [] if begin + shape.steps >= batch.steps.length else [model.memory_questions(count)]
+            tokens = model.tokens(part.steps)
+            hidden = model.decoded(torch.cat([memory, tokens, *asked], 1))
+            if asked:
+                memory = model.remembered(hidden[:, -latents:])
+            yield part, model.at_steps(hidden[:, latents : latents + tokens.shape[1]])
+
+    def _sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> torch.Tensor:
+        model, weights = self.model, self.weights
+        at = batch.targets
+        chosen, actions = hidden[at], batch.actions[at]
+        logits = model.act(chosen).float()
+        action_loss = F.cross_entropy(logits, actions, label_smoothing=weights.label_smoothing, reduction="sum")
+        correct = (logits.argmax(-1) == actions).sum()
+        nothing = action_loss.new_zeros(())
+        reward_loss, state_loss = nothing, nothing
+        if model.outcome is not None:
+            outcome = model.outcomes(chosen, actions)
+            if model.reward_head is not None:
+                reward_loss = (model.reward_head(outcome)[:, 0].float() - batch.rewards[at]).square().sum()
+            if model.state_heads is not None:
+                state_loss = self._state_loss(outcome, batch.next_states[at])
+        mark_loss, marks_right, marks = (
+            self._mark_sums(batch, hidden) if model.mark_head is not None else (nothing,) * 3
+        )
+        total = action_loss + weights.reward * reward_loss + weights.next_state * state_loss + weights.mark * mark_loss
+        counted = [correct, actions.new_tensor(len(actions)), reward_loss, state_loss, mark_loss, marks_right, marks]
+        return torch.stack([total, action_loss, *(value.to(total.dtype) for value in counted)])
+
+    def _state_loss(self, outcome: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        assert self.model.state_heads is not None
+        losses = [
+            F.cross_entropy(head(outcome).float(), states[:, i], reduction="sum")
+            for i, head in enumerate(self.model.state_heads)
+        ]
+        return torch.stack(losses).sum()
+
+    def _mark_sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of every target, whether its region closes behind it; as many in the sum as there are targets."""
+        assert self.model.mark_head is not None
+        steps = self.model.shape.steps
+        closes = (torch.arange(batch.steps.length, device=hidden.device) % steps == steps - 1).long()
+        expected = closes.expand(len(hidden), -1)[batch.targets]
+        logits = self.model.mark_head(hidden[batch.targets]).float()
+        loss = F.cross_entropy(logits, expected, reduction="sum")
+        return loss, (logits.argmax(-1) == expected).sum(), expected.new_tensor(len(expected))
+
+
+def _part(batch: HistoryBatch, begin: int, end: int) -> HistoryBatch:
+    arrays = {f.name: getattr(batch, f.name)[:, begin:end] for f in fields(batch) if f.name != "steps"}
+    return replace(batch, steps=batch.steps.part(begin, end), **arrays)

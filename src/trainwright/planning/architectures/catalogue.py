@@ -1,0 +1,82 @@
+"""Models that people name, with the numbers of their config.json: planned without weights or network.
+
+The numbers are in ``models.json``, each with the repository they are from. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.configured import architecture_of_config
+
+_FILE = Path(__file__).with_name("models.json")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """``id``: the Hugging Face repository whose config.json ``config`` is from, down to what matters here."""
+
+    id: str
+    config: Mapping[str, Any] = field(hash=False)
+
+    def architecture(self) -> Architecture:
+        """Return what it is made of; of a family that is not written down here by tracing, which imports torch."""
+        return architecture_of_config(self.config, self.id)
+
+
+def known_models() -> tuple[KnownModel, ...]:
+    """Every model of the catalogue, in its order."""
+    return tuple(dict.fromkeys(_by_id().values()))
+
+
+def known_model(name: str) -> KnownModel | None:
+    """Return the model of the id ``name``, with or without its organisation, in any case; None for one not known."""
+    return _by_id().get(name.strip().lower())
+
+
+def find_model(name: str) -> KnownModel:
+    """As ``known_model``; raises RequestError with the nearest ids for a model that is not in the catalogue."""
+    if (model := known_model(name)) is not None:
+        return model
+    near = nearest_models(name)
+    hint = f"did you mean {near}?" if near else "nothing in it is similar."
+    raise RequestError(
+        f"{name}: no such model in the catalogue; {hint} Any other model is planned from the directory that has its "
+        "config.json"
+    )
+
+
+def nearest_models(name: str) -> str:
+    """Up to three ids of the catalogue like ``name``, in words; empty where nothing is."""
+    wanted = name.strip().lower().rpartition("/")[2]
+    near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
+    ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]
+    return " or ".join([", ".join(ids[:-1]), ids[-1]] if ids[1:] else ids)
+
+
+@cache
+def _by_id() -> dict[str, KnownModel]:
+    """By lower-case id, and by its name alone; the first of a name counts."""
+    models: dict[str, KnownModel] = {}
+    for entry in _entries():
+        for full, differences in {entry["id"]: {}, **entry.get("also", {})}.items():
+            model = KnownModel(full, {**entry["config"], **differences})
+            models[full.lower()] = model
+            models.setdefault(full.lower().rpartition("/")[2], model)
+        for name in entry.get("called", ()):
+            models.setdefault(name.lower(), models[entry["id"].lower()])
+    return models
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
+    return content

@@ -1,0 +1,71 @@
+"""From a model's configuration to its architecture, whether its family is written down here or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.operations import traced
+
+
+def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architecture:
+    """Return the architecture that a configuration describes: of a family that is not known here, what tracing finds;
+    where that cannot be, what its sizes would be in a llama. Its name stays its own.
+
+    Raises RequestError, which begins with ``origin``, naming the keys that are missing or wrong.
+    """
+    try:
+        found = from_config(config, origin)
+    except RequestError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RequestError(f"{origin}: a value is not what it should be ({what})") from error
+    if found is not None:
+        return found
+    text = json.dumps(dict(config), sort_keys=True)
+    try:
+        return _from_trace(str(config["model_type"]), text, traced.layout(text))
+    except traced.TraceError as failure:
+        try:
+            found = from_config({**config, "model_type": "llama"}, origin)
+        except RequestError as error:
+            raise RequestError(
+                f"{error}; {config['model_type']} is not known here, and not traced: {failure}"
+            ) from None
+        assert found is not None
+        return replace(found, family=str(config["model_type"]))
+
+
+def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architecture:
+    hidden, heads = layout["hidden"], layout["heads"]
+    block = sum(rows * columns for unit, _, rows, columns in layout["weights"] if unit == 0)
+    attention = 2 * hidden * hidden * (1 + layout["key_value_heads"] / heads)
+    widest = layout["intermediate"]
+    # Two matrices of the widest rows, three, or two with half of them, where gate and up are one.
+    forms = ((2, False, widest), (3, True, widest), (1.5, True, widest // 2))
+    _, gated, intermediate = min(forms, key=lambda form: abs(form[0] * hidden * widest - (block - attention)))
+    return Architecture(
+        family=family,
+        config=config,
+        layers=layout["layers"],
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=layout["key_value_heads"],
+        head_dim=hidden // heads,
+        intermediate=intermediate,
+        vocabulary=layout["vocabulary"],
+        positions=layout["positions"],
+        tied=layout["tied"],
+        gated=gated,
+        traced_parameters=sum(rows * columns for _, _, rows, columns in layout["weights"]),
+        norm="layer" if layout["norm_bias"] else "rms",
+        norm_bias=layout["norm_bias"],
+        head_bias=layout["head_bias"],
+        learned_positions=layout["learned_positions"],
+        rotary_layers=0 if layout["learned_positions"] else layout["layers"],
+    )

@@ -1,0 +1,305 @@
+"""What each family of models calls its numbers, what it takes for those left out, and what is fixed in it.
+
+The names and the values for what is left out are those of the configurations of transformers 5; what is fixed
+is read from its modelling code. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.planning.architectures.families_own import OWN
+from trainwright.planning.architectures.families_sparse import SPARSE
+from trainwright.planning.architectures.family import (
+    EXPERT_SIZES,
+    LAYER_NORM,
+    NO_INTERMEDIATE,
+    SIZES,
+    Family,
+    Values,
+    experts,
+)
+
+# Models that also see images, and what their language model is called.
+_OF_SEVERAL_PARTS = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+_OTHER_COUNTS = (
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+)
+_COMMON: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "intermediate_size": None,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "sliding_window": None,
+    "layer_types": None,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
+    """Return the fields of planning.architecture.Architecture that ``config`` sets; None for an unknown model_type.
+
+    Raises RequestError naming the keys that are missing or wrong.
+    """
+    kind = config.get("model_type")
+    if kind is None:
+        raise RequestError(f"{origin}: model_type is missing, the name of a transformers architecture")
+    if kind in _OF_SEVERAL_PARTS and isinstance(config.get("text_config"), Mapping):
+        kind, config = _OF_SEVERAL_PARTS[kind], config["text_config"]
+    if kind not in FAMILIES:
+        return None
+    family = FAMILIES[kind]
+    values = {**_COMMON, **family.absent, **{family.names.get(key, key): config[key] for key in config}}
+    values["sliding_window"] = values["sliding_window"] or None  # transformers itself writes 0 for none
+    _check_sizes(values, family, origin)
+    return {"family": kind, **_fields(values, family, origin), **family.fixed, **family.more(values)}
+
+
+def _check_sizes(values: Values, family: Family, origin: str) -> None:
+    called = {ours: theirs for theirs, ours in family.names.items()}
+    missing = [called.get(key, key) for key in family.sizes if values.get(key) is None]
+    if missing:
+        raise RequestError(f"{origin}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    for key in (*family.sizes, *_OTHER_COUNTS):
+        value = values[key]
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise RequestError(
+                f"{origin}: {called.get(key, key)}: expected a whole number of at least 1, not {value!r}"
+            )
+
+
+def _fields(values: Values, family: Family, origin: str) -> dict[str, Any]:
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    groups = values["num_key_value_heads"] or heads
+    if heads % groups:
+        raise RequestError(f"{origin}: {heads} attention heads cannot share {groups} key and value heads")
+    if values["head_dim"] is None and values["hidden_size"] % heads:
+        raise RequestError(f"{origin}: hidden_size {values['hidden_size']} is no multiple of {heads} heads")
+    windowed = _windowed(values, family, layers)
+    return {
+        "layers": layers,
+        "hidden": values["hidden_size"],
+        "heads": heads,
+        "key_value_heads": groups,
+        "head_dim": values["head_dim"] or values["hidden_size"] // heads,
+        "intermediate": values["intermediate_size"] or 0,
+        "vocabulary": values["vocab_size"],
+        "positions": values["max_position_embeddings"],
+        "tied": bool(values["tie_word_embeddings"]),
+        "activation": values["hidden_act"],
+        "qkv_bias": bool(values["attention_bias"]),
+        "output_bias": bool(values["attention_bias"]),
+        "rotary": (values.get("rope_parameters") or {}).get("partial_rotary_factor", values["partial_rotary_factor"]),
+        "rotary_layers": layers,
+        "window": values["sliding_window"] if windowed else None,
+        "windowed_layers": windowed,
+        "attention_dropout": values["attention_dropout"],
+        "residual_dropout": values["residual_dropout"],
+        "embedding_dropout": values["embedding_dropout"],
+    }
+
+
+def _windowed(values: Values, family: Family, layers: int) -> int:
+    if values["sliding_window"] is None:
+        return 0
+    if values["layer_types"] is not None:
+        return list(values["layer_types"]).count("sliding_attention")
+    return sum(family.windowed(values, block) for block in range(layers))
+
+
+def _late_blocks(values: Values, block: int) -> bool:
+    return bool(values["use_sliding_window"]) and block >= values["max_window_layers"]
+
+
+def _qwen2_moe(values: Values) -> dict[str, Any]:
+    shared = values["shared_expert_intermediate_size"]
+    return {
+        **experts(values),
+        "qkv_bias": bool(values["qkv_bias"]),
+        "shared_intermediate": shared,
+        "shared_gate": True,
+    }
+
+
+def _mlp_bias(values: Values) -> dict[str, Any]:
+    return {"mlp_bias": bool(values.get("mlp_bias"))}
+
+
+def _smollm3(values: Values) -> dict[str, Any]:
+    rotated = sum(_rotated(values, block) for block in range(values["num_hidden_layers"]))
+    return {**_mlp_bias(values), "rotary_layers": rotated}
+
+
+def _rotated(values: Values, block: int) -> bool:
+    written = values["no_rope_layers"]  # 1 where a block does rotate
+    return bool(written[block] if written else (block + 1) % values["no_rope_layer_interval"])
+
+
+def _granite(values: Values) -> dict[str, Any]:
+    return {
+        **_mlp_bias(values),
+        "scaled_embedding": values["embedding_multiplier"] != 1.0,
+        "scaled_residual": values["residual_multiplier"] != 1.0,
+        "scaled_logits": values["logits_scaling"] != 1.0,
+    }
+
+
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_MIXTRAL_NAMES = {"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size"}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+_PHI_NAMES = {"resid_pdrop": "residual_dropout", "embd_pdrop": "embedding_dropout"}
+_NO_BIAS = {"qkv_bias": False, "output_bias": False}
+
+FAMILIES: dict[str, Family] = {
+    **OWN,
+    **SPARSE,
+    "llama": Family(more=_mlp_bias),
+    "mistral": Family(
+        absent={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        fixed=_NO_BIAS,
+    ),
+    "mixtral": Family(
+        names=_MIXTRAL_NAMES,
+        absent={"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        fixed=_NO_BIAS,
+        more=experts,
+        sizes=(*NO_INTERMEDIATE, *EXPERT_SIZES),
+    ),
+    "qwen2": Family(
+        absent={"num_key_value_heads": 32, "max_position_embeddings": 32768, **_QWEN_WINDOW},
+        fixed={"qkv_bias": True, "output_bias": False},
+        windowed=_late_blocks,
+    ),
+    "qwen3": Family(
+        absent={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, **_QWEN_WINDOW},
+        fixed={"qk_norm": "head"},
+        windowed=_late_blocks,
+    ),
+    "qwen2_moe": Family(
+        absent={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+            **_QWEN_WINDOW,
+        },
+        windowed=lambda values, block: (
+            bool(values["use_sliding_window"]) and block < values["max_window_layers"] and block % 2 == 0
+        ),
+        more=_qwen2_moe,
+        sizes=(*SIZES, *EXPERT_SIZES),
+    ),
+    "qwen3_moe": Family(
+        names={"num_local_experts": "num_experts", "num_experts": "num_experts"},  # the last is the usual
+        absent={"num_key_value_heads": 4, "max_position_embeddings": 32768, **_QWEN_WINDOW},
+        fixed={"qk_norm": "head"},
+        windowed=lambda values, block: bool(values["use_sliding_window"]),
+        more=experts,
+        sizes=(*SIZES, *EXPERT_SIZES),
+    ),
+    "gemma": Family(absent={**_GEMMA, "num_key_value_heads": 16}, fixed={"scaled_embedding": True}),
+    "gemma2": Family(
+        names={"hidden_activation": "hidden_act"},
+        absent={
+            **_GEMMA,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={"scaled_embedding": True, "block_norms": 4},
+        windowed=lambda values, block: block % 2 == 0,
+        more=lambda values: {
+            "attention_softcap": values["attn_logit_softcapping"],
+            "logit_softcap": values["final_logit_softcapping"],
+        },
+    ),
+    "gemma3_text": Family(
+        names={"hidden_activation": "hidden_act"},
+        absent={  # published files leave out these too
+            **_GEMMA,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+        fixed={"scaled_embedding": True, "block_norms": 4, "qk_norm": "head"},
+        windowed=lambda values, block: bool((block + 1) % values["sliding_window_pattern"]),
+        more=lambda values: {"logit_softcap": values.get("final_logit_softcapping")},
+    ),
+    "phi": Family(
+        names=_PHI_NAMES,
+        absent={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        fixed={
+            **LAYER_NORM,
+            "block_norms": 1,
+            "parallel": True,
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "head_bias": True,
+        },
+        more=lambda values: {"qk_norm": "head" if values.get("qk_layernorm") else "none"},
+    ),
+    "phi3": Family(
+        names=_PHI_NAMES,
+        absent={"max_position_embeddings": 4096},
+        fixed={**_NO_BIAS, "fused_qkv": True, "fused_gate_up": True},
+    ),
+    "smollm3": Family(
+        absent={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        windowed=lambda values, block: bool(values["use_sliding_window"]) and not _rotated(values, block),
+        more=_smollm3,
+    ),
+    "olmo2": Family(fixed={"qk_norm": "all", "post_norm": True}),
+    "olmo3": Family(
+        absent={"sliding_window": 4096},
+        fixed={"qk_norm": "all", "post_norm": True},
+        windowed=lambda values, block: bool((block + 1) % 4),
+    ),
+    "granite": Family(
+        absent={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}, more=_granite
+    ),
+    "cohere": Family(
+        absent={"max_position_embeddings": 8192, "tie_word_embeddings": True, "logit_scale": 0.0625},
+        fixed={"norm": "layer", "block_norms": 1, "parallel": True, "scaled_logits": True},
+        more=lambda values: {"qk_norm": "all" if values.get("use_qk_norm") else "none"},
+    ),
+    "starcoder2": Family(
+        absent={
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+        },
+        fixed=LAYER_NORM,
+        more=lambda values: {name: bool(values["use_bias"]) for name in ("qkv_bias", "output_bias", "mlp_bias")},
+    ),
+}

@@ -1,0 +1,224 @@
+"""What `fsdp` holds (parallel/fsdp/fully_sharded.py; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
+_fsdp_collectives.py).
+
+A block is gathered into one buffer and copied out of it into its parameters. Forwards the buffer stays until the next
+block is copied out; backwards the next block's buffer is filled while a block runs, and the buffer that a block's
+gradients are reduced from stays until the next block's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainwright.planning.memory.inventory import OUTSIDE, Inventory, optimizer_state
+from trainwright.planning.memory.strategies import StrategyMemory
+from trainwright.planning.memory.walk import Flow, Held
+from trainwright.planning.stack import OWN, Stack
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Numbers of a unit, each parameter padded to equal rows on every rank. ``own``: those of the fullest rank."""
+
+    padded: int
+    trained: int
+    own: int
+    own_trained: int
+
+
+@lru_cache(maxsize=128)
+def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
+    """By number; OUTSIDE is the model itself."""
+    sums: dict[int, list[int]] = {}
+    for weight in inventory.weights:
+        unit = sums.setdefault(weight.unit, [0, 0, 0, 0])
+        rows = -(-weight.rows // shards)
+        unit[0] += rows * shards * weight.columns
+        unit[2] += rows * weight.columns
+        if weight.trainable:
+            unit[1] += rows * shards * weight.columns
+            unit[3] += rows * weight.columns
+    return {number: Unit(*values) for number, values in sums.items()}
+
+
+class FsdpMemory(StrategyMemory):
+    """This rank's rows, which are masters where they are trained; gathered weights beside them."""
+
+    def lasting(self) -> Mapping[str, int]:
+        """Return what is held between steps."""
+        held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
+        found = units(held, shards).values()
+        own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
+        return {
+            "parameters": max(width, stack.kept) * trained + width * (own - trained),
+            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer, shards)),
+        }
+
+    def flow(self) -> Flow:
+        """Return the flow of gathered parameters and gradients through a step."""
+        choice = self.choice
+        offload = choice.offload_parameters and not self.on_cpu
+        reshard, stack = choice.reshard_after_forward, self.setting.stack
+        return FsdpFlow(self.held, self.width, choice.shards, reshard, self.on_cpu, offload, stack)
+
+    def step(self) -> int:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
+        stack = self.setting.stack
+        kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
+        return kept * sum(unit.own_trained for unit in units(self.held, self.choice.shards).values())
+
+    def gradients_on_host(self) -> int:
+        """Return the gradients that are in the host's memory."""
+        return self.step()
+
+
+class FsdpFlow(Flow):
+    """``width``: bytes of a number of gathered weights. ``reshard``: they are freed after the forward pass.
+    ``offload``: reduced gradients go to the host's memory, where those of later micro-batches are added to them."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        width: int,
+        shards: int,
+        reshard: bool,
+        on_cpu: bool,
+        offload: bool = False,
+        stack: Stack = OWN,
+    ) -> None:
+        self._kept, self._exchanged = max(width, stack.kept), max(width, stack.exchanged)
+        self._units = units(inventory, shards)
+        self._on_cpu = on_cpu  # where gloo gathers and reduces by way of a copy
+        self._last_block = max(self._units)
+        self._width = width
+        self._shards = shards
+        self._reshard = reshard
+        self._sums_whole = stack.sums_whole
+        self._offload = offload
+        self._whole = 0  # bytes of gathered parameters
+        self._buffer = 0  # what a gathering has left, or has filled for the next unit
+        self._gradients = 0  # of whole parameters
+        self._summed = 0  # of shards
+        self._reducing = 0
+        self._first = self._last = True
+
+    @property
+    def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
+        return Held(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
+        self._first, self._last = first, last
+        if first:
+            self._whole = self._buffer = self._gradients = self._summed = self._reducing = 0
+
+    def forward(self, unit: int) -> Held:
+        """Run the forward pass."""
+        if self._reshard or self._first:
+            if self._reshard and unit > 0:
+                self._whole -= self._bytes(unit - 1)
+            return self._copied_out(unit, *self._gathering(unit), keep=True)
+        return self.held
+
+    def head(self) -> Held:
+        """Return what the head runs with."""
+        if self._reshard and self._last_block != OUTSIDE:
+            self._whole -= self._bytes(self._last_block)
+        return self.held
+
+    def forward_ended(self) -> None:
+        """End the forward passes."""
+        self._buffer = 0
+
+    def backward(self, unit: int) -> Held:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+        if not self._reshard:
+            return self.held
+        if unit == OUTSIDE:
+            return self._prefetch(self._last_block)
+        before = self._buffer
+        self._buffer = 0
+        most = self._copied_out(unit, before, self.held, keep=False)
+        return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
+        if self._reshard or self._first or self._width < self._kept:
+            self._gradients += self._width * numel
+        return self.held
+
+    def unit_ended(self, unit: int) -> Held:
+        """End the backward pass of ``unit``."""
+        if self._last or (self._reshard and not self._sums_whole):
+            return self._reduce(unit)
+        if self._reshard:
+            self._whole -= self._bytes(unit)
+        return self._keep(unit)
+
+    def end(self) -> Held:
+        """End the pass; return the most that was held."""
+        most = self.held
+        self._reducing = 0
+        return most
+
+    def _bytes(self, unit: int) -> int:
+        return self._units[unit].padded * self._width
+
+    def _gathering(self, unit: int) -> tuple[int, Held]:
+        """Bytes of the buffer that ``unit`` is gathered into, and what is held then."""
+        size = self._bytes(unit) if self._shards > 1 else 0
+        copies = size if self._on_cpu else 0
+        if self._width < self._kept:
+            copies += self._units[unit].own_trained * self._width  # frozen ones have that width already
+        return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing)
+
+    def _copied_out(self, unit: int, buffer: int, gathering: Held, keep: bool) -> Held:
+        self._whole += self._bytes(unit)
+        self._buffer = buffer
+        most = max(gathering, self.held, key=lambda held: held.total)
+        if not keep:
+            self._buffer = 0
+        return most
+
+    def _prefetch(self, unit: int) -> Held:
+        if unit == OUTSIDE:
+            return self.held
+        size, most = self._gathering(unit)
+        self._buffer += size
+        return most
+
+    def _reduce(self, unit: int) -> Held:
+        """Sum a unit's gradients over the ranks, each of which keeps its rows."""
+        sizes = self._units[unit]
+        self._whole -= self._bytes(unit)
+        self._reducing = self._exchanged * sizes.trained
+        most = self.held
+        sharded = self._reshard and not self._sums_whole  # what the micro-batches before have left
+        kept = 0 if sharded or self._first else self._summed_in
+        own = self._width if self._reshard or self._first or self._width < self._kept else 0
+        self._gradients -= (own + kept) * sizes.trained
+        mine = self._kept * sizes.own_trained
+        clone = self._reducing if self._on_cpu and self._shards > 1 else 0
+        reduced = Held(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
+        if (self._first or not sharded) and not self._offload:
+            self._summed += mine
+        return max(most, reduced, key=lambda held: held.total)
+
+    @property
+    def _summed_in(self) -> int:
+        """Bytes of a number of gradients that are summed where they are."""
+        return self._exchanged if self._sums_whole else self._kept
+
+    def _keep(self, unit: int) -> Held:
+        """Have a unit's gradients in fp32 until those of later micro-batches are added."""
+        arrived = self._reshard or self._first or self._width < self._kept
+        if self._width == self._summed_in and (self._first or not arrived):
+            return self.held
+        trained = self._units[unit].trained
+        self._gradients += (self._summed_in if self._first else 0) * trained
+        most = self.held
+        self._gradients -= self._width * trained
+        return most

@@ -1,0 +1,146 @@
+"""The parameters of a model one by one, as strategies spread them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.operations import block_kinds, block_weights, end_weights, traced
+from trainwright.planning.operations.tape import Parameter
+from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.workload import Adapter, OptimizerName, Quantisation
+
+OUTSIDE = -1  # the unit of what is in no block
+_FIRST = ("embedding", "positions")
+
+
+class Weight(NamedTuple):
+    """A parameter [rows, columns] of a unit: a block by its number, or OUTSIDE. ``packed``: a quantised matrix, as a
+    row of numbers that its bits take the place of."""
+
+    unit: int
+    name: str
+    rows: int
+    columns: int
+    trainable: bool
+    packed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.rows * self.columns
+
+    @property
+    def is_orthogonalised(self) -> bool:
+        """Whether Muon moves it (engine/muon.py); all else goes by AdamW."""
+        return self.unit != OUTSIDE and self.columns > 1
+
+    def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
+        """Numbers that the optimizer keeps of it, of the fullest of the ranks that its rows are spread over."""
+        own = -(-self.rows // shards) * self.columns
+        return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW counts its steps
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """``weights``: in the order in which the model has them. ``buffers``: bytes of the scales of quantised ones."""
+
+    weights: tuple[Weight, ...]
+    buffers: int = 0
+
+    @cached_property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return sum(w.numel for w in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """How many numbers of it are trained."""
+        return sum(w.numel for w in self.weights if w.trainable)
+
+    @cached_property
+    def trained_count(self) -> int:
+        """Return the number of trained weights."""
+        return sum(w.trainable for w in self.weights)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Return the number of elements of the largest trained weight."""
+        return max((w.numel for w in self.weights if w.trainable), default=0)
+
+
+@lru_cache(maxsize=32)
+def inventory(
+    a: Architecture,
+    width: int,
+    trainable: bool,
+    adapter: Adapter | None = None,
+    quantisation: Quantisation = "none",
+    stack: Stack = OWN,
+) -> Inventory:
+    """Of a model whose weights compute in numbers of ``width`` bytes. A quantised weight counts as the numbers of that
+    width that its bits take the place of (models/quantisation.py)."""
+    if a.config and adapter is None:
+        listed = traced.layout(a.config)["weights"]
+        rows = [Weight(unit, name, n, k, trainable) for unit, name, n, k in listed]
+        return Inventory(tuple(sorted(rows, key=lambda w: w.unit == OUTSIDE and w.name not in _FIRST)))
+    ends = [
+        Weight(OUTSIDE, name, p.n, p.k, p.trainable) for name, p in end_weights(a, width, trainable).parameters.items()
+    ]
+    first = [w for w in ends if w.name in _FIRST]
+    last = [w for w in ends if w not in first]
+    blocks, buffers = [], 0
+    for unit, kind in enumerate(block_kinds(a)):
+        for name, p in block_weights(a, kind, width, trainable, adapter, quantisation, stack).parameters.items():
+            if p.quantised == "none":
+                blocks.append(Weight(unit, name, p.n, p.k, p.trainable))
+                continue
+            bits = p.numel if p.quantised == "int8" else p.numel // 2
+            blocks.append(Weight(unit, name, -(-bits // width), 1, False, packed=True))
+            buffers += _scales(p)
+    return Inventory((*first, *blocks, *last), buffers)
+
+
+@lru_cache(maxsize=32)
+def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None) -> Inventory:
+    """Return the same where of what could be trained only ``trained``, by unit and name, is; None: all of it."""
+    if trained is None:
+        return whole
+    kept = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in whole.weights)
+    return Inventory(tuple(kept), whole.buffers)
+
+
+@lru_cache(maxsize=64)
+def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
+    """Numbers, and trained ones, of what is outside the blocks, then of each block."""
+    sums: dict[int, list[int]] = {}
+    for weight in whole.weights:
+        counts = sums.setdefault(weight.unit, [0, 0])
+        counts[0] += weight.numel
+        counts[1] += weight.numel * weight.trainable
+    return tuple((sums[unit][0], sums[unit][1]) for unit in sorted(sums))
+
+
+@lru_cache(maxsize=64)
+def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1) -> int:
+    """Numbers that the optimizer keeps of what is trained, of the fullest rank."""
+    return sum(w.state(optimizer, shards) for w in whole.weights if w.trainable)
+
+
+@lru_cache(maxsize=32)
+def first_blocks(whole: Inventory, count: int) -> int:
+    """How many numbers the first ``count`` blocks and what is outside of the blocks have."""
+    return sum(w.numel for w in whole.weights if w.unit < count)
+
+
+def _scales(weight: Parameter) -> int:
+    """Bytes: of nf4 one for 64 numbers, fp32 ones of 256 of these and a table of 256; single, one fp32 for 64; of int8
+    fp32 ones a row."""
+    if weight.quantised == "int8":
+        return 4 * weight.n
+    scales = -(-weight.numel // 64)
+    if weight.quantised == "nf4_single":
+        return 4 * scales
+    return scales + 4 * -(-scales // 256) + 1024 + 4

@@ -1,0 +1,58 @@
+"""A model of which only some parameters are trained: what a strategy holds where most gradients never come."""
+
+from __future__ import annotations
+
+from trainwright.planning.memory.inventory import Inventory
+from trainwright.planning.memory.walk import Flow, Held
+
+
+class PartlyTrained(Flow):
+    """``flow`` for a model of which only ``trained``, by unit and name of its inventory, have gradients."""
+
+    def __init__(self, flow: Flow, trained: frozenset[tuple[int, str]], inventory: Inventory) -> None:
+        self._flow = flow
+        self._trained = trained
+        self._of_unit: dict[int, int] = {}
+        for weight in inventory.weights:
+            if weight.trainable:
+                self._of_unit[weight.unit] = self._of_unit.get(weight.unit, 0) + weight.numel
+
+    @property
+    def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
+        return self._flow.held
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
+        self._flow.begin(first, last)
+
+    def forward(self, unit: int) -> Held:
+        """Run the forward pass."""
+        return self._flow.forward(unit)
+
+    def head(self) -> Held:
+        """Return what the head runs with."""
+        return self._flow.head()
+
+    def forward_ended(self) -> None:
+        """End the forward passes."""
+        self._flow.forward_ended()
+
+    def backward(self, unit: int) -> Held:
+        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+        return self._flow.backward(unit)
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
+        if name:
+            return self._flow.arrive(unit, name, numel) if (unit, name) in self._trained else self.held
+        own = self._of_unit.get(unit, 0)
+        return self._flow.arrive(unit, name, own) if own else self.held
+
+    def unit_ended(self, unit: int) -> Held:
+        """End the backward pass of ``unit``."""
+        return self._flow.unit_ended(unit)
+
+    def end(self) -> Held:
+        """End the pass; return the most that was held."""
+        return self._flow.end()

@@ -1,0 +1,219 @@
+"""How much memory a choice needs on the fullest device, by what holds it and by phase. Imports no torch.
+
+The live bytes of tensors follow from the operations of the model and from what the strategies do, moment by moment;
+what the process, the driver and the libraries take beside them are lines of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trainwright.machine.describe import Cluster
+from trainwright.parallel.constants import NORM_ELEMENTS
+from trainwright.planning.memory.inventory import Inventory, first_blocks, inventory, partly_trained
+from trainwright.planning.memory.overhead import divided, loading, overhead
+from trainwright.planning.memory.partly import PartlyTrained
+from trainwright.planning.memory.strategies import StrategyMemory, memory_model
+from trainwright.planning.memory.walk import Held, Moved, Peak, Walk
+from trainwright.planning.operations import Device, MicroBatch, Setting, passes
+from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.workload import Choice, Workload
+
+_WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
+# models/quantisation.py: numbers that are quantised at once, and about the bytes that each takes meanwhile.
+_QUANTISED, _QUANTISING = 2**20, 23
+_PLACES = 256  # rows whose lengths are looked at one by one
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process; of the one that needs most.
+
+    ``parts``: live tensors at the fullest moment of the run, by what holds them. ``phases``: most live tensors of each
+    phase: load, forward, backward, optimizer, evaluation, checkpoint. ``overhead``: what is no tensor of the run.
+    ``host``: in the host's memory, for a process that computes on a GPU.
+    """
+
+    parts: Mapping[str, int]
+    phases: Mapping[str, int]
+    overhead: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def tensors(self) -> int:
+        """Return the peak of live tensors."""
+        return max(self.phases.values())
+
+    @property
+    def total(self) -> int:
+        """Return the peak of live tensors and what the device needs besides."""
+        return self.tensors + sum(self.overhead.values())
+
+
+def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
+    """Return the largest micro-batch of a process; with ``later`` of those that come after the first of their step.
+
+    Padded rows come sorted (data/stream/stream.py), the longest first; packs fill the last micro-batch as far
+    as they go.
+    """
+    rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
+    mean = max(1, round(workload.document))
+    if not workload.packed:
+        # Neighbours in length share a micro-batch: the fullest one has the longest rows.
+        first = rows * choice.num_processes if later else 0
+        longest = workload.length_at(first) or longest
+        masked = rows > 1 and mean < longest
+        targets = workload.targets(_filled(workload, first, rows), rows)
+        return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
+    tokens = rows * row
+    if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
+        # What the packs of the first pass have left over.
+        left = workload.most_batch_tokens - choice.num_processes * tokens
+        tokens = min(tokens, max(round(left), mean))
+    longest = min(longest, tokens)
+    others, rest = divmod(tokens - longest, mean)
+    documents = [(mean, others), (longest, 1), (rest, 1)]
+    kept = tuple((length, count) for length, count in documents if length and count)
+    return MicroBatch(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
+
+
+def _filled(workload: Workload, first: int, rows: int) -> int:
+    """Tokens of ``rows`` padded rows from a place of the global batch on, padding not counted in."""
+    lengths = [workload.length_at(first + row) for row in range(min(rows, _PLACES))]
+    known = [length for length in lengths if length is not None]
+    if known:
+        return round(sum(known) / len(known) * rows)
+    share = min(1.0, rows / max(1.0, workload.global_batch_rows))
+    return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.document)))))
+
+
+def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
+    """Return what ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: of another program."""
+    setting = _setting(workload, choice, cluster, stack)
+    held = partly_trained(
+        inventory(
+            workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation, stack
+        ),
+        workload.trained,
+    )
+    recompute = _recomputed(choice, cluster)
+    parts = passes(setting, recompute)
+    after = parts
+    if choice.gradient_accumulation_steps > 1:
+        batch = micro_batch(workload, choice, later=True)
+        after = passes(replace(setting, batch=batch), recompute)
+    moved = _moved(choice, cluster)
+    frozen = choice.spec.gathers_blocks and setting.adapter is not None
+    holds = stack.holds_inputs and frozen and choice.activation_checkpointing == "full"
+    walk = Walk(parts, after, workload.architecture.tied, setting.width, moved, holds, _cached(setting))
+    model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)
+    flow = model.flow()
+    if workload.trained is not None:
+        flow = PartlyTrained(flow, workload.trained, held)
+    walk.step(flow, choice.gradient_accumulation_steps)
+    if workload.evaluates:
+        walk.evaluate(flow)
+    base, host = divided(choice, cluster, _lasting(model, workload))
+    updates_on_host = bool(host)  # before what is there of other things is added
+    if updates_on_host and (gradients := model.gradients_on_host()):
+        host["gradients"] = gradients
+    between = sum(base.values())
+    norm = 4 * min(NORM_ELEMENTS, held.largest_trained) if cluster.device == "cpu" else 0
+    beside = 0 if workload.optimizer == "adamw" else _orthogonalising(held, setting)
+    step = max(model.step() + beside, flow.held.total + norm)
+    phases = {
+        "load": _load(held, workload, choice, cluster, base, host),
+        "forward": between + walk.forward.total,
+        "backward": between + walk.backward.total,
+        "optimizer": between + (beside if updates_on_host else step),
+        "evaluation": between + walk.evaluation.total,
+        "checkpoint": between,
+    }
+    if moved != "nothing":
+        host["activations"] = sum(block.kept if moved == "everything" else block.output for block in parts.blocks)
+    optimizer = Peak()
+    optimizer.note(Held(gradients=step), 0, 0)
+    fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
+    moment = fullest.parts()
+    held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
+    return Memory(held_then, phases, overhead(choice, cluster, between, max(phases.values())), host)
+
+
+def _moved(choice: Choice, cluster: Cluster) -> Moved:
+    if not choice.activation_offload or cluster.device == "cpu":
+        return "nothing"
+    return "inputs" if choice.activation_checkpointing == "selective" else "everything"
+
+
+def _cached(setting: Setting) -> int:
+    """Bytes of a block's keys and values where a program keeps them as if it generated text."""
+    each = 2 * setting.architecture.key_value_width * setting.width
+    return setting.batch.tokens * each if setting.stack.caches_keys else 0
+
+
+def _recomputed(choice: Choice, cluster: Cluster) -> str | int:
+    compiled = cluster.device == "cuda" and choice.compile
+    return "compiled" if compiled and choice.activation_checkpointing == "none" else choice.activation_checkpointing
+
+
+def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
+    """Return what stays from step to step, by what it is."""
+    held, setting, choice = model.held, model.setting, model.choice
+    base = dict(model.lasting())
+    if held.buffers:
+        cut = choice.shards if setting.stack.cuts_scales else 1
+        base["quantised base's scales"] = -(-held.buffers // cut)
+    if workload.beside is not None and workload.beside.copied:
+        copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.beside.blocks)
+        shards = choice.shards if choice.spec.shards_parameters else 1
+        base["reference"] = -(-copied // shards) * setting.width
+    return base
+
+
+def _setting(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack) -> Setting:
+    device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
+    width = _WIDTHS[choice.mixed_precision]
+    batch, adapter = micro_batch(workload, choice), workload.adapter
+    quantisation, hooked = workload.quantisation, choice.spec.hooks_modules
+    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, quantisation, stack, hooked)
+
+
+def _orthogonalising(held: Inventory, setting: Setting) -> int:
+    """Most bytes while Muon works on a matrix, one after another, whole on every rank (engine/muon.py)."""
+    width = 2 if setting.device.is_gpu else 4
+    most = 0
+    for w in held.weights:
+        if w.trainable and w.is_orthogonalised:
+            square = min(w.rows, w.columns) ** 2
+            # The momentum ahead in fp32; then at the end of an iteration, or within it.
+            at_once = max(4 * w.numel + square, 2 * w.numel + 4 * square)
+            most = max(most, 4 * w.numel + width * at_once)
+    return most
+
+
+def _drawing(workload: Workload, choice: Choice) -> int:
+    """Bytes beside a fresh model, which is whole in fp32 before it is cast, quantised and adapted."""
+    a = workload.architecture
+    embedding = a.vocabulary * a.hidden
+    head = 4 * embedding if a.tied else 0  # of its own until it is tied
+    if workload.quantisation != "none":
+        return max(head, _QUANTISING * min(_QUANTISED, a.hidden * a.intermediate))
+    return head if workload.adapter is None else max(head, (4 - _WIDTHS[choice.mixed_precision]) * embedding)
+
+
+def _load(
+    held: Inventory,
+    workload: Workload,
+    choice: Choice,
+    cluster: Cluster,
+    base: Mapping[str, int],
+    host: dict[str, int],
+) -> int:
+    """On a device while the weights come in; on a GPU machine they come by way of the host's memory."""
+    if cluster.device == "cpu":
+        if not workload.fresh:
+            return 4 * held.numel
+        return 4 * max(held.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
+    host["weights while loading"] = max(0, loading(choice, held.numel) - sum(host.values()))
+    return base.get("parameters", 0)

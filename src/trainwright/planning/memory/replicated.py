@@ -1,0 +1,128 @@
+"""What `single` and `ddp` hold (parallel/replicated/replicated.py, parallel/replicated/gradients.py)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import lru_cache
+
+from trainwright.parallel.replicated.spec import STEP_ELEMENTS
+from trainwright.planning.memory.inventory import Inventory, optimizer_state
+from trainwright.planning.memory.strategies import StrategyMemory
+from trainwright.planning.memory.walk import Flow, Held
+from trainwright.planning.stack import OWN, Stack
+
+
+class ReplicatedMemory(StrategyMemory):
+    """The whole model on every rank; fp32 masters of trained weights beside those that compute in less."""
+
+    def lasting(self) -> Mapping[str, int]:
+        """Return what is held between steps."""
+        held, width, stack = self.held, self.width, self.setting.stack
+        kept = max(width, stack.kept)
+        return {
+            "parameters": held.numel * width,
+            "master weights": held.trained * kept if width < kept else 0,
+            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer)),
+        }
+
+    def flow(self) -> Flow:
+        """Return the flow of gradients through a step."""
+        bucket_bytes = self.choice.spec.bucket_bytes
+        return ReplicatedFlow(self.held, self.width, self._exchanges, self.setting.stack, bucket_bytes)
+
+    def step(self) -> int:
+        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
+        width, stack, total, largest = self.width, self.setting.stack, self.held.trained, self.held.largest_trained
+        kept = max(width, stack.kept)
+        if stack.updates_in_backward:
+            return width * largest
+        if stack.foreach:
+            return (width + kept) * total
+        if width == kept or self._exchanges or self.choice.gradient_accumulation_steps > 1:
+            return kept * total
+        part = min(total, STEP_ELEMENTS)
+        return width * (total - part) + kept * part + width * largest
+
+    @property
+    def _exchanges(self) -> bool:
+        return self.choice.num_processes > 1
+
+
+class ReplicatedFlow(Flow):
+    """Gradients of a whole model: ``width`` bytes as autograd makes them, fp32 once there is anything to sum."""
+
+    def __init__(
+        self, inventory: Inventory, width: int, exchange: bool, stack: Stack = OWN, bucket_bytes: int | None = None
+    ) -> None:
+        self._inventory = inventory
+        self._width = width
+        self._kept = max(width, stack.kept)
+        self._one_by_one = stack.updates_in_backward
+        self._ends = _bucket_ends(inventory, self._kept, bucket_bytes) if exchange else ()
+        self._own = 0  # bytes in the parameters' own gradients
+        self._sums = 0  # bytes in sums of the micro-batches before, or over the ranks
+        self._arrived = self._started = 0  # numbers whose gradients are there; buckets that are exchanged
+        self._first = self._last = True
+
+    @property
+    def held(self) -> Held:  # type: ignore[override]
+        """Return what is held now."""
+        return Held(self._own + self._sums)
+
+    def begin(self, first: bool, last: bool) -> None:
+        """Begin a pass over a micro-batch, the first or the last of its step."""
+        self._first, self._last = first, last
+        self._arrived = self._started = 0
+        if first:
+            self._own = self._sums = 0
+
+    def arrive(self, unit: int, name: str, numel: int) -> Held:
+        """Take the gradient of a weight as it comes in the backward pass."""
+        if self._one_by_one:  # it goes as soon as the weight is updated
+            return Held(self._width * min(numel, self._inventory.largest_trained))
+        if self._width < self._kept or self._first:
+            self._own += self._width * numel
+        self._arrived += numel
+        return self._exchange() if self._last and self._ends else self.held
+
+    def end(self) -> Held:
+        """End the pass; return the most that was held."""
+        if self._width == self._kept or (self._first and self._last) or (self._last and self._ends):
+            return self.held
+        trained = self._kept * self._inventory.trained
+        most = Held(max(trained, self._own + self._sums) + self._kept * self._inventory.largest_trained)
+        self._own, self._sums = 0, trained
+        return most
+
+    def _exchange(self) -> Held:
+        """Copy the gradients of every bucket that is full into one, and let go of them."""
+        full = bisect_right(self._ends, self._arrived, lo=self._started)
+        if full == self._started:
+            return self.held
+        begin = self._ends[self._started - 1] if self._started else 0
+        numel, first = self._ends[full - 1] - begin, self._ends[self._started] - begin
+        most = Held(self._own + self._sums, buckets=self._kept * first)
+        self._own -= self._width * numel
+        if self._width == self._kept or self._first:
+            self._sums += self._kept * numel
+        self._started = full
+        return most
+
+
+@lru_cache(maxsize=64)
+def _bucket_ends(inventory: Inventory, kept: int, bucket_bytes: int | None) -> tuple[int, ...]:
+    """Where each bucket ends, in numbers from the last parameter on: about the order in which gradients come."""
+    if bucket_bytes is None:
+        return (inventory.trained,)
+    ends: list[int] = []
+    room = 0
+    for weight in reversed(inventory.weights):
+        if weight.trainable:
+            size = kept * weight.numel
+            if size > room:
+                ends.append(ends[-1] if ends else 0)
+                room = bucket_bytes
+            ends[-1] += weight.numel
+            room -= size
+    return tuple(ends)

@@ -1,0 +1,1 @@
+"""How long an optimizer step takes, and the rates that it is computed from."""

@@ -1,0 +1,137 @@
+"""What the processes of a run exchange in a step, and how much of it computing hides. Imports no torch.
+
+The schedules are those of parallel/: gradients.py (ddp), fsdp.py on torch's FSDP2, zero.py on DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
+from trainwright.planning.workload import Choice
+
+_SMALL = 64  # bytes that the processes tell each other after every step
+# DeepSpeed gathers each matrix by itself, and its hooks around every module take Python's time.
+_MATRICES_OF_A_BLOCK = 7
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model that is gathered and reduced as one: a block, or all that is in none.
+
+    ``forward``, ``backward``: seconds that it computes in a micro-batch.
+    """
+
+    parameters: int
+    trainable: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Prices collectives of a choice. ``hidden``: the part of one that computing beside it can hide. ``exchanged``:
+    bytes of a gradient that is summed. ``sums_whole``: by FSDP in the last micro-batch of a step alone."""
+
+    choice: Choice
+    rates: Rates
+    width: int
+    devices_per_node: int
+    hidden: float
+    exchanged: int = 4
+    sums_whole: bool = False
+
+    def exposed(self, units: Sequence[Unit]) -> float:
+        """Seconds of a step in which a device waits for others. ``units``: the one outside the blocks first."""
+        choice = self.choice
+        if choice.num_processes == 1:
+            return 0.0
+        passes, told = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
+        if choice.spec.shards:
+            told += self._all("all_reduce", _SMALL)  # the norm of what is sharded
+        seconds = told
+        for one in choice.spec.collectives:
+            if one.when == "buckets":
+                seconds += self._buckets(units)
+            elif one.when != "passes":
+                width = self.width if one.of == "parameters" else self.exchanged
+                times = passes if one.when == "micro-batch" else 1
+                seconds += times * self._all(one.kind, width * sum(unit.trainable for unit in units))
+        if all(one.when != "passes" for one in choice.spec.collectives):
+            return seconds
+        sharded = self._sharded(units)
+        if choice.replicate_size > 1:
+            sharded += self._over_replicas(units)
+        return seconds + sharded
+
+    def _all(self, kind: CollectiveKind, size: float) -> float:
+        return self.rates.collective(kind, size, self._group(self.choice.num_processes))
+
+    def _group(self, ranks: int) -> Group:
+        """``ranks`` neighbours."""
+        inside = min(ranks, self.devices_per_node)
+        return Group(-(-ranks // inside), inside)
+
+    def _buckets(self, units: Sequence[Unit]) -> float:
+        """Gradients summed bucket by bucket while the last micro-batch's backward pass goes on. What is outside the
+        blocks comes last, when there is nothing left to hide it."""
+        last, others = self.exchanged * units[0].trainable, self.exchanged * sum(unit.trainable for unit in units[1:])
+        bucket = self.choice.spec.bucket_bytes or max(1, others)
+        buckets, rest = divmod(others, bucket)
+        before = buckets * self._all("all_reduce", bucket) + self._all("all_reduce", rest)
+        beside = sum(unit.backward for unit in units[1:])
+        return before - self.hidden * min(before, beside) + self._all("all_reduce", last)
+
+    def _sharded(self, units: Sequence[Unit]) -> float:
+        choice = self.choice
+        group = self._group(choice.shards)
+        messages = _MATRICES_OF_A_BLOCK if choice.spec.hooks_modules else 1
+
+        def gathered(unit: Unit) -> float:
+            part = unit.parameters * self.width / messages
+            return messages * self.rates.collective("all_gather", part, group)
+
+        gathers = [gathered(unit) for unit in units]
+        scatters = [self.rates.collective("reduce_scatter", self.exchanged * unit.trainable, group) for unit in units]
+        forward = self._forward(units, gathers)
+        if not choice.reshard_after_forward:
+            # Gathered once a step, and reduced once.
+            return forward + self._backward(units, [0.0] * len(units), scatters)
+        # What is outside the blocks stays gathered until the backward pass is over.
+        backward = self._backward(units, [0.0, *gathers[1:]], scatters)
+        passes = choice.gradient_accumulation_steps
+        if self.sums_whole:
+            before = self._backward(units, [0.0, *gathers[1:]], [0.0] * len(units))
+            return passes * forward + (passes - 1) * before + backward
+        return passes * (forward + backward)
+
+    def _forward(self, units: Sequence[Unit], gathers: Sequence[float]) -> float:
+        """Each unit is gathered while the one before it computes."""
+        waiting = gathers[0]
+        for before, gather in zip(units, gathers[1:], strict=False):
+            waiting += self._beside(gather, before.forward)
+        return waiting
+
+    def _backward(self, units: Sequence[Unit], gathers: Sequence[float], scatters: Sequence[float]) -> float:
+        """While a unit computes, the one before it is gathered and the gradients of the one after it are reduced."""
+        last = len(units) - 1
+        waiting = gathers[last] + scatters[0]
+        for index in range(last, 0, -1):
+            gather = gathers[index - 1] if index > 1 else 0.0
+            scatter = scatters[index + 1] if index < last else 0.0
+            waiting += self._beside(gather + scatter, units[index].backward)
+        return waiting + self._beside(scatters[1] if last else 0.0, units[0].backward)
+
+    def _beside(self, exchanging: float, computing: float) -> float:
+        """Return what an exchange adds to the computing that goes on meanwhile."""
+        return exchanging - self.hidden * min(exchanging, computing)
+
+    def _over_replicas(self, units: Sequence[Unit]) -> float:
+        """Shards of gradients summed over the replicas, after the last micro-batch's reduce-scatter of each unit."""
+        choice = self.choice
+        inside = max(1, min(choice.num_processes, self.devices_per_node) // choice.shards)
+        group = Group(choice.replicate_size // inside, inside)
+        sizes = [self.exchanged * unit.trainable / choice.shards for unit in units]
+        sums = [self.rates.collective("all_reduce", size, group) for size in sizes]
+        return self._backward(units, [0.0] * len(units), sums)

@@ -1,0 +1,154 @@
+"""Rates from the quick measurement of a machine: what it lacks is nominal, scaled by what it has. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Sample, Setting
+
+# Curves that are as much faster or slower than nominal as another one, where they were not measured themselves.
+_LIKE = {
+    "traffic/fp32": "traffic/fp32/elementwise",
+    "traffic/bf16": "traffic/bf16/elementwise",
+    "product/fp16": "product/fp32",
+    "attention/fp16": "attention/fp32",
+    "traffic/fp16": "traffic/bf16",
+    "loss/fp16": "loss/fp32",
+    "collective": "collective/all_reduce",
+}
+# Seconds of a small kernel's start where the nominal host's time beside a kernel was seen.
+_LAUNCH = 2e-6
+# How the kernels of a step compare with the same ones alone, over and over: usual factors of calibrations
+# (doctor/calibrate_passes.py). Products several times as fast as those of fp32 wait for memory all the more, which they
+# do not find in the caches then: 1.1 as fast, 1.4 to 1.9 at 6.5 times the rate (AMX).
+_IN_STEP = InStep(products=1.1, attention=1.1, traffic=2.5)
+_FAST, _FAST_PRODUCTS = 6.5, 1.5
+
+Nominal = Callable[[int, int | None], Setting]
+
+
+def measured_setting(measured: Calibration, nominal: Nominal, processes: int, threads: int | None) -> Setting:
+    """Return what each of ``processes`` of so many ``threads`` does, all at once.
+
+    Each curve is that of the nearest setting that it was measured in; otherwise nominal, scaled by how far nominal
+    rates are off there.
+    """
+    by_distance = sorted(measured.settings, key=lambda setting: _apart(setting, processes, threads))
+    own = nominal(processes, threads)
+    curves = {name: _nearest_curve(name, own, by_distance, nominal) for name in own.curves}
+    launch = by_distance[0].launch if by_distance[0].launch > 0 else own.launch
+    exchange = own.exchange if by_distance[0].exchange == Exchanged() else by_distance[0].exchange
+    if not own.in_step:
+        return replace(own, curves=curves, launch=launch, exchange=exchange)
+    in_step = {
+        precision: replace(_IN_STEP, products=_products(measured, precision), host=found.host * launch / _LAUNCH)
+        for precision, found in own.in_step.items()
+    }
+    return replace(own, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
+
+
+def _products(measured: Calibration, precision: str) -> float:
+    """How many times as long products take in a step."""
+    own, plain = peak(measured, precision), peak(measured, "fp32")
+    if own is None or plain is None:
+        return _IN_STEP.products
+    share = min(1.0, max(0.0, math.log(own / plain) / math.log(_FAST)))
+    return _IN_STEP.products + share * (_FAST_PRODUCTS - _IN_STEP.products)
+
+
+def _apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:
+    """How far a setting is from so many processes, and then threads."""
+    of_threads = abs(math.log((setting.threads or 1) / (threads or 1)))
+    return abs(math.log(setting.processes / processes)) + of_threads, of_threads
+
+
+def thread_counts(measured: Calibration | None, processes: int, cores: int) -> tuple[int, ...]:
+    """Threads of a process that are worth trying: all that there are, and fewer where that was measured."""
+    share = max(1, cores // processes)
+    known = [] if measured is None else [s.threads for s in measured.settings if s.processes == processes and s.threads]
+    return tuple(dict.fromkeys([share, *sorted((n for n in known if n < share), reverse=True)]))
+
+
+def peak(measured: Calibration, precision: str) -> float | None:
+    """Return the most operations a second that all processes of a setting were measured to do; None where none was."""
+    rates = [
+        2 * math.prod(sample.sizes) / sample.seconds * setting.processes
+        for setting in measured.settings
+        for name, curve in setting.curves.items()
+        if name.startswith(f"product/{precision}/")
+        for sample in curve.samples
+    ]
+    return max(rates, default=None)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """How many times nominal seconds were measured, by size: one for all, or more the larger."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, measured: Curve, nominal: Curve) -> _Factors:
+        found = sorted((s.sizes[0], s.seconds / nominal.seconds(*s.sizes)) for s in measured.samples)
+        return cls(tuple((math.log(size), math.log(factor)) for size, factor in found))
+
+    @property
+    def typical(self) -> float:
+        return math.exp(statistics.fmean(factor for _, factor in self.points))
+
+    def at(self, size: float) -> float:
+        x, points = math.log(size), self.points
+        if x <= points[0][0]:
+            return math.exp(points[0][1])
+        for (x0, y0), (x1, y1) in pairwise(points):
+            if x <= x1:
+                return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+        return math.exp(points[-1][1])
+
+
+def _nearest_curve(name: str, own: Setting, by_distance: Sequence[Setting], nominal: Nominal) -> Curve:
+    curve = own.curves[name]
+    for near in by_distance:
+        known = name if name in near.curves else _stand_in(name, near.curves)
+        if known is None:
+            continue
+        found, there = near.curves[known], nominal(near.processes, near.threads).curves[known]
+        if known == name and len(found.samples) >= len(found.coefficients) > 1:
+            if (near.processes, near.threads) == (own.processes, own.threads):
+                return found
+            factor = _typical_seconds(curve, found) / _typical_seconds(there, found)  # of another number of cores
+            return replace(found, coefficients=tuple(c * factor for c in found.coefficients))
+        scaled = _scaled(curve, _Factors.of(found, there))
+        exact = known == name and curve.form == "table" and own.processes == near.processes
+        return _through(scaled, found.samples) if exact and own.threads == near.threads else scaled
+    return curve
+
+
+def _through(curve: Curve, samples: Sequence[Sample]) -> Curve:
+    """Return a table that has what was measured among its points."""
+    known = {sample.sizes: sample for sample in (*curve.samples, *samples)}
+    return replace(curve, samples=tuple(known[sizes] for sizes in sorted(known)))
+
+
+def _stand_in(name: str, known: Mapping[str, Curve]) -> str | None:
+    """Of the curves that were measured, one that is as far off its nominal rates."""
+    prefix = next((prefix for prefix in _LIKE if name.startswith(prefix)), None)
+    if prefix is None:
+        return None
+    other = _LIKE[prefix] if _LIKE[prefix] in known else _LIKE[prefix] + name.removeprefix(prefix)
+    return other if other in known else None
+
+
+def _typical_seconds(curve: Curve, sizes_of: Curve) -> float:
+    return statistics.fmean(curve.seconds(*sample.sizes) for sample in sizes_of.samples)
+
+
+def _scaled(curve: Curve, factors: _Factors) -> Curve:
+    if curve.form != "table":
+        return replace(curve, coefficients=tuple(c * factors.typical for c in curve.coefficients))
+    samples = tuple(Sample(s.sizes, s.seconds * factors.at(s.sizes[0])) for s in curve.samples)
+    return replace(curve, samples=samples)

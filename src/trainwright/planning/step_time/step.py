@@ -1,0 +1,295 @@
+"""How long an optimizer step takes: its kernels priced one by one, what is exchanged, and what hides what.
+
+On a GPU kernels follow each other while Python is ahead of them; where it is not, its launches decide. Collectives run
+beside the computing. On a CPU nothing does unless it was measured. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from trainwright.machine.describe import Cluster
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.memory.inventory import Inventory, by_unit, inventory, partly_trained
+from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
+from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.operations.weights import ADAPTED
+from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.step_time.batch import seen_pairs, typical_batch
+from trainwright.planning.step_time.exchange import Exchange, Unit
+from trainwright.planning.step_time.rates import Rates
+from trainwright.planning.step_time.update import Update
+from trainwright.planning.step_time.work import Pricing, Work
+from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Workload
+
+_WIDTH: dict[MixedPrecision, int] = {"no": 4, "bf16": 2, "fp16": 2}
+_PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step, evaluation and checkpoints left out.
+
+    ``parts``: seconds by what they go into, in order; they add up to the step. ``tokens``: of the step, over all
+    devices, padding not counted in. ``operations``: of the model's matrix products and attention on these tokens,
+    forwards and backwards, once each. ``peak``: operations a second of all devices, by what was measured, of GPUs
+    that are not here by their datasheet; None where nothing says. ``watts``: of all devices, at their full power.
+    """
+
+    parts: Mapping[str, float]
+    tokens: float
+    operations: float
+    peak: float | None
+    watts: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return sum(self.parts.values())
+
+    def times(self, factor: float) -> StepTime:
+        """Return the same work in another time."""
+        return replace(self, parts={name: seconds * factor for name, seconds in self.parts.items()})
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all devices."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's operations over those that the devices could do meanwhile (arXiv 2204.02311, appendix B)."""
+        return self.operations / self.seconds / self.peak if self.peak else None
+
+    @property
+    def joules(self) -> float:
+        """Of the devices, taken to draw their full power all the time: an upper bound."""
+        return self.watts * self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """As a value that JSON has."""
+        return {
+            "seconds": self.seconds,
+            "parts": dict(self.parts),
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "operations": self.operations,
+            "mfu": self.mfu,
+            "joules": self.joules,
+        }
+
+
+def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack = OWN) -> StepTime:
+    """Predict one step of ``workload`` run as ``choice`` on ``cluster``; ``stack``: by another program."""
+    return _Step(workload, choice, cluster, rates, stack).time()
+
+
+def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, rates: Rates) -> float:
+    """Of a step at the peak rate of the devices, which is less than it can be; 0 where their peak is not known, as of
+    rates that were measured on a few sizes."""
+    if rates.are_measured:
+        return 0.0
+    peak = _nominal_peak(rates.cluster, processes, precision)
+    return model_operations(workload) / peak if peak else 0.0
+
+
+class _Step:
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack) -> None:
+        self.workload, self.choice, self.cluster, self.rates = workload, choice, cluster, rates
+        self.stack = stack
+        self.on_gpu = cluster.device == "cuda"
+        here = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
+        self.per_node = min(choice.num_processes, here)
+        self.speeds = rates.setting(self.per_node, choice.threads)
+        self.batch = typical_batch(workload, choice, stack.sorted_rows)
+        self.width = _WIDTH[choice.mixed_precision]
+        device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
+        own, adapter = workload.architecture, workload.adapter
+        quantisation, hooked = workload.quantisation, choice.spec.hooks_modules
+        self.shapes = Shapes(own, self.batch, device, self.width, adapter is None, adapter, quantisation, stack, hooked)
+        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
+
+    def time(self) -> StepTime:
+        choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
+        run, plain = passes(self.shapes, choice.activation_checkpointing), passes(self.shapes)
+        some = slice(self.workload.first_blocks)
+        forward = [self._work(part, backward=False) for part in run.blocks[some]]
+        backward = [self._work(part, backward=True) for part in run.blocks[some]]
+        once = [self._work(part, backward=True) for part in plain.blocks[some]]
+        ends = self._ends(run) if self.workload.first_blocks is None else Work()
+        reference = self._reference()
+        again = sum((both - plainly for both, plainly in zip(backward, once, strict=True)), Work())
+        passed = sum((*forward, *once), Work())
+        update = self._update()
+        computed = (passed + again + ends + reference) * passes_a_step
+        stack = self.stack
+        hidden = self.speeds.overlap
+        exchange = Exchange(choice, self.rates, self.width, self.per_node, hidden, stack.exchanged, stack.sums_whole)
+        units = self._units(run, forward, backward)
+        kept = sum(part.kept for part in run.blocks)
+        parts = {
+            "matrix products": passes_a_step * passed.products,
+            "attention": passes_a_step * passed.attention,
+            "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
+            "recomputation": passes_a_step * again.seconds,
+            "loss and head": passes_a_step * ends.seconds,
+            **({"reference": passes_a_step * reference.seconds} if self.workload.beside is not None else {}),
+            "optimizer": update.optimizer(),
+            "communication": exchange.exposed(units),
+            "offload": update.offload(kept, sum(work.seconds for work in forward)),
+            "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
+            "data": self._data(),
+        }
+        return StepTime(
+            parts=parts,
+            tokens=self.workload.tokens,
+            operations=model_operations(self.workload),
+            peak=self._peak(),
+            watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
+        )
+
+    def _peak(self) -> float | None:
+        """Operations a second of all devices at work."""
+        devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
+        found = (self.rates.peak(devices, name) for name in _PEAK[self.choice.mixed_precision])
+        return next((rate for rate in found if rate is not None), None)
+
+    def _launches(self, computed: Work) -> float:
+        """Seconds in which a GPU waits for Python."""
+        return max(0.0, computed.launches * self.stack.launch * self.speeds.launch - computed.seconds)
+
+    def _work(self, part: Pass, *, backward: bool) -> Work:
+        """Of a block."""
+        compiled = self.choice.compile
+        key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
+        # With the part itself, so that its id is not given to another one.
+        found: tuple[Pass, Work] | None = self.rates.known.get(key)
+        if found is None:
+            kernels = part.backward if backward else part.forward
+            found = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
+            self.rates.known[key] = found
+        return found[1]
+
+    def _reference(self) -> Work:
+        """Return the forward pass of what runs beside the model, which has no adapter."""
+        beside = self.workload.beside
+        if beside is None:
+            return Work()
+        plain = passes(replace(self.shapes, adapter=None))
+        work = sum((self._work(part, backward=False) for part in plain.blocks[: beside.blocks]), Work())
+        if beside.blocks == len(plain.blocks):
+            work += self.pricing.work(plain.head.forward, backward=False)
+        return work * beside.share
+
+    def _ends(self, run: Passes) -> Work:
+        """Embedding, final norm, head and loss, forwards and backwards."""
+        logits = self._logits_rows() * self.workload.architecture.vocabulary
+        work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
+        for part in (run.embedding, run.head):
+            work += self.pricing.pass_and_back(part)
+        return work
+
+    def _logits_rows(self) -> int:
+        return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
+
+    def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:
+        """Return what is outside the blocks, then the blocks."""
+        counts = self._counts()
+        embedding = (
+            self.pricing.work(run.embedding.forward, backward=False),
+            self.pricing.work(run.embedding.backward, backward=True),
+        )
+        times = [embedding, *zip(forward, backward, strict=True)]
+        run_through = zip(counts[: len(times)], times, strict=True)
+        return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
+
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        """Parameters, in numbers of what computes, and trained ones, outside the blocks and of each block."""
+        return by_unit(self._inventory())
+
+    def _inventory(self) -> Inventory:
+        w = self.workload
+        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
+        return partly_trained(whole, w.trained)
+
+    def _update(self) -> Update:
+        counts = self._counts()
+        a = self.workload.architecture
+        trained = self.workload.adapter is None
+        weights = block_weights(a, block_kinds(a)[0], self.width, trained, self.workload.adapter)
+        each = sum(weight.trainable for weight in weights.parameters.values())
+        return Update(
+            choice=self.choice,
+            pricing=self.pricing,
+            parameters=sum(count for count, _ in counts),
+            trainable=sum(trained for _, trained in counts),
+            matrices=each * a.layers + 2,
+            width=self.width,
+            orthogonalised=self._orthogonalised(),
+            stack=self.stack,
+        )
+
+    def _orthogonalised(self) -> Counter[tuple[int, int]]:
+        if self.workload.optimizer == "adamw":
+            return Counter()
+        trained = (one for one in self._inventory().weights if one.trainable)
+        return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalised)
+
+    def _data(self) -> float:
+        """On a GPU a batch is made while the one before it computes, but for the first of a step."""
+        documents = sum(count for _, count in self.batch.documents)
+        times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
+        return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)
+
+
+def _nominal_peak(cluster: Cluster, processes: int, precision: MixedPrecision) -> float | None:
+    """Operations a second of all devices at work, by their datasheet."""
+    rates = cluster.card.rates
+    rate = next((rates[name] for name in _PEAK[precision] if name in rates), None)
+    return None if rate is None else rate * (processes if cluster.device == "cuda" else cluster.nodes)
+
+
+@lru_cache(maxsize=8)
+def model_operations(workload: Workload) -> float:
+    """Operations of a step that the model needs, whoever does them: of each matrix 2 a token forwards and 4 backwards
+    (2 where it is frozen), of attention 12 a channel, block and pair of positions. What is padded, masked or computed
+    again is not counted."""
+    a, adapter, tokens = workload.architecture, workload.adapter, workload.tokens
+    targets = tokens * workload.target_fraction
+    base = 6 if adapter is None and workload.trained is None else 4
+    total = base * targets * a.vocabulary * a.hidden if workload.first_blocks is None else 0.0
+    if workload.trained is not None:
+        weights = inventory(a, 4, True).weights
+        total += 2 * tokens * sum(w.numel for w in weights if w.columns > 1 and (w.unit, w.name) in workload.trained)
+    for kind in block_kinds(a)[: workload.first_blocks]:
+        total += base * tokens * _matrices(a, kind)
+        if adapter is not None:
+            total += 6 * tokens * adapter_parameters(a, kind, adapter)
+        pairs = tokens * seen_pairs(workload, a.window if kind.windowed else None)
+        total += 12 * a.query_width * pairs
+    return total
+
+
+def adapter_parameters(a: Architecture, kind: BlockKind, adapter: Adapter) -> int:
+    """Numbers that an adapter adds to a block."""
+    weights = block_weights(a, kind, 4, True).parameters
+    total = 0
+    for name, weight in weights.items():
+        if weight.k > 1 and ADAPTED.get(name, frozenset()) & set(adapter.targets):
+            total += adapter.rank * (weight.n + weight.k) + (weight.n if adapter.kind == "dora" else 0)
+    return total
+
+
+def _matrices(a: Architecture, kind: BlockKind) -> float:
+    """Elements of the matrices of a block that a token goes through."""
+    weights = block_weights(a, kind, 4, True).parameters
+    active = a.experts_per_token / a.experts if a.experts else 1.0
+    return sum(
+        weight.numel * (active if name.startswith("experts.") else 1.0)
+        for name, weight in weights.items()
+        if weight.k > 1
+    )

@@ -1,0 +1,172 @@
+"""Seconds of a model's passes on one device: its kernels, priced one by one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainwright.machine.measured.calibration import Curve, InStep
+from trainwright.machine.measured.calibration import Setting as Speeds
+from trainwright.planning.operations import Kernel, MicroBatch, Pass
+from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.step_time.rates import Layout
+from trainwright.planning.workload import MixedPrecision
+
+# A compiler makes one kernel of what is between two products, which reads and writes what goes in and comes out; the
+# rest stays in registers. Of a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers a token forwards and
+# backwards: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of what
+# its single kernels move.
+_COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
+# Bytes of a bf16 logit that other programs move, of the 44 of this one's chunks (rates_nominal.py): fused kernels read
+# it twice and write its gradient; torch's cross_entropy makes it fp32, and the logarithms, zeros, and two gradients.
+_FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
+_PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+# Where a precision was not measured: what computes it, or is as fast.
+_INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds on the device by what they are for, and the number of kernels that the host starts for it.
+
+    ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary. ``host``: what a CPU does between
+    its kernels.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    traffic: float = 0.0
+    loss: float = 0.0
+    host: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """On the device, where a GPU's kernels follow each other without a gap."""
+        return self.products + self.attention + self.traffic + self.loss + self.host
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.traffic + other.traffic,
+            self.loss + other.loss,
+            self.host + other.host,
+            self.launches + other.launches,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1.0
+
+    def __mul__(self, times: float) -> Work:
+        parts = (self.products, self.attention, self.traffic, self.loss, self.host, self.launches)
+        return Work(*(part * times for part in parts))
+
+
+class Pricing:
+    """What kernels of one micro-batch take on one device.
+
+    ``speeds``: of the device, with as many processes at work as there will be. ``compiled``: blocks are.
+    """
+
+    def __init__(
+        self, speeds: Speeds, batch: MicroBatch, precision: MixedPrecision, on_gpu: bool, stack: Stack = OWN
+    ) -> None:
+        self.speeds = speeds
+        self.stack = stack
+        self.batch = batch
+        self.on_gpu = on_gpu
+        self.precision = _PRECISION[precision]
+        self.in_step = speeds.in_step.get(self.precision) or speeds.in_step.get("fp32", InStep())
+        self._names = {4: "fp32", 2: self.precision if self.precision != "fp32" else "bf16", 1: self.precision}
+        self._attention = {direction: self._seconds_per_operation(direction) for direction in ("forward", "backward")}
+        self._traffic: dict[tuple[str, int], float] = {}
+
+    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
+        """All of ``kernels``, which are those of a forward or of a backward pass."""
+        products = attention = traffic = whole = 0.0
+        many = few = 0
+        for kernel in kernels:
+            if kernel.kind == "product":
+                products += self._product(kernel, backward)
+                many += 1
+            elif kernel.kind == "attention":
+                attention += kernel.flops * self._attention["backward" if backward else "forward"]
+                many += 1
+            elif kernel.operation == "loss":
+                few += 1  # priced as a whole, by the number of logits
+            elif kernel.kind == "expansion":
+                whole += self.traffic(kernel.kind, kernel.read + kernel.written)
+                many += 1
+            else:
+                traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
+                few += 1
+        if compiled:
+            traffic *= _COMPILED_TRAFFIC
+        launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
+        more = self.in_step
+        return Work(
+            more.products * products,
+            more.attention * attention,
+            more.traffic * (traffic + whole),
+            0.0,
+            more.host * launches,
+            launches,
+        )
+
+    def pass_and_back(self, part: Pass) -> Work:
+        """Both directions of a part of a model."""
+        return self.work(part.forward, backward=False) + self.work(part.backward, backward=True)
+
+    def traffic(self, kind: str, size: int, precision: str | None = None) -> float:
+        """Seconds of a kernel that reads and writes ``size`` bytes."""
+        key = kind, size
+        if key not in self._traffic:
+            self._traffic[key] = self.curve("traffic", precision or self.precision, kind).seconds(size)
+        return self._traffic[key]
+
+    def logits(self, count: float) -> float:
+        """Seconds of the loss of so many logits, with its gradient."""
+        seconds = self.curve("loss", self.precision).seconds(count)
+        if self.stack == OWN:
+            return seconds
+        one_kernel = self.stack.loss in ("fused", "widened") or self.stack.compiles_loss
+        return seconds * (_FUSED_LOSS if one_kernel else 1.0 if self.stack.loss == "chunked" else _FULL_LOSS)
+
+    def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
+        """Return a curve of the device in ``precision``, or in what stands in for it."""
+        end = "" if last is None else f"/{last}"
+        if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured by itself
+            end = "/elementwise"
+        while (found := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
+            assert precision != "fp32", f"no rates of {group}"
+            precision = _INSTEAD[precision] if self.on_gpu else "fp32"
+        return found
+
+    def _product(self, kernel: Kernel, backward: bool) -> float:
+        m, n, k, count = kernel.m, kernel.n, kernel.k, kernel.times
+        width = kernel.written // max(1, m * n * count)
+        curve = self.curve("product", self._names.get(width, self.precision), self._layout(kernel, backward))
+        if count == 1:
+            return curve.seconds(m, n, k)
+        # Many small ones are one kernel.
+        once = curve.seconds(0, 0, 0)
+        return once + count * (curve.seconds(m, n, k) - once)
+
+    def _layout(self, kernel: Kernel, backward: bool) -> Layout:
+        rows = self.batch.targets if kernel.operation == "head" else self.batch.tokens
+        if kernel.k == rows or kernel.m > rows >= kernel.k:
+            return "weight"
+        if kernel.operation == "head":
+            return "forward" if kernel.n > kernel.k else "input"
+        return "input" if backward else "forward"
+
+    def _seconds_per_operation(self, direction: str) -> float:
+        """Attention kernels are told by their operations: 2 products of the pairs forward, 5 backward, 2 operations a
+        pair and channel each."""
+        name = direction if self.stack.attention == 2 else f"{direction}{self.stack.attention}"
+        curve = self.curve("attention", self.precision, name)
+        products = 2 if direction == "forward" else 5
+        seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.documents)
+        operations = sum(count * length * products * (length + 1) for length, count in self.batch.documents)
+        return seconds / max(1, operations)

@@ -1,0 +1,207 @@
+"""When nothing fits: the smallest changes of a workload or a machine that would. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from trainwright.machine.describe import parse_machine
+from trainwright.planning.candidates import Wishes
+from trainwright.planning.search import Judge, Judged, search
+from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.workload import Adapter, Workload
+from trainwright.recipe.strategy_spec import spec_of
+
+# What to write or to get, and the judge and the wishes that are left with it.
+_Change = tuple[str, Judge, Wishes]
+# What kinds of change they are, and changes of these kinds.
+_Series = tuple[frozenset[str], Iterator[_Change]]
+
+_LENGTH, _DEVICES = "length", "devices"
+_RANK = 16
+_SHORTEST = 128
+_USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8xB200", "4x8xH100", "16x8xH100")
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """``change``: what to write, or to get. ``judged``: the best choice there is with it."""
+
+    change: str
+    judged: Judged
+
+
+def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> list[WayOut]:
+    """At most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: what comes nearest to it.
+
+    What the user fixed is given up first, then what all parameters are trained for, then the length of the rows, then
+    more devices are got; at last two of these are done at once, where neither is enough.
+    """
+    found: list[WayOut] = []
+    enough: list[frozenset[str]] = []
+    # What fits already and is not installed needs no less memory.
+    for kinds, series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
+        if any(one <= kinds for one in enough):
+            continue
+        tried = ((change, search(other, kept, sure=True).best) for change, other, kept in series)
+        helps = list(islice((WayOut(change, best) for change, best in tried if best is not None), 1))
+        enough += [kinds] if helps else []
+        found += helps
+        if len(found) == most:
+            break
+    return found
+
+
+def _series(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+    """Of changes of one kind, the smallest first: of each, the first that helps is told."""
+    yield from _without_wishes(judge, wishes)
+    yield from _offloaded(judge, wishes)
+    adapted = list(_adapted(judge))
+    for kind, change, other in adapted:
+        yield frozenset([kind]), iter([(change, other, wishes)])
+    yield frozenset([_LENGTH]), _shorter(judge, wishes)
+    yield frozenset([_DEVICES]), _more_devices(judge, wishes)
+    for kind, change, other in adapted:
+        if (dropped := _fewest(other, wishes)) is not None:
+            changes = " ".join([*(_RELAXED[name] for name in dropped), change])
+            yield frozenset([kind, *dropped]), iter([(changes, other, _drop(wishes, *dropped))])
+    for kind, change, other in adapted:
+        for another, more in ((_LENGTH, _shorter(other, wishes)), (_DEVICES, _more_devices(other, wishes))):
+            yield frozenset([kind, another]), _both(change, more)
+    if written := _written(wishes):
+        yield frozenset([*written, _LENGTH]), _shorter_and_free(judge, wishes)
+
+
+def _shorter_and_free(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+    """Shorter rows with as few keys given up as they then need."""
+    for change, other, _ in _shorter(judge, _drop(wishes, *_written(wishes))):
+        if (dropped := _fewest(other, wishes)) is not None:
+            changes = " ".join([*(_RELAXED[name] for name in dropped), change])
+            yield changes, other, _drop(wishes, *dropped)
+
+
+def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
+    return ((f"{change} and {another}", other, kept) for another, other, kept in more)
+
+
+def _adapted(judge: Judge) -> Iterator[tuple[str, str, Judge]]:
+    """Kind, change and judge of every adapter that could be put on the model."""
+    workload = judge.workload
+    if not workload.takes_adapters:
+        return
+    if workload.adapter is None:
+        lora = replace(workload, adapter=Adapter("lora", _RANK))
+        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(judge, lora)
+    if workload.quantisation == "none":
+        adapter = workload.adapter or Adapter("lora", _RANK)
+        quantised = replace(workload, adapter=adapter, quantisation="nf4")
+        change = f"model.adapter=qlora (4-bit base, rank {adapter.rank})"
+        if workload.adapter is not None:  # which stays what it is
+            change = "model.adapter.quantisation=nf4 (4-bit base)"
+        yield "qlora", change, _with(judge, quantised)
+
+
+_RELAXED: Mapping[str, str] = {
+    "activation_checkpointing": "train.activation_checkpointing=auto",
+    "micro_batch_size": "train.micro_batch_size=auto",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps=auto",
+    "strategy": "parallel.strategy=auto",
+    "mixed_precision": "train.mixed_precision=auto",
+    "num_processes": "parallel.num_processes=auto",
+}
+
+
+def _written(wishes: Wishes) -> tuple[str, ...]:
+    return tuple(name for name in _RELAXED if name in wishes.fixed and name not in wishes.bound)
+
+
+def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+    """One key each, and where none is enough, as many of them as it takes."""
+    names = _written(wishes)
+    for name in names:
+        yield frozenset([name]), iter([(_RELAXED[name], judge, _drop(wishes, name))])
+    if len(names) > 1 and (dropped := _fewest(judge, wishes)):
+        changes = " ".join(_RELAXED[name] for name in dropped)
+        yield frozenset(dropped), iter([(changes, judge, _drop(wishes, *dropped))])
+
+
+def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+    """Numbers in the host's memory, where the user said that they are not to be there."""
+    asked = wishes.fixed.get("strategy")
+    key = None if asked is None else next(iter(spec_of(asked).offloads), None)
+    if key is not None and wishes.fixed.get(key) is False and judge.cluster.device != "cpu":
+        moved = replace(wishes, fixed={**wishes.fixed, key: True})
+        yield frozenset([key]), iter([(f"parallel.{key}=true", judge, moved)])
+
+
+def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
+    """Keys without any of which it would not fit, once all of them are ``auto``; None where that is not enough."""
+    dropped = _written(wishes)
+    if not dropped or search(judge, _drop(wishes, *dropped), sure=True).best is None:
+        return None
+    for name in reversed(dropped):
+        fewer = tuple(one for one in dropped if one != name)
+        if search(judge, _drop(wishes, *fewer), sure=True).best is not None:
+            dropped = fewer
+    return dropped
+
+
+def _drop(wishes: Wishes, *names: str) -> Wishes:
+    # Keys of a strategy go with it.
+    gone = {*names, *(("replicate_size", "reshard_after_forward") if "strategy" in names else ())}
+    fixed = {key: value for key, value in wishes.fixed.items() if key not in gone}
+    return replace(wishes, fixed=fixed, given_up=wishes.given_up | frozenset(names))
+
+
+def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+    """Half as long and so on."""
+    workload = judge.workload
+    lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
+    lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
+    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), wishes, sure=True).best is None:
+        return
+    for tokens in lengths:
+        keys = ["data.pack_length"] if workload.packed else []
+        if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # no pack holds such a one
+            keys.append("data.max_length")
+        yield " ".join(f"{key}={tokens}" for key in keys), _with(judge, _of_length(workload, tokens)), wishes
+
+
+def _of_length(workload: Workload, tokens: int) -> Workload:
+    """Rows of so many tokens, and where they are packed as many more of them."""
+    rows = workload.global_batch_rows
+    if workload.packed:
+        rows *= workload.row_tokens / tokens
+    shorter = replace(workload, row_tokens=tokens, global_batch_rows=rows)
+    if workload.longest <= tokens:
+        return shorter
+    return replace(shorter, longest_document=tokens, document_tokens=min(workload.document, tokens))
+
+
+def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+    """Twice as many and so on, as long as each has a row of the global batch; of a machine without any, usual ones."""
+    cluster = judge.cluster
+    names = [name for name in _written(wishes) if name in ("num_processes", "strategy")]
+    written = "".join(f" {_RELAXED[name]}" for name in names)
+    free = _drop(wishes, *names)
+    if cluster.device == "cpu":
+        for larger in map(parse_machine, _USUAL):
+            yield f"a machine such as {larger.name}{written}", Judge(judge.workload, larger, rates_of(larger)), free
+        return
+    nodes, each = cluster.nodes, cluster.devices_per_node
+    while nodes * each < judge.workload.global_batch_rows:
+        nodes, each = (nodes, min(8, 2 * each)) if each < 8 and nodes == 1 else (2 * nodes, each)
+        larger = replace(
+            cluster,
+            nodes=nodes,
+            devices_per_node=each,
+            network=cluster.network or (cluster.card.host_link if nodes > 1 else None),
+            name=f"{f'{nodes}x' if nodes > 1 else ''}{each}x{cluster.card.name}",
+        )
+        other = Judge(judge.workload, larger, rates_of(larger), judge.available)
+        yield f"{nodes * each} of these devices ({larger.name}){written}", other, free
+
+
+def _with(judge: Judge, workload: Workload) -> Judge:
+    return Judge(workload, judge.cluster, judge.rates, judge.available, judge.own)

@@ -1,0 +1,1 @@
+"""The sections of a recipe that are not a task's own."""
