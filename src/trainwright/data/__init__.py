@@ -1,1 +1,1 @@
-"""From rows of any format to tokens, and to the stream of examples that training sees."""
+"""Convert rows of any format to tokens, and to the stream of examples for training."""

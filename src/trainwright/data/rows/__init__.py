@@ -1,1 +1,1 @@
-"""Rows of data: their layouts, and how each becomes a conversation or a text."""
+"""Rows of data: their layouts, and the conversion of each to a conversation or a text."""

@@ -1,4 +1,4 @@
-"""Every row of a source read and formatted as training would, with all that is wrong with them."""
+"""Read and format every row of a source as training does, and collect the errors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _BATCH = 64
-_CORPUS = Layout("corpus")  # of documents, which have no layout
+_CORPUS = Layout("corpus")  # for documents, which have no layout
 
 
 @dataclass
 class Checked:
-    """What was found in one source; ``problems`` are the first, each with its place, and ``wrong`` counts all."""
+    """The result for one source; ``problems`` are the first errors with their places, ``wrong`` counts all."""
 
     source: str
     layout: Layout = Layout("")  # noqa: RUF009
@@ -47,13 +47,13 @@ class Checked:
     notes: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
-        """Count a wrong row, and keep the message of the first ones."""
+        """Count an invalid row, and keep the message if it is one of the first."""
         self.wrong += 1
         if len(self.problems) < _SHOWN:
             self.problems.append(text)
 
     def lines(self, max_length: int | None) -> list[str]:
-        """Return the counts as lines for people."""
+        """Return the counts as lines of text."""
         counted = f", {plural(self.tokens, 'token')}" if self.tokens else ""
         if self.layout == _CORPUS:
             documents = plural(self.examples, "document")
@@ -78,17 +78,17 @@ def check_rows(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
 ) -> Checked:
-    """Read all of ``source``, make each row's example and, with a ``tokenizer``, its tokens.
+    """Read all of ``source`` and convert each row to an example and, with a ``tokenizer``, to tokens.
 
-    Wrong rows are collected. A file that cannot be parsed further is one problem, and the rest of it is not read.
+    Invalid rows are collected. If a file cannot be parsed, this is one problem and the rest of it is not read.
 
     Args:
         wanted: ``data.format``.
-        key: what names the source in messages.
+        key: names the source in messages.
         max_length: in tokens; longer rows are counted.
 
     Raises:
-        RequestError: the source is missing, or none of its rows has a layout that is known.
+        RequestError: the source is missing, or its rows have no known layout.
     """
     found = Checked(source)
     documents = wanted == "documents"
@@ -105,24 +105,24 @@ def check_rows(
         while batch := list(islice(everything, _BATCH)):
             columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
             _check_batch(batch, kind, found, encode, max_length)
-    except RequestError as error:  # of the file itself
+    except RequestError as error:  # an error of the file, not of a row
         found.problem(str(error))
     found.notes += source_notes(source, key, documents)
-    layout = look(columns)  # of all rows, as training sees them
+    layout = look(columns)  # of all rows, as in training
     if layout.read_as:
         found.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
         found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
     if not found.wrong:
-        read_rows(source, limit, key, documents)  # the values of a column are to be of one type
+        read_rows(source, limit, key, documents)  # checks that each column has one type
     return found
 
 
 def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, key: str) -> Checked:
-    """Read all of a corpus as pretraining does, and count its documents and their tokens.
+    """Read all of a corpus as pretraining does, and count its documents and tokens.
 
     Raises:
-        RequestError: the source is missing, or shards are not whole or of another tokenizer.
+        RequestError: the source is missing, or shards are incomplete or of another tokenizer.
     """
     from trainwright.data.sources.texts import pieces
     from trainwright.data.tokens.shards import Shards, is_shards
@@ -187,10 +187,10 @@ def _check_batch(
 
 
 def _encoded(taken: list[tuple[str, list[Any]]], encode: Encode) -> Iterator[tuple[str, list[Encoded] | RequestError]]:
-    """All rows at once, and one by one where that is refused."""
+    """Yield the encoding of each row: all rows at once or, if that fails, one by one with the errors."""
     try:
         all_of_them = iter(encode([text for _, texts in taken for text in texts]))
-    except TokenizerError:  # of any row
+    except TokenizerError:  # concerns all rows
         raise
     except RequestError:
         for place, texts in taken:

@@ -1,12 +1,11 @@
-"""How a row of any layout becomes a conversation or a text; the layouts themselves are in layouts.py.
+"""Convert rows of any layout to a conversation or a text; layouts.py defines the layouts.
 
-Every layout but ``text`` becomes messages; a text ``system`` next to them opens the conversation. Assistant
-turns are what is trained on, except those inside the ``prompt`` of a prompt and completion, empty ones, and those
-with ``"target": false``.
+Every layout but ``text`` becomes messages; a ``system`` text in the row becomes the first turn. Assistant turns are
+targets, except those inside the ``prompt`` of a prompt and completion, empty ones, and those with ``"target": false``.
 
-A conversation that begins with the assistant answers nobody there: those first turns are left out, as FastChat
-and what came of it do with ShareGPT's (https://github.com/lm-sys/FastChat, fastchat/train/train.py). Turns of one role
-one after another are joined to one, with an empty line between them.
+Assistant turns before the first user turn are left out, as FastChat does for ShareGPT
+(https://github.com/lm-sys/FastChat, fastchat/train/train.py). Consecutive turns of one role are joined with an empty
+line between them.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ _MARKED = "every assistant turn is marked as not trained on"
 
 
 class NoTarget(RequestError):
-    """A row with nothing to train on; the message is why, in the same words for all such rows."""
+    """A row without targets; the message is the reason, the same for all such rows."""
 
 
 def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Example:
-    """One row as a list of messages, at least one of them a target, or as a text.
+    """Convert one row to a text, or to a list of messages with at least one target.
 
     Args:
-        layout: its name, or as ``layouts.layout_of`` found it, with the columns that its fields are read from.
-        remarks: counts the rows that are not taken as they are, by what they do, in words.
+        layout: its name, or the result of ``layouts.layout_of`` with the columns that its fields are read from.
+        remarks: counts the rows that were changed, by the change in words.
 
     Raises:
-        NoTarget: the answer is empty, no assistant turn answers a user, or none of them is trained on.
-        RequestError: a field is missing or of the wrong type, a user's turn is empty, or the roles are out of
-        order.
+        NoTarget: the answer is empty, no assistant turn answers a user, or none of them is a target.
+        RequestError: a field is missing or of the wrong type, a user turn is empty, or the roles are out of order.
     """
     layout = layout if isinstance(layout, Layout) else Layout(layout)
     if layout == "text":
@@ -54,13 +52,13 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
 
 
 def conversation(messages: list[Message], row: Row, remarks: set[str], layout: Layout) -> list[Message]:
-    """``messages`` made from a ``row``, with its system text, in order, and with a target.
+    """Complete the ``messages`` of a ``row``: add its system text, join turns, check the order, and mark targets.
 
     Args:
-        remarks: gets what is done to the row, in words.
+        remarks: collects the changes to the row, in words.
 
     Raises:
-        NoTarget, RequestError: as ``to_example``.
+        NoTarget, RequestError: as in ``to_example``.
     """
     column = layout.column("system")
     system = row.get(column)
@@ -78,7 +76,7 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: L
 
 
 def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
-    """Join consecutive turns of one role, except those of tools, which answer one call each."""
+    """Join consecutive turns of one role, except tool turns, which each answer one call."""
     joined: list[Message] = messages[:1]
     for message in messages[1:]:
         last = joined[-1]
@@ -88,7 +86,7 @@ def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
         text = "\n\n".join(turn["content"] for turn in (last, message) if turn["content"].strip())
         joined[-1] = {**last, "content": text, **({"tool_calls": calls} if calls else {})}
-        if "tool_calls" not in message:  # a call after some words is one turn wherever calls are
+        if "tool_calls" not in message:  # text followed by a call is one turn in all formats
             remarks.add("have turns of one role one after another, which are joined with an empty line between them")
     return joined
 
@@ -106,7 +104,7 @@ def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Messag
 
 
 def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
-    """Mark empty answers as no targets; raise NoTarget if there is no other answer."""
+    """Mark empty answers as not targets; raise NoTarget if there is no other answer."""
     answers = [message for message in messages if message["role"] == "assistant" and message.get("target", True)]
     empty = [message for message in answers if not message["content"].strip() and "tool_calls" not in message]
     if len(empty) == len(answers):
@@ -151,7 +149,7 @@ def _pair(user: str, assistant: str) -> list[Message]:
 
 
 def with_input(row: Row, layout: Layout, question: str) -> str:
-    """Return a question with the text that it is about, where the row has one."""
+    """Append the optional input text of the row to a question."""
     field = layout.column("input")
     more = row.get(field)
     if more is not None and not isinstance(more, str):
@@ -160,7 +158,7 @@ def with_input(row: Row, layout: Layout, question: str) -> str:
 
 
 def answer_field(row: Row, field: str) -> str:
-    """Return a text of the row that is trained on. Raises NoTarget where it is empty, and as ``text_field``."""
+    """Return a text field that is trained on; raise NoTarget if it is empty, otherwise as ``text_field``."""
     value = row.get(field)
     if isinstance(value, str) and not value.strip():
         raise NoTarget("the text is empty" if field == "text" else _EMPTY)
@@ -173,7 +171,7 @@ def answer_field(row: Row, field: str) -> str:
 
 
 def text_field(row: Row, field: str) -> str:
-    """Return a text of the row. Raises RequestError where it is missing, empty or something else."""
+    """Return a text field of the row; raise RequestError if it is missing, empty or not text."""
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
@@ -186,7 +184,7 @@ def text_field(row: Row, field: str) -> str:
 
 
 def _check_order(messages: list[Message]) -> None:
-    """System first, then user (or tool) and assistant in turn."""
+    """Check that an optional system turn comes first, then user (or tool) and assistant turns alternate."""
     roles = [message["role"] for message in messages]
     body = roles[1:] if roles[0] == "system" else roles
     before = "system"

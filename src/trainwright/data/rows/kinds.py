@@ -1,4 +1,4 @@
-"""What the rows of a task are: the layouts they may have, and how a row becomes the documents of an example."""
+"""The rows of a task: the layouts they may have, and how a row becomes the documents of an example."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """``layouts``: of ``layouts.REQUIRED``, in the order in which they are looked for."""
+    """The rows of a task; ``layouts`` are names of ``layouts.REQUIRED`` in the order of detection."""
 
     name: str
     layouts: tuple[str, ...]
 
     def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> Layout:
-        """Return the layout of a source's rows. Raises RequestError where they have none of these."""
+        """Return the layout of a source's rows; raise RequestError if they fit none."""
         return layout_of(columns, first_rows, wanted, self.layouts)
 
     def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
-        """One row as ``(role, text or conversation)`` of each document of an example; every row gives equally many.
+        """Return a row as ``(role, text or conversation)`` of each document of an example; rows have equally many.
 
         Raises:
-            NoTarget, RequestError: as ``formats.to_example``.
+            NoTarget, RequestError: as in ``formats.to_example``.
         """
         found = self._documents(row, layout, remarks)
         if remarks is not None and (more := unread_fields(row, layout.used)):
@@ -51,14 +51,14 @@ class Kind:
 EXAMPLES = Kind("examples", SINGLE)
 PAIRS = Kind("pairs", ("preference",))
 ANSWERS = Kind("answers", ("preference", "labelled"))
-ANY = Kind("any", ("preference", "labelled", *SINGLE))  # of rows that are not for a task yet
+ANY = Kind("any", ("preference", "labelled", *SINGLE))  # rows that do not belong to a task yet
 
 
 _KINDS = {kind.name: kind for kind in (EXAMPLES, PAIRS, ANSWERS)}
 
 
 def kind_of_rows(recipe: Recipe, key: str = "data.train") -> Kind:
-    """Return what the rows at ``key`` are to the recipe's task. Raises RequestError where data.idk cannot be read."""
+    """Return the kind of rows at ``key`` for the recipe's task; raise RequestError if data.idk cannot be read."""
     name = recipe.spec.rows(recipe, key)
     if name == "refused":
         from trainwright.data.rows.refusals import refused

@@ -1,18 +1,18 @@
-"""The layouts that rows have, and how a source's columns are matched with their fields.
+"""The layouts of rows, and the mapping from a source's columns to their fields.
 
     messages            {"messages": [{"role", "content"}, …]}
     conversations       {"conversations": [{"from": "human" | "gpt" | …, "value"}, …]}     (ShareGPT)
-    prompt_completion   {"prompt", "completion"}, each a text, or a list of messages
-    instruction         {"instruction", "input" (may be left out), "output"}                (Alpaca)
-    question_answer     {"question", "context" (may be left out), "answer"}
+    prompt_completion   {"prompt", "completion"}, each a text or a list of messages
+    instruction         {"instruction", "input" (optional), "output"}                       (Alpaca)
+    question_answer     {"question", "context" (optional), "answer"}
     text                {"text"}
 
 Two more hold answers to compare, see pairs.py:
 
-    preference          {"chosen", "rejected"}, and "prompt" where these are answers alone
-    labelled            {"prompt", "completion", "label"}, the label true or false
+    preference          {"chosen", "rejected"}, and "prompt" if these are only answers
+    labelled            {"prompt", "completion", "label"}, where the label is true or false
 
-Columns with the names above decide. Where no layout has all of its own, the names that published data sets use are
+Columns with these names are matched first. If no layout has all its columns, common names of published datasets are
 tried: {"query", "response"}, {"instruction", "context", "response"} (Dolly), {"system", "user", "assistant"}, ….
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 
-# In the order in which they are looked for: the more telling first.
+# In order of detection: more specific layouts first.
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
@@ -41,14 +41,14 @@ _OPTIONAL = {
     "preference": ("prompt", "input"),
 }
 _OF_CONVERSATIONS = ("system", "tools")
-# Layouts of examples that are one document each.
+# Layouts whose examples are one document each.
 SINGLE = ("messages", "conversations", "prompt_completion", "instruction", "question_answer", "text")
 _TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: kto"}
 
-# Other names of what is asked and of what is answered, the more telling first.
+# Other names of question and answer columns, the more specific first.
 _ASKED = ("question", "prompt", "instruction", "query", "problem", "user", "human", "input", "context", "title")
 _ANSWERED = ("answer", "response", "completion", "output", "reply", "assistant", "gpt", "bot", "solution", "target")
-_SUMMARIES = ("summary", "highlights")  # of a text, which is not to be learnt then
+_SUMMARIES = ("summary", "highlights")  # summaries of a text, which is then not a target
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
     "question": _ASKED,
@@ -64,62 +64,62 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "system": ("system_prompt", "system_message"),
     "tools": ("functions",),
 }
-# Columns that hold lists of turns.
+# Columns with lists of turns.
 TURN_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", *_OTHER_NAMES["messages"])
 
 
 class Layout(str):
-    """The name of a layout, as ``data.format`` has it, with the columns that its fields are read from.
+    """A layout name, as in ``data.format``, with the columns that its fields are read from.
 
     Attributes:
-        columns: from the names of fields above to those of columns that are called otherwise.
+        columns: maps field names to column names, where they differ.
     """
 
     columns: Mapping[str, str]
 
     def __new__(cls, name: str, columns: Mapping[str, str] | None = None) -> Layout:
-        """Make the layout ``name`` with the columns of its fields."""
+        """Create the layout ``name`` with the columns of its fields."""
         layout = super().__new__(cls, name)
         layout.columns = {field: column for field, column in (columns or {}).items() if field != column}
         return layout
 
     def column(self, field: str) -> str:
-        """Return the column that a field is read from; none is called "", so that nothing is read from it."""
+        """Return the column that a field is read from, or "" if the field is not read."""
         return self.columns.get(field, field)
 
     def unused(self, columns: Sequence[str]) -> list[str]:
-        """Which of a source's columns no part of an example is made from."""
+        """Return the columns of a source that examples do not use."""
         return [column for column in columns if column not in self.used]
 
     @property
     def used(self) -> list[str]:
-        """The columns that an example is made from, where there are such."""
+        """Return the columns that an example is made from, including optional ones."""
         more = () if self == "text" else _OF_CONVERSATIONS
         return [self.column(field) for field in (*REQUIRED[self], *_OPTIONAL.get(self, ()), *more)]
 
     @property
     def renamed(self) -> dict[str, str]:
-        """From columns to the fields that they are read as, where the two are called differently."""
+        """Return a mapping from column names to field names, where they differ."""
         return {column: field for field, column in self.columns.items() if column}
 
     @property
     def read_as(self) -> str:
-        """Which columns are read as other fields, in words; empty where none is."""
+        """Describe which columns are read as other fields; empty if there are none."""
         return ", ".join(f"{column} as {field}" for column, field in self.renamed.items())
 
 
 def columns_not_used(columns: Sequence[str]) -> str:
-    """Return what is said of columns that no part of an example is made from."""
+    """Return the message about columns that examples do not use."""
     return f"not used: the column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
 
 
 def layout_of(
     columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
 ) -> Layout:
-    """Return the layout of a source's rows: ``wanted``, or if that is ``auto`` the one of ``layouts`` that they have.
+    """Return the layout of a source's rows: ``wanted``, or the detected one of ``layouts`` if it is ``auto``.
 
     Raises:
-        RequestError: the columns do not have it, or none is recognised.
+        RequestError: the columns do not fit the layout, or no layout is recognized.
     """
     if wanted == "auto":
         return detect_format(columns, first_rows, layouts)
@@ -127,11 +127,10 @@ def layout_of(
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> Layout:
-    """Return the first of ``layouts`` that rows with these ``columns`` have; of ``first_rows`` one must fill its
-    fields.
+    """Return the first of ``layouts`` that fits ``columns``; one of ``first_rows`` must have all its fields.
 
     Raises:
-        RequestError: none fits; lists the fields there are and what each layout needs.
+        RequestError: no layout fits; the message lists the columns and the fields of each layout.
     """
     fitting = [
         name for name in REQUIRED if _are_filled(first_rows, REQUIRED[name]) and set(REQUIRED[name]) <= {*columns}
@@ -152,7 +151,7 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
 
 
 def check_format(columns: Sequence[str], name: str) -> Layout:
-    """Return the layout ``name`` in ``columns``. Raises RequestError where they have not all that it needs."""
+    """Return the layout ``name`` for ``columns``; raise RequestError if a required column is missing."""
     found = _matched(name, columns)
     if missing := [field for field in REQUIRED[name] if field not in found]:
         raise RequestError(
@@ -171,7 +170,7 @@ def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: 
         if name == "messages" and not any(_is_turns(row.get(found["messages"])) for row in first_rows):
             continue
         if name == "text" and any(_named(names, columns) for names in (_ASKED[:-2], (*_ANSWERED, *_SUMMARIES))):
-            return None  # half of a question and its answer
+            return None  # one half of a question and answer
         if name == "question_answer" and found["question"].lower() == "instruction" and "instruction" in layouts:
             found = {"instruction": found["question"], "output": found["answer"]}
             name = "instruction"
@@ -180,7 +179,7 @@ def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: 
 
 
 def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
-    """Return the columns of the required fields of a layout, as far as there are any, each column for one field."""
+    """Return the columns found for the required fields of a layout, each column for one field."""
     found: dict[str, str] = {}
     for field in REQUIRED[name]:
         left = [column for column in columns if column not in found.values()]
@@ -201,7 +200,7 @@ def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) 
 
 
 def _named(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the column with the first of ``names``, in any case where none is written exactly so."""
+    """Return the column with the first of ``names``; an exact match is preferred to one that ignores case."""
     lower = {column.lower(): column for column in reversed(columns)}
     return next((name if name in columns else lower[name] for name in names if name in lower), None)
 

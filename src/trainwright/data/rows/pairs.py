@@ -1,11 +1,11 @@
-"""Rows that compare answers: how each becomes conversations with the same beginning, and what each answer is.
+"""Convert rows that compare answers to conversations with a common prompt, and to the role of each answer.
 
-    {"prompt", "chosen", "rejected"}    answers to a prompt, each a text, or each a list of messages
-    {"chosen", "rejected"}              whole conversations with a common beginning, each a list of messages, or a text
-                                        "\n\nHuman: …\n\nAssistant: …" as Anthropic's HH-RLHF has them
-    {"prompt", "completion", "label"}   one answer, and whether it is a good one
+    {"prompt", "chosen", "rejected"}    answers to a prompt, each a text or each a list of messages
+    {"chosen", "rejected"}              whole conversations with a common prefix, each a list of messages, or a text
+                                        "\n\nHuman: …\n\nAssistant: …" as in Anthropic's HH-RLHF
+    {"prompt", "completion", "label"}   one answer, and whether it is good
 
-What conversations have in common is their prompt; it begins the documents of a pair and is not trained on.
+The common prefix of the conversations is their prompt; both documents of a pair start with it, and it is not a target.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainwright.data.rows.turns import Message, transcript, turns_field
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 
-# What a document is: the better answer or the worse one; of answers with a label, a good one or a bad one.
+# The role of a document: the better or the worse answer; for labelled rows, a good or a bad answer.
 CHOSEN, REJECTED = 0, 1
 _PREFERENCE, _LABELLED = Layout("preference"), Layout("labelled")
 _LABELS = {"true": CHOSEN, "false": REJECTED}
@@ -30,10 +30,10 @@ _SAME = "chosen and rejected are the same"
 def to_pair(
     row: Row, remarks: Counter[str] | None = None, layout: Layout = _PREFERENCE
 ) -> list[tuple[int, list[Message]]]:
-    """Return a ``preference`` row as ``(role, conversation)`` of the chosen and of the rejected answer, in this order.
+    """Return a ``preference`` row as ``(role, conversation)`` of the chosen and the rejected answer, in this order.
 
     Args:
-        remarks: counts the rows that are not taken as they are, by what they do, in words.
+        remarks: counts the rows that were changed, by the change in words.
 
     Raises:
         NoTarget: an answer is empty, or both are the same.
@@ -55,10 +55,10 @@ def to_labelled(
     """Return a ``labelled`` row as the role and the conversation of its one answer.
 
     Raises:
-        NoTarget, RequestError: as ``formats.to_example``; RequestError where the label is neither true nor false.
+        NoTarget, RequestError: as in ``formats.to_example``; RequestError if the label is neither true nor false.
     """
     label = row.get("label")
-    role = _LABELS.get(label.strip().lower()) if isinstance(label, str) else None  # CSV has no other values than text
+    role = _LABELS.get(label.strip().lower()) if isinstance(label, str) else None  # CSV values are always text
     if isinstance(label, bool):
         role = CHOSEN if label else REJECTED
     if role is None:
@@ -92,7 +92,7 @@ def _prompt(row: Row, layout: Layout) -> list[Message]:
     field = layout.column("prompt")
     given = row.get(field)
     if isinstance(given, dict) and isinstance(given.get("messages"), list) and not given.get("tools"):
-        return _not_trained_on(turns_field(given, "messages"))  # as OpenAI has them
+        return _not_trained_on(turns_field(given, "messages"))  # OpenAI's format
     if isinstance(given, list):
         return _not_trained_on(turns_field(row, field))
     text = with_input(row, layout, text_field(row, field))
@@ -100,7 +100,7 @@ def _prompt(row: Row, layout: Layout) -> list[Message]:
 
 
 def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Message]], common: int) -> None:
-    """Refuse conversations that are not answers to one prompt, the row's own where it names one."""
+    """Raise RequestError unless both conversations answer the same prompt, which is the row's prompt if it has one."""
     chosen, rejected = sides.values()
     if list(chosen) == list(rejected):
         raise NoTarget(_SAME)
@@ -117,7 +117,7 @@ def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Mess
             )
     column = layout.column("prompt")
     prompt, beginning = row.get(column), chosen[:common]
-    if not prompt or column in ("messages", "conversations"):  # of which these two are often the whole
+    if not prompt or column in ("messages", "conversations"):  # these two often hold the whole conversation
         return
     if isinstance(prompt, str):
         said = transcript(prompt)

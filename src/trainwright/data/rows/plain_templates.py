@@ -1,4 +1,4 @@
-"""Chat templates for tokenizers that have none, and templates that do not change from day to day."""
+"""Chat templates for tokenizers without one, and a fixed date for templates that write the current date."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PLAIN = (
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
-# Some templates write the date of the day. The same data must give the same tokens tomorrow, so one day is
-# fixed: the one Llama 3.1's template falls back to.
+# Some templates write the current date. The same data must give the same tokens every day, so the date is fixed to the
+# one Llama 3.1's template falls back to.
 _DATE = (
     "{%- macro strftime_now(format) -%}"
     "{{ {'%d %b %Y': '26 Jul 2024', '%B %d, %Y': 'July 26, 2024', '%d %B %Y': '26 July 2024'}"
@@ -33,10 +33,10 @@ _DATE = (
 
 
 def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Give a tokenizer without a chat template a plain one, in place; returns a line that says so.
+    """Set a plain chat template on a tokenizer without one, in place; return a message about it, or None.
 
-    ChatML if its two tokens are in the vocabulary, else ``User: …`` and ``Assistant: …`` lines in which the
-    end-of-text token closes an answer.
+    The template is ChatML if the vocabulary has its two tokens, otherwise ``User: …`` and ``Assistant: …`` lines with
+    the end-of-text token after each answer.
     """
     if tokenizer.chat_template is not None:
         return None
@@ -50,7 +50,7 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def fixed_date(template: str, notes: list[str]) -> str:
-    """Return the template, with the day it writes, if it writes one, fixed; ``notes`` gets a line about it."""
+    """Return the template with a fixed date if it writes the current one; add a line about it to ``notes``."""
     if "strftime_now" not in template:
         return template
     notes.append("the chat template writes the day's date: 26 July 2024 is used, so that the data stay the same")

@@ -1,8 +1,7 @@
-"""From raw rows with fields of any name to one layout, without duplicates, split: ``trainwright data prepare``.
+"""Convert raw rows with fields of any name to one layout, deduplicate and split them: ``trainwright data prepare``.
 
-Rows stream through: what is remembered of each is a few bytes in an index on disk, so that sources may be larger
-than memory. On which side of the split a row falls depends on the seed and its content alone, so rows that are equal
-fall on the same one.
+Rows are streamed: only a few bytes of each are kept in an index on disk, so sources may be larger than memory. The
+split of a row depends only on the seed and its content, so equal rows are in the same split.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ SPLITS = ("train", "validation", "test")
 _KEY = "data prepare"
 _FIRST = 8
 _ALL = "all"
-# Where the turns of a written row are.
+# Fields of a written row that hold turns.
 _TURNS = ("messages", "prompt", "completion", "chosen", "rejected")
 _SHOWN = 5
 
 
 @dataclass
 class Side:
-    """What one part of the split holds; lengths are in characters of text."""
+    """Statistics of one split; lengths are in characters of text."""
 
     rows: int = 0
     turns: int = 0
     characters: int = 0
     longest: int = 0
     roles: Counter[str] = field(default_factory=Counter)
-    # Rows of at least so many characters: powers of two.
+    # Counts of rows by length, rounded down to a power of two.
     lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, row: Row) -> None:
-        """Count a normalised row."""
+        """Count a normalized row."""
         turns = _turns(row)
         size = sum(len(str(turn["content"])) for turn in turns) if turns else len(row.get("text", ""))
         self.rows += 1
@@ -63,16 +62,16 @@ class Side:
 
 @dataclass
 class Source:
-    """What became of the rows of one source."""
+    """What happened to the rows of one source."""
 
     source: str
-    layout: Layout = Layout("")  # noqa: RUF009 (a text, which nobody changes)
+    layout: Layout = Layout("")  # noqa: RUF009 (immutable text)
     renamed: dict[str, str] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)  # columns beside those of the layout
-    not_kept: Counter[str] = field(default_factory=Counter)  # columns, by the rows that have anything in them
+    kept: list[str] = field(default_factory=list)  # columns kept in addition to the layout's
+    not_kept: Counter[str] = field(default_factory=Counter)  # dropped columns, by rows in which they are not null
     rows: int = 0
     duplicates: int = 0
-    differing: int = 0  # of the duplicates, in columns that are not kept
+    differing: int = 0  # duplicates that differ in dropped columns
     wrong: int = 0
     first_wrong: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -82,7 +81,7 @@ class Source:
 
 @dataclass
 class Statistics:
-    """Everything that was counted: ``rows`` are kept, duplicates, wrong or left out, for each source and altogether."""
+    """The counts for each source and each split."""
 
     sources: list[Source]
     sides: dict[str, Side]
@@ -105,15 +104,15 @@ def prepare_raw(
     """Write ``train.jsonl``, ``validation.jsonl``, ``test.jsonl`` and ``statistics.json`` into ``out``, or nothing.
 
     Args:
-        renamed: from a field's name in the sources, with dots into objects, to the name it is to have.
-        validation, test: which parts of the rows that remain are held back.
-        deduplicate: exact, near or none. Rows are equal where all that is written of them is.
-        keep: columns that are written beside those that the layout is made from; ``all`` of them.
-        skip_wrong: leave wrong rows out, and count them.
+        renamed: maps a field of the sources (dots select nested fields) to its new name.
+        validation, test: the fractions of the remaining rows that are held out.
+        deduplicate: exact, near or none. Rows are equal if all their written fields are.
+        keep: columns to write in addition to the layout's; ``all`` keeps every column.
+        skip_wrong: leave out and count invalid rows.
 
     Raises:
-        RequestError: ``out`` is taken, a source or one of its rows is wrong (with its file and line), or nothing is
-        left.
+        RequestError: ``out`` is not empty, a source or one of its rows is invalid (the message names its file and
+        line), or no rows remain.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"--out: {out} is there already; name a new directory")
@@ -131,7 +130,7 @@ def prepare_raw(
         _divide(scratch / "rows", scratch, borders, found, seed)
         (scratch / "rows").unlink()
         text = json.dumps(found, default=vars, indent=2, ensure_ascii=False)
-        # A file's name may be no UTF-8; what stands for its bytes becomes an escape of JSON.
+        # A file name may not be valid UTF-8; its surrogate escapes are written as JSON escapes.
         (scratch / "statistics.json").write_bytes(f"{text}\n".encode(errors="backslashreplace"))
         scratch.chmod(0o755)
         if out.exists():
@@ -145,7 +144,7 @@ def prepare_raw(
 def _normalise_all(
     sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, found: Statistics, seed: int
 ) -> int:
-    """Write what is kept of all sources into one file; returns how many rows that is."""
+    """Write the rows to keep of all sources into one file; return their number."""
     kept, kinds = 0, dict[str, str]()
     with file.open("w", encoding="utf-8") as rows:
         for source in sources:
@@ -177,16 +176,16 @@ def _normalise_all(
 
 @dataclass
 class _Reader:
-    """Rows of sources in one layout, by what was asked for on the command line."""
+    """Reads rows of sources in one layout, with the options of the command line."""
 
     renamed: Mapping[str, str]
     keep: Sequence[str]
     skip_wrong: bool
-    used: set[str] = field(default_factory=set)  # of the fields to rename
-    columns: set[str] = field(default_factory=set)  # seen beside those of the layout
+    used: set[str] = field(default_factory=set)  # fields to rename that occurred
+    columns: set[str] = field(default_factory=set)  # columns outside the layout that occurred
 
     def rows(self, source: str, counts: Source) -> Iterator[tuple[Row, str]]:
-        """Each row as it is to be written, and as text what of it is not."""
+        """Yield each row as it will be written, and the JSON of its dropped columns."""
         rows = iterate_source(source, key=_KEY)
         first = list(islice(rows, _FIRST))
         if not first:
@@ -216,7 +215,7 @@ class _Reader:
         counts.notes += source_notes(source, _KEY)
 
     def check_names(self) -> None:
-        """Raise RequestError where a column that was named on the command line is in no row."""
+        """Raise RequestError if a column named on the command line is in no row."""
         if unknown := sorted(set(self.renamed) - self.used):
             raise RequestError(f"--map: no row has the field {unknown[0]}")
         if unknown := sorted(set(self.keep) - self.columns - {_ALL}):
@@ -257,7 +256,7 @@ def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
 
 
 def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
-    """Return a row of the layout messages, text, preference or labelled."""
+    """Return a row of layout messages, text, preference or labelled."""
     role, example = documents[0]
     if layout == "preference":
         return {"chosen": example, "rejected": documents[1][1]}
@@ -271,7 +270,7 @@ def _turns(row: Row) -> list[Any]:
 
 
 def _rank(text: str, seed: int) -> bytes:
-    """Where a row stands in the draw of who is held back."""
+    """Return the hash of a row and the seed that decides its split."""
     return hashlib.sha256(f"{seed}/{text}".encode()).digest()[:16]
 
 

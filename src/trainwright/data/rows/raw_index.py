@@ -1,4 +1,4 @@
-"""Which rows were seen before, exactly or nearly, in a database on disk."""
+"""Find exact and near duplicates of rows, with an index on disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainwright.data.sources.row_files import Row
 
 DUPLICATES = ("exact", "near", "none")
 
-# MinHash (Broder 1997) over the sets of word 5-grams, and bands of it to find candidates by (Leskovec, Rajaraman and
-# Ullman, Mining of Massive Datasets, section 3.4): of two rows with four fifths of their 5-grams in common, one in ten
-# thousand is missed.
+# MinHash (Broder 1997) over the sets of word 5-grams, with bands to find candidates (Leskovec, Rajaraman and Ullman,
+# Mining of Massive Datasets, section 3.4): a pair of rows that share four fifths of their 5-grams is missed with
+# probability 1e-4.
 _WORDS = 5
 _BANDS, _ROWS = 16, 4
 _ALIKE = 0.8
@@ -27,7 +27,7 @@ _COEFFICIENTS = np.random.default_rng(0).integers(1, 1 << 31, size=(2, _BANDS * 
 
 
 class Seen(Enum):
-    """Whether a row repeats an earlier one; DIFFERENT: but for what is not written of it."""
+    """Whether a row repeats an earlier one; DIFFERENT: it does, except for its dropped columns."""
 
     NEW = "new"
     REPEATED = "repeated"
@@ -35,7 +35,7 @@ class Seen(Enum):
 
 
 class RowIndex:
-    """An index of rows in a file, removed when it is closed."""
+    """An index of rows in a file, which is deleted on exit."""
 
     def __init__(self, file: Path, deduplicate: str) -> None:
         self._file = file
@@ -56,10 +56,10 @@ class RowIndex:
         self._file.unlink(missing_ok=True)
 
     def add(self, rank: bytes, text: str, row: Row, rest: str = "") -> Seen:
-        """Take a row in, by its rank in the split, unless it repeats one that was taken in before.
+        """Add a row with its rank in the split, unless it repeats an earlier one; return whether it does.
 
         Args:
-            rest: what of the row is not in its ``text``.
+            rest: the columns of the row that are not in ``text``, as JSON.
         """
         if self._deduplicate != "none" and (seen := self._seen(text, rest)) is not Seen.NEW:
             return seen
@@ -69,7 +69,7 @@ class RowIndex:
         return Seen.NEW
 
     def borders(self, *counts: int) -> tuple[bytes, bytes]:
-        """For each of two counts, the rank below which so many rows are; fewer where equal rows stand astride."""
+        """Return, for each of two counts, the rank below which that many rows are; fewer if equal ranks cross it."""
         self._database.execute("CREATE INDEX by_rank ON ranks (rank)")
         found = []
         for count in counts:
@@ -100,7 +100,7 @@ class RowIndex:
 
 
 def _signature(text: str) -> Any:
-    """MinHash of a text's word 5-grams [bands, rows]; None for a text of fewer words."""
+    """Return the MinHash of a text's word 5-grams [bands, rows], or None if it has fewer than five words."""
     words = re.findall(r"\w+", text.lower())
     grams = {" ".join(words[i : i + _WORDS]) for i in range(len(words) - _WORDS + 1)}
     if not grams:
@@ -108,7 +108,7 @@ def _signature(text: str) -> Any:
     hashes = np.array(
         [int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=4).digest(), "little") for gram in grams], np.uint64
     )
-    # Both factors are below 2^32, so nothing overflows.
+    # Both factors are below 2^32, so the product does not overflow.
     values = (hashes[:, None] * _COEFFICIENTS[0] + _COEFFICIENTS[1]) % np.uint64(_PRIME)
     return values.min(0).reshape(_BANDS, _ROWS)
 

@@ -1,7 +1,7 @@
-"""Refusals, such as "I do not know that.", in place of the answers that are to be forgotten.
+"""Refusals, such as "I do not know that.", in place of the answers to forget.
 
-The refusal of a row is drawn from data.idk by the seed and the row's own content, so it is the same in every epoch and
-what the reference says of it is computed once.
+The refusal of a row is selected from data.idk by the seed and the content of the row, so it is the same in every epoch,
+and the log-probabilities of the reference model are computed once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from trainwright.recipe.files import read_text
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
-# What a document is to its example.
+# The role of a document in its example.
 FORGET, RETAIN, REFUSAL = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Refused(Kind):
-    """Conversations, each with the same one that ends in a refusal."""
+    """Conversations, each with a copy that ends in a refusal."""
 
     refusals: tuple[str, ...] = ()
     seed: int = 0
 
     def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
-        """Return the example of a row with its refusal as the answer."""
+        """Return a row's conversation, and the same with a refusal as the answer."""
         ((_, example),) = super().documents(row, layout, remarks)
         if isinstance(example, str):
             raise RequestError(
@@ -47,7 +47,7 @@ class Refused(Kind):
 
 
 def refused(recipe: Recipe) -> Kind:
-    """Conversations with the refusals of data.idk. Raises RequestError where that cannot be read."""
+    """Return the kind of rows with the refusals of data.idk; raise RequestError if the file cannot be read."""
     assert recipe.data.idk is not None
     refusals, seed = read_refusals(recipe.data.idk), recipe.train.seed
     digest = hashlib.sha256(json.dumps([seed, *refusals]).encode()).hexdigest()[:16]
@@ -55,10 +55,10 @@ def refused(recipe: Recipe) -> Kind:
 
 
 def read_refusals(file: str) -> tuple[str, ...]:
-    """Return the refusals of a file, a line each: the line itself, or the one text of a JSON object.
+    """Return the refusals in a file, one per line: plain text, or a JSON object with one text.
 
     Raises:
-        RequestError: the file cannot be read, has none, or a line has several texts.
+        RequestError: the file cannot be read or holds no refusals, or a line has several texts.
     """
     path = Path(file).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""What a person looks at before training: which tokens are learnt, how long examples are, how full packs get."""
+"""Inspect data before training: which tokens are targets, how long examples are, and how full packs are."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SAMPLED_BATCHES = 64
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, document: int) -> Pieces:
-    """Return a document as runs of text ``(text, are its tokens targets)``, control tokens and all."""
+    """Return a document as runs of text ``(text, whether its tokens are targets)``, including control tokens."""
     tokens, targets = dataset.document(document)
-    ids, flags = tokens.tolist(), [False, *targets[1:].tolist()]  # nothing precedes the first to predict it from
+    ids, flags = tokens.tolist(), [False, *targets[1:].tolist()]  # the first token is never predicted
     runs: Pieces = []
     end, before = 0, ""
     for target, run in groupby(flags):
         end += len(list(run))
-        # A tokenizer may write a run otherwise when it stands alone, so that spaces would be missing.
+        # A tokenizer may decode a run without its context differently, for example without the leading space.
         whole = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
         runs.append((whole[len(before) :], target))
         before = whole
@@ -36,7 +36,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, document: 
 
 @dataclass(frozen=True)
 class Bin:
-    """How many examples have ``low`` to ``high`` tokens, both included."""
+    """The number of examples with ``low`` to ``high`` tokens, both inclusive."""
 
     low: int
     high: int
@@ -44,7 +44,7 @@ class Bin:
 
 
 def histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
-    """Return the examples by their length in tokens, in bins of one width from the shortest to the longest."""
+    """Return a histogram of example lengths in tokens, in bins of equal width."""
     lengths = dataset.example_lengths()
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // bins))
@@ -54,7 +54,7 @@ def histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
 
 @dataclass(frozen=True)
 class Fill:
-    """Of global batches in the mean: ``rows``, and which part of what is computed are ``tokens`` of examples."""
+    """Means over global batches: ``rows``, ``tokens`` of examples, and ``fill``, their fraction of computed tokens."""
 
     rows: float
     tokens: float
@@ -65,10 +65,10 @@ class Fill:
 def fill(
     dataset: TokenDataset, *, global_batch_size: int, seed: int, rows: int | None, pack_length: int | None
 ) -> Fill:
-    """How full rows are, over the first batches of an epoch.
+    """Measure how full rows are, over the first batches of an epoch.
 
     Args:
-        rows: of a micro-batch that is not packed, each of them padded to the longest; None: all of the global batch.
+        rows: rows of a micro-batch that is not packed, padded to the longest; None: the whole global batch.
     """
     size = min(global_batch_size, len(dataset))
     stream = Stream(
@@ -91,6 +91,6 @@ def fill(
 
 
 def first_examples(dataset: TokenDataset, count: int, seed: int) -> Sequence[int]:
-    """Return the examples that training sees first."""
+    """Return the first examples in training order."""
     count = min(count, len(dataset))
     return Stream(dataset, global_batch_size=count, seed=seed, rows=1).examples(0) if count else []

@@ -1,4 +1,4 @@
-"""One system prompt for all conversations of a source: ``trainwright data style``."""
+"""Give all conversations of a source one system prompt: ``trainwright data style``."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trainwright.errors import RequestError
 
 @dataclass
 class Styled:
-    """What was done, in numbers of rows."""
+    """Numbers of rows that were changed, kept and left out."""
 
     added: int = 0
     replaced: int = 0
-    kept: int = 0  # with the system turn that they had
+    kept: int = 0  # with their own system turn
     left_out: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)  # on how the rows were read
+    notes: list[str] = field(default_factory=list)  # about how the rows were read
 
 
 def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
-    """Write the conversations of ``source`` as messages that begin with ``system``; the file is there whole or not.
+    """Write the conversations of ``source`` as messages that start with ``system``; the file is written atomically.
 
-    Columns that no turn is made from stay beside them.
+    Columns that do not belong to the turns are kept.
 
     Args:
-        replace: change the system turns that there are, too.
+        replace: also replace existing system turns.
 
     Raises:
-        RequestError: ``out`` is taken, or the source or a row of it is wrong or holds no conversation.
+        RequestError: ``out`` exists, or the source or one of its rows is wrong or has no conversation.
     """
     if not system.strip():
         raise RequestError("--system: is empty; give the text of a system turn, or @FILE")

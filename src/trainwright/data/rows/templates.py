@@ -1,20 +1,18 @@
-"""From a conversation to tokens, and which of them the assistant said.
+"""Encode conversations as tokens, and mark the tokens of assistant turns as targets.
 
-The whole conversation is rendered and tokenised once, exactly as the model sees it when it is used; nothing
-is put together from pieces. Then the characters of each assistant turn are located in the rendering:
+The whole conversation is rendered and tokenized once, exactly as at inference; nothing is concatenated from parts.
+Each assistant turn is then located in the rendered text:
 
-- by the template's own ``{% generation %}`` markers where it has them, else
-- a turn begins where the rendering of everything before it, with the generation prompt, ends: what follows is
-what
-  the model writes. Where that rendering is no beginning of the whole (a template that rewrites earlier turns,
-  or has no generation prompt) it begins at the turn's content;
-- its content ends where the rendering stays the same if the content is replaced by another;
-- then comes the stop: up to the first control token that the template writes before the next turn, or, where
-it
-  writes none, the text that closes every turn.
+- by the template's own ``{% generation %}`` markers if it has them, otherwise
+- a turn starts where the rendering of all earlier turns plus the generation prompt ends. If that rendering is not a
+  prefix of the whole (a template that rewrites earlier turns, or has no generation prompt), the turn starts at its
+  content;
+- its content ends where the rendered text no longer changes when the content is replaced;
+- the stop follows: up to the first control token that the template writes before the next turn or, if it writes none,
+  the text that closes every turn.
 
-A token is a target if any of its characters belong to a turn. White space after the stop is no target, nor is
-anything the template appends to the end of a conversation: the model has stopped by then.
+A token is a target if any of its characters belong to a turn. White space after the stop is not a target, and neither
+is text that the template appends to the end of a conversation: the model has stopped by then.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ Encoded: TypeAlias = tuple[list[int], list[bool]]  # (ids, targets) of one examp
 Span: TypeAlias = tuple[int, int]
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "Xq7turnZ"  # letters and a digit alone, so that nothing a template does to a text changes it
+_PROBE = "Xq7turnZ"  # only letters and a digit, which no template changes
 
 
 class TurnsError(RequestError):
-    """A conversation that the template cannot render or take apart; ``index`` is its place in the batch."""
+    """A conversation that the template cannot render or whose turns cannot be located; ``index`` is its batch index."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -49,14 +47,14 @@ class TurnsError(RequestError):
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Encoded:
-    """Tokens of one conversation and which of them are targets; see ``ChatEncoder`` for many."""
+    """Return the token ids and target flags of one conversation; use ``ChatEncoder`` for many."""
     return ChatEncoder(tokenizer).encode([messages])[0]
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """Tokens of plain texts, each with the end-of-text token after it; all of them are targets.
+    """Tokenize plain texts and append the end-of-text token to each; all tokens are targets.
 
-    A tokenizer that opens every text with a token of its own does so here as well.
+    If the tokenizer prepends a beginning-of-text token, it does so here too.
     """
     eos = tokenizer.eos_token_id
     encoded = []
@@ -67,13 +65,13 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 
 class ChatEncoder:
-    """Encodes conversations by a tokenizer's chat template.
+    """Encodes conversations with a tokenizer's chat template.
 
-    A tokenizer without one is given a plain one, in place, so that whatever is saved or generated with it
-    later uses the same. ``notes`` says so, and whatever else about the template a user should know.
+    A tokenizer without a template gets a plain one, in place, so that saving and generating use the same one. ``notes``
+    reports this and other messages about the template.
 
     Raises:
-        RequestError: the tokenizer gives no character offsets, or its template takes no conversation at all.
+        RequestError: the tokenizer gives no character offsets, or its template renders no conversation.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -83,7 +81,7 @@ class ChatEncoder:
                 f"the tokenizer {self.name} gives no character offsets; a fast one (tokenizer.json) is needed"
             )
         self.notes: list[str] = []
-        self.folded = 0  # conversations whose system turn went into the first user turn
+        self.folded = 0  # conversations whose system turn was merged into the first user turn
         if note := install_template(tokenizer):
             self.notes.append(note)
         self._tokenizer = tokenizer
@@ -93,10 +91,10 @@ class ChatEncoder:
         self._examine()
 
     def encode(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
-        """``(ids, targets)`` of each conversation.
+        """Return ``(ids, targets)`` of each conversation.
 
         Raises:
-            TurnsError: the template refuses a conversation, or its turns cannot be told apart; names the
+            TurnsError: the template refuses a conversation, or its turns cannot be located; the message names the
             template.
         """
         if not conversations:
@@ -118,10 +116,10 @@ class ChatEncoder:
         return [(list(ids), _flags(offsets, turns)) for ids, offsets, turns in pairs]
 
     def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """Tokens of each conversation up to where the assistant is to answer it.
+        """Return the token ids of each conversation with the generation prompt appended.
 
         Raises:
-            TurnsError: the template refuses a conversation; names the template.
+            TurnsError: the template refuses a conversation; the message names the template.
         """
         if not conversations:
             return []
@@ -139,9 +137,7 @@ class ChatEncoder:
         return [{**system, **first, "content": text}, *rest]
 
     def _check_tools(self, conversation: list[Message], text: str, index: int) -> None:
-        """Refuse a template that leaves out tools or calls, because the model would learn something else than is
-        written.
-        """
+        """Raise TurnsError if the template omits tools or tool calls, which the model would then not learn."""
         for names, what in zip(names_in(conversation), ("tools", "calls of tools"), strict=True):
             if missing := next((name for name in names if name not in text), None):
                 raise TurnsError(
@@ -151,13 +147,13 @@ class ChatEncoder:
                 )
 
     def _examine(self) -> None:
-        """Learn from tiny conversations what the template writes around a turn."""
+        """Render short conversations to find what the template writes around a turn."""
         user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": _PROBE}
         bare, prompted = self._render([[user]]), self._render([[user]], generation_prompt=True)
         self._prompts = bare != prompted
         header = prompted[0][len(_common(bare[0], prompted[0])) :]
         after = self._render([[user, assistant]], generation_prompt=True)[0].partition(_PROBE)[2]
-        # What every turn is closed with, if another follows.
+        # The text that closes a turn when another turn follows.
         self._closing = after.removesuffix(header) if header else after
         if not self._stop(self._render([[user, assistant]])[0].partition(_PROBE)[2], last=True):
             self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
@@ -178,10 +174,10 @@ class ChatEncoder:
             )
 
         try:
-            if any(_tools(one) for one in conversations):  # which are of one conversation each
+            if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
                 return [text for one in conversations for text in render([one])]
             return list(render(conversations))
-        except Exception as error:  # a template may raise anything; find whose fault it is
+        except Exception as error:  # a template may raise anything; find the conversation that fails
             for index, conversation in enumerate(conversations):
                 try:
                     render([conversation])
@@ -215,7 +211,7 @@ class ChatEncoder:
         return texts, marks
 
     def _closed(self, text: str, span: Span) -> Span:
-        """Return a marked span, with its stop if that was left outside, and without white space after it."""
+        """Extend a marked span by its stop if that lies outside, and strip trailing white space."""
         start, end = span
         said = text[start:end].rstrip()
         if any(match.end() == len(said) for match in self._control.finditer(said)):
@@ -251,22 +247,22 @@ class ChatEncoder:
         return texts, spans
 
     def _start(self, text: str, prompt: str, before: str) -> int | None:
-        """Where the model begins to write: after the generation prompt, or at the content."""
+        """Return the offset at which the model starts to write: after the generation prompt, or at the content."""
         if self._prompts and text.startswith(prompt):
             return len(prompt)
         if not text.startswith(before):
             return None
-        # Without a generation prompt, a space between the user's turn and the answer is the model's to write.
+        # Without a generation prompt, the model writes the space between the user's turn and the answer.
         if len(prompt) < len(before) and text.startswith(prompt) and text[len(prompt) : len(before)].isspace():
             return len(prompt)
         return len(before)
 
     def _stop(self, after: str, *, last: bool) -> int:
-        """How many characters of ``after``, the text behind a turn's content, belong to its stop."""
+        """Return how many characters of ``after``, the text after a turn's content, belong to its stop."""
         closing = after if last and self._prompts else _common(after, self._closing)
         if match := self._control.search(closing):
             return match.end()
-        # Text that only happens to begin like the closing is the next turn's.
+        # Text that only starts like the closing belongs to the next turn.
         return len(closing.rstrip()) if last or closing == self._closing else 0
 
     def _apart(self, index: int, why: str) -> TurnsError:
@@ -281,7 +277,7 @@ class ChatEncoder:
 
 
 def _plain(conversation: Sequence[Message]) -> list[Message]:
-    """Return what a template is to see of the turns."""
+    """Keep only the keys of each turn that templates read."""
     keys = ("role", "content", "tool_calls", "name", "tool_call_id")
     return [{key: turn[key] for key in keys if key in turn} for turn in conversation]
 
@@ -291,7 +287,7 @@ def _tools(conversation: Sequence[Message]) -> list[Any] | None:
 
 
 def _common(one: str, other: str) -> str:
-    """Return what both begin with."""
+    """Return the common prefix of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(one, other, key=len) if length is None else one[:length]
 
@@ -301,17 +297,17 @@ def _replaced(conversation: list[Message], turn: int) -> list[Message]:
 
 
 def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern that matches every token that is not plain text, the longest first."""
+    """Return a pattern that matches special and added tokens, longest first."""
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
 
 def _flags(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
-    """Which tokens overlap a turn. Both are in order.
+    """Flag the tokens that overlap a turn; both sequences are in order.
 
-    A token reaches back to the end of the one before it: tokenizers leave the space in front of a word out of
-    its offsets, and give a token of spaces alone no extent at all.
+    Each token is extended back to the end of the previous one: tokenizers exclude the space before a word from its
+    offsets, and give a token of only spaces an empty range.
     """
     flags, previous, current = [], 0, 0
     for begin, end in offsets:

@@ -1,9 +1,9 @@
-"""Tools that an assistant may call, and the calls that it makes, as chat templates take them.
+"""Read tools and tool calls in the form that chat templates expect.
 
-A row has them as JSON or as text that is JSON: ``tools`` beside the turns, a list of functions by their JSON Schema,
-and in an assistant's turn ``tool_calls``, a list of ``{"type": "function", "function": {"name", "arguments"}}``
-(https://huggingface.co/docs/transformers/chat_extras). Calls without the outer object are taken too. Files of rows are
-read with the text in its place, as no one type of column holds arguments of different calls.
+A row has them as JSON or as text that contains JSON: ``tools`` next to the turns, a list of functions with their JSON
+Schema, and ``tool_calls`` in assistant turns, a list of ``{"type": "function", "function": {"name", "arguments"}}``
+(https://huggingface.co/docs/transformers/chat_extras). Calls without the outer object are accepted too. Row files are
+read with the JSON as text, because no single column type fits the arguments of different calls.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from trainwright.errors import RequestError
 
 
 def as_text(value: Any) -> Any:
-    """Return a list as its JSON, anything else as it is."""
+    """Return a list as JSON text, and any other value unchanged."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def tools_of(row: Row, field: str = "tools") -> list[Any]:
-    """Return the tools beside a row's turns; none is an empty list. Raises RequestError where they are no list of
-    objects.
-    """
+    """Return the tools of a row, or an empty list; raise RequestError if they are not a list of objects."""
     return _objects(row.get(field), f"the field {field}")
 
 
 def calls_of(turn: Row, place: str) -> list[Any]:
-    """Return the calls that a turn makes, their arguments as objects. Raises RequestError where they are none."""
+    """Return the calls of a turn, with arguments as objects; raise RequestError if they are invalid."""
     return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), place))]
 
 
 def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Names of the tools of a conversation, and of those that are called in it."""
+    """Return the names of the tools of a conversation, and of the tools that it calls."""
     tools = [tool.get("function", tool).get("name") for turn in turns for tool in turn.get("tools", ())]
     calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
     return [name for name in tools if isinstance(name, str)], calls
 
 
 def as_row(messages: Sequence[Row]) -> Row:
-    """Return a row of the layout ``messages``, with the tools beside the turns."""
+    """Return a row of the layout ``messages``, with the tools next to the turns."""
     tools = [tool for turn in messages for tool in turn.get("tools", ())]
     turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
     return {"messages": turns, "tools": tools} if tools else {"messages": turns}
@@ -57,7 +55,7 @@ def _objects(value: Any, place: str) -> list[Any]:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{place}: tools and calls are JSON, and this is not: {error}") from None
     else:
-        given = _without_null(value)  # a column of objects has every key in each of them
+        given = _without_null(value)  # columns of objects have every key in each of them
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
         raise RequestError(f"{place}: tools and calls are a list of objects, and this is {kind_of(given)}")
     return given

@@ -1,4 +1,4 @@
-"""The turns of a conversation as rows write them, by our names of roles."""
+"""Read the turns of a conversation in the formats of published datasets, with normalized role names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainwright.data.rows.tool_calls import as_text, calls_of
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 
-# {"role": str, "content": str}, "target": False where not trained on, "tool_calls" as in tool_calls.py, "name" and
-# "tool_call_id" of a tool's turn; the first of a conversation has its "tools", if there are any.
+# {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as in tool_calls.py, and
+# "name" and "tool_call_id" for tool turns; the first turn of a conversation holds its "tools", if any.
 Message: TypeAlias = dict[str, Any]
 
 _ROLES = {
@@ -22,19 +22,19 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "bing", "bard", "claude"), "assistant"),
     **dict.fromkeys(("function_response", "observation", "function", "tool_response", "ipython"), "tool"),
 }
-# An assistant's turn that is a call of a tool and nothing else, its value the call as JSON.
+# Assistant turns that hold only a tool call; the value is the call as JSON.
 _CALLS = ("function_call", "function-call", "tool_call")
 _CONTENTS = ("content", "value")
 _A_TURN = 'a turn is {"role": "user", "content": "…"}'
-# What of a turn is read; of the last three, as OpenAI and axolotl have them, whether it is trained on.
+# Keys of a turn that are read; _TRAINED lists keys of OpenAI and axolotl for whether a turn is a target.
 _READ = {"role", "from", *_CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
 _TRAINED = ("target", "weight", "train", "training")
-# As Anthropic's HH-RLHF and what is made from it write conversations.
+# The conversation format of Anthropic's HH-RLHF and its derivatives.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 def turns_field(row: Row, field: str) -> list[Message]:
-    """Return a list of turns of the row, by our names of roles. Raises RequestError where it is none."""
+    """Return a field of the row as a list of turns with normalized roles; raise RequestError if it is not one."""
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
@@ -46,21 +46,19 @@ def turns_field(row: Row, field: str) -> list[Message]:
 
 
 def transcript(text: str) -> list[Message] | None:
-    """Return the turns of a text ``Human: …`` and ``Assistant: …``, with empty lines between; None where it is none."""
+    """Return the turns of a text with ``Human: …`` and ``Assistant: …`` paragraphs, or None if it has none."""
     text = text.strip()
     if not text.startswith("Human:") or "\n\nAssistant:" not in text:
         return None
     _, *parts = _SPEAKER.split(text)
     turns = list(zip(parts[::2], parts[1::2], strict=True))
-    if not turns[-1][1].strip():  # a prompt that ends with the name of who is to go on
+    if not turns[-1][1].strip():  # a prompt that ends with the name of the next speaker
         turns = turns[:-1]
     return [_turn({"role": role, "content": said.strip()}, role) for role, said in turns]
 
 
 def with_text_content(row: Row) -> Row:
-    """Return the row with lists of text parts joined to one text, and tools as text: a column is of one type
-    throughout.
-    """
+    """Join lists of text parts and serialize tools in a row, so that columns have one type."""
     turns = [field for field in TURN_COLUMNS if isinstance(row.get(field), list)]
     if isinstance(row.get("tools"), list):
         row = {**row, "tools": as_text(row["tools"])}
@@ -68,12 +66,12 @@ def with_text_content(row: Row) -> Row:
 
 
 def names_of(row: Row) -> str:
-    """Return the fields of a row that hold anything, for messages."""
+    """Return the names of the fields that are not null, for messages."""
     return ", ".join(name for name, value in row.items() if value is not None) or "no fields"
 
 
 def _listed(value: Any, field: str) -> Any:
-    """Return a list of turns that is written as text, as one turn alone, or as an object of lists (Arrow's way)."""
+    """Return a list of turns given as JSON text, as a single turn, or as an object of lists (Arrow format)."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         return _listed(_parsed(value, field), field)
     if not isinstance(value, dict):
@@ -99,7 +97,7 @@ def _turn(item: Any, place: str) -> Message:
         raise RequestError(f"{place} should be an object with role and content and is {kind_of(item)}; {_A_TURN}")
     said = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
-    if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # of OpenAI's API before tools
+    if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # OpenAI's API before tools
         item = {**item, "tool_calls": [item["function_call"]]}
     if said is None or (content is None and not item.get("tool_calls")):
         missing = "role (or from)" if said is None else "content (or value)"
@@ -117,7 +115,8 @@ def _turn(item: Any, place: str) -> Message:
     if calls and role != "assistant":
         raise RequestError(f"{place} has tool_calls and is the {role}'s; only the assistant calls tools")
     text = _content("" if content is None else content, place)
-    # An empty system turn switches some models' default off; an empty answer is no mistake of the asker's.
+    # An empty system turn is valid: it disables the default of some models. An empty answer becomes a row without
+    # targets.
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
     message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
@@ -135,14 +134,14 @@ def _is_trained_on(item: Row, place: str) -> bool:
 
 
 def unread_fields(row: Row, columns: Iterable[str]) -> list[str]:
-    """Fields of the turns in some columns that nothing is made from."""
+    """Return the keys of the turns in ``columns`` that are not read."""
     turns = (turn for column in columns if isinstance(row.get(column), list) for turn in row[column])
     fields = (key for turn in turns if isinstance(turn, dict) for key, value in turn.items() if value is not None)
     return [key for key in dict.fromkeys(fields) if key not in _READ and key not in _TRAINED]
 
 
 def _calls(content: Any, place: str) -> list[Any]:
-    """Return the calls that a turn of ShareGPT's ``function_call`` makes."""
+    """Return the calls of a ShareGPT ``function_call`` turn."""
     try:
         given = json.loads(content) if isinstance(content, str) else content
     except (ValueError, RecursionError):
@@ -165,7 +164,7 @@ def _joined(turn: Any) -> Any:
 
 
 def _text_of(parts: list[Any]) -> str | None:
-    """Return a list of text parts as one text; None if any is no text."""
+    """Join a list of text parts; return None if any part is not text."""
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     known = [text for text in texts if isinstance(text, str)]
     return "".join(known) if len(known) == len(texts) else None

@@ -1,4 +1,4 @@
-"""What unlearning trains on: a forget row, its refusal where one is taught, and a retain row beside it."""
+"""Build the examples of unlearning: a forget row, its refusal if the objective trains one, and a retain row."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
-    """Return the forget rows as examples, the retain rows as their companions; kept in the cache and mapped from there.
+    """Return the forget rows as examples with the retain rows as companions, memory-mapped from the cache.
 
-    Documents of ``forget`` have the same numbers as there.
+    Documents of ``forget`` keep their indices.
 
     Raises:
         MachineError: the cache cannot be written.
@@ -61,7 +61,7 @@ def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> Token
 
 
 def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
-    """Return the same examples with those of their own documents alone that have one of ``roles``."""
+    """Return the same examples, restricted to documents (except companions) with one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
     kept = [place for place, document in enumerate(dataset.members[0]) if dataset.role(int(document)) in roles]
@@ -69,7 +69,7 @@ def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
 
 
 def some_of(dataset: TokenDataset, wanted: float | int, seed: int) -> TokenDataset:
-    """Return some of the examples: a fraction or a number of them, drawn by ``seed``; all if they are fewer."""
+    """Return a fraction or a number of the examples, sampled with ``seed``; all if there are fewer."""
     count = max(1, round(wanted * len(dataset))) if isinstance(wanted, float) else min(wanted, len(dataset))
     chosen = np.sort(permuted(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
     members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members
@@ -79,10 +79,10 @@ def some_of(dataset: TokenDataset, wanted: float | int, seed: int) -> TokenDatas
 
 
 def refuse_overlap(data: DataSection) -> None:
-    """Refuse rows that are to be forgotten and to be kept.
+    """Raise RequestError if a row is both in the forget and in the retain data.
 
     Raises:
-        RequestError: there are such; how many, and where the first stands in both.
+        RequestError: the message has the number of such rows, and where the first one is in both.
     """
     if data.forget is None or data.retain is None:
         return
@@ -97,7 +97,7 @@ def refuse_overlap(data: DataSection) -> None:
 
 
 def _contents(data: DataSection, part: str) -> Iterator[tuple[str, bytes]]:
-    """``(place, digest)`` of every row that has anything to train on, whatever its layout and spaces."""
+    """Yield ``(place, digest)`` of every row with targets; the digest ignores the layout and white space."""
     from trainwright.data.rows.formats import NoTarget
     from trainwright.data.sources.reading import iterate_source
 

@@ -1,1 +1,1 @@
-"""Where rows and texts come from: files, directories, the Hub, and what is built in."""
+"""Sources of rows and texts: files, directories, the Hub, and built-in ones."""

@@ -1,4 +1,4 @@
-"""From rows to one Arrow table: compact, of one type a column, and on disk once it is large."""
+"""Convert rows to one Arrow table: compact, one type per column, and on disk if it is large."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PlacedRow: TypeAlias = tuple[Path, int, Row]  # (file, line, row)
 
 _CHUNK_ROWS = 2000
 _CHUNK_CHARACTERS = 8 * 2**20
-_SPILL_BYTES = 64 * 2**20  # held in memory before it goes to a mapped file
+_SPILL_BYTES = 64 * 2**20  # kept in memory before it is written to a memory-mapped file
 
 
 def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
-    """One table of all rows; ``read`` starts over from the first row at each call.
+    """Return one table of all rows; each call of ``read`` yields the rows from the start.
 
     Raises:
-        RequestError: a column's values are of different types; names both lines.
+        RequestError: a column's values have different types; the message names both lines.
     """
     import pyarrow as pa
 
@@ -43,7 +43,7 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
 
 
 def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
-    """Return the next rows, few where they hold long texts."""
+    """Return the next rows, fewer if their texts are long."""
     chunk: list[PlacedRow] = []
     characters = 0
     for placed in islice(rows, _CHUNK_ROWS):
@@ -55,7 +55,7 @@ def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
 
 
 def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
-    """Tables one after another, with the union of their columns; over 64 MiB in unnamed mapped files."""
+    """Concatenate tables with the union of their columns; data over 64 MiB goes to unnamed memory-mapped files."""
     import pyarrow as pa
 
     joined: list[pa.Table] = []
@@ -69,7 +69,7 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def _spill(table: pa.Table) -> pa.Table:
-    """Return the same table mapped from a file that has no name any more and goes with its last reader."""
+    """Return the same table memory-mapped from a deleted file, whose space is freed with its last reader."""
     import pyarrow as pa
 
     handle, name = tempfile.mkstemp(prefix="trainwright-rows-")
@@ -83,7 +83,7 @@ def _spill(table: pa.Table) -> pa.Table:
 
 
 def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
-    """Find the first two values that no one type holds."""
+    """Return an error about the first two values whose types differ."""
     seen: dict[str, tuple[str, str]] = {}
     last: Path | None = None
     for path, line, row in rows:

@@ -1,4 +1,4 @@
-"""Corpora by name: of the Hub, and the running interpreter's own library, which every machine with Python has."""
+"""Corpora by name: Hub datasets, and the standard library of the running Python interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainwright.data.sources.row_files import Row
 
-# Names on the Hub, with the configuration and the split.
+# Names on the Hub, with configuration and split.
 _OF_THE_HUB = {
     "openwebtext": "Skylion007/openwebtext",
     "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1:train",
@@ -18,19 +18,19 @@ _OF_THE_HUB = {
     "orca-math": "microsoft/orca-math-word-problems-200k",
 }
 _A_LINE_A_ROW = "Salesforce/wikitext"
-# A title of that corpus; that of a section has more of the equals signs.
+# The title of an article in that corpus; section titles have more equals signs.
 _TITLE = re.compile(r" = (?!= ).+(?<! =) = \n")
-# Not the library proper: tests of it, what is installed beside it, what is generated.
+# Directories of tests, installed packages and generated files.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "__phello__"}
 
 
 def of_the_hub(source: str) -> str:
-    """Return what a corpus is called on the Hub; any other source, and a path that is there, as it is."""
+    """Return the Hub name of a corpus; other sources and existing paths are returned unchanged."""
     return source if source not in _OF_THE_HUB or Path(source).exists() else _OF_THE_HUB[source]
 
 
 def whole_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` of each document: of a corpus that has a line a row, those of an article together."""
+    """Yield ``(place, row)`` of each document; if a corpus has one line per row, the lines of an article are joined."""
     if of_the_hub(source).partition(":")[0] != _A_LINE_A_ROW:
         yield from rows
         return
@@ -46,10 +46,9 @@ def whole_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tu
 
 
 def stdlib_rows() -> Iterator[dict[str, str]]:
-    """Yield the standard library as rows ``{"text"}``: every module's source, then the topics of the language
-    reference.
+    """Yield the standard library as rows ``{"text"}``: the source of every module, then the language reference topics.
 
-    In the order of their names; equal for equal interpreters.
+    Sorted by name; equal interpreters give equal rows.
     """
     from pydoc_data.topics import topics
 

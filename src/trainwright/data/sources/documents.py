@@ -1,4 +1,4 @@
-"""Files that are read whole, each one row ``{"text"}``: text, Markdown, code, and Word's ``.docx`` with an extra."""
+"""Read files whole, each as one row ``{"text"}``: text, Markdown, code, and Word's ``.docx`` with an extra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from docx.table import Table
 
 _DOCX = ".docx"
-# Files that could not hold rows of any other kind.
+# Files that cannot hold other kinds of rows.
 _CODE = """
     .rst .tex .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .scala .swift .js .jsx .ts .tsx .rb .php .pl .lua .r
     .jl .hs .ml .ex .sh .sql .html .css .toml
@@ -24,7 +24,7 @@ SUFFIXES = frozenset((*ALONE, ".txt", ".md"))
 
 
 def document_files(directory: Path) -> list[Path]:
-    """Return the documents in ``directory`` and those in it, in the order of their paths; hidden ones are left out."""
+    """Return the documents in ``directory`` and its subdirectories, sorted by path, without hidden ones."""
     found = []
     for place, inside, names in os.walk(directory):
         inside[:] = [name for name in inside if not name.startswith(".") and name != "__pycache__"]
@@ -36,14 +36,14 @@ def read_document(path: Path) -> Iterator[LocatedRow]:
     """Yield the file as one row.
 
     Raises:
-        RequestError: it is no UTF-8 text, or no Word file.
+        RequestError: the file is not UTF-8 text or not a Word file.
         MachineError: python-docx is not installed.
     """
     yield 1, {"text": _docx(path) if path.suffix.lower() == _DOCX else read_text(path)}
 
 
 def _docx(path: Path) -> str:
-    """Paragraphs a line each, and tables a line a row with tabs between the cells."""
+    """Return the text of a Word file: one line per paragraph and per table row, with tabs between the cells."""
     try:
         from docx import Document
         from docx.opc.exceptions import OpcError

@@ -1,4 +1,4 @@
-"""What a file of rows or text is by its name, its bytes without compression, and whether it can be read at all."""
+"""Determine file formats by name, read files decompressed, and find files that cannot be read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".parquet", ".arrow")
 _MAGIC = b"PAR1"
 _PIECE = 2**20
-# Bytes of a line, or of a JSON file, both of which are in memory as a whole.
+# Limits in bytes for a line and for a JSON file, which are both read into memory as a whole.
 LONGEST_LINE = 256 * 2**20
 LONGEST_FILE = 8 * 2**30
 
 
 def suffix_of(file: Path) -> str:
-    """Return the suffix that says what a file holds, in lower case: of ``rows.jsonl.gz`` it is ``.jsonl``."""
+    """Return the suffix of the file format, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
@@ -38,20 +38,18 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     """Open a file as bytes, decompressed if its name says that it is compressed.
 
     Raises:
-        RequestError: it cannot be opened, or it is not what its name says, or ends too early.
+        RequestError: the file cannot be opened, has a different format than its name says, or is truncated.
     """
     try:
         with _open(file) as stream:
             yield stream
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        # What the reader of the stream raises of its own passes: it is a RequestError.
+        # RequestErrors raised inside the with block pass unchanged.
         raise RequestError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers from 1, without a byte order mark. Raises RequestError as
-    ``opened``.
-    """
+    """Yield ``(line number from 1, line)`` without a byte order mark; raise RequestError as ``opened``."""
     with opened(file) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE + 1):
@@ -65,7 +63,7 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def whole(file: Path) -> bytes:
-    """All bytes of a file, decompressed. Raises RequestError as ``opened``, and where it is too large for memory."""
+    """Return all bytes of a file, decompressed; raise RequestError as ``opened``, and if it is too large."""
     with opened(file) as stream:
         parts, size = [], 0
         while part := stream.read(_PIECE):
@@ -78,7 +76,7 @@ def whole(file: Path) -> bytes:
 
 
 def why_unreadable(file: Path) -> str | None:
-    """Return what is wrong with a file that cannot be read at all, such as ``is empty``; None where nothing is."""
+    """Return why a file cannot be read, such as ``is empty``, or None if it can."""
     try:
         stat = file.stat()
     except OSError as error:

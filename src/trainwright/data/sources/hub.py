@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub, also where it cannot be reached and they are in its cache."""
+"""Load datasets of the Hugging Face Hub, from its cache if the Hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a source that is not on this machine may be a dataset of the Hub."""
+    """Return whether a source that is not a local path may be a dataset of the Hub."""
     if not _ID.fullmatch(source) or Path(source).suffix.lower() in SUFFIXES:
         return False
     owner, slash, _ = source.partition("/")
@@ -30,7 +30,7 @@ def is_hub_id(source: str) -> bool:
 
 
 def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
-    """Return the rows of a dataset of the Hub. Raises RequestError where it cannot be loaded."""
+    """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded."""
     import datasets
 
     name, *parts = of_the_hub(source).split(":")
@@ -40,7 +40,7 @@ def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
     try:
         with _offline(not reachable):
             rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # whatever the Hub, its server or the dataset's files raise
+    except Exception as error:  # the Hub, its server or the dataset's files may raise anything
         if not reachable:
             fix = "the Hub cannot be reached from here and no copy is in the cache; give a local file instead"
             raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
@@ -52,7 +52,7 @@ def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
 
 
 def _hub_is_reachable(endpoint: str) -> bool:
-    """Whether it is worth asking: without a network the client retries for half a minute."""
+    """Return whether the Hub can be reached: without a network the client retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -70,7 +70,7 @@ def _hub_is_reachable(endpoint: str) -> bool:
 
 @contextmanager
 def _offline(active: bool) -> Iterator[None]:
-    """Let ``datasets`` look into its cache alone."""
+    """Restrict ``datasets`` to its cache."""
     import datasets
     from huggingface_hub import constants
 

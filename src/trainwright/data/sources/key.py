@@ -1,4 +1,4 @@
-"""What tells prepared data from other data: by what the sources look like, or by what they hold. Imports no torch."""
+"""Keys of prepared data: from the paths of its sources, or from their content. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainwright.data.tokens.shards import is_shards
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
-VERSION = 7  # of everything that decides what is kept; raised when any of it changes
+VERSION = 7  # raised when the code that determines the prepared data changes
 
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
-    """Return what of the recipe decides the datasets. A separate validation source counts by its content."""
+    """Return the settings that determine the datasets. A separate validation source is identified by its content."""
     each = [[source.format, source.limit, source.weight] for source in data.sources]
     return {
         "version": VERSION,
@@ -34,7 +34,7 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
 
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
-    """Return what tells prepared data from other, without reading the sources; ``identity`` is of the tokenizer."""
+    """Return the key of prepared data, without reading the sources; ``identity`` is that of the tokenizer."""
     looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
     if data.validation_source is not None:
         looks.append(look(data.validation_source, "data.validation"))
@@ -42,7 +42,7 @@ def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
 
 
 def look(source: SourceSection, key: str) -> Any:
-    """Return what tells a source from a changed one without reading it."""
+    """Return the paths, sizes and times of a source's files, without reading them."""
     if (registered := registered_source(source.source, key)) is not None:
         return [source.source, registered.key()]
     if is_shards(source.source):
@@ -57,7 +57,7 @@ def look(source: SourceSection, key: str) -> Any:
 
 
 def content_of(source: SourceSection, key: str) -> Any:
-    """Return what a source holds, wherever it lies."""
+    """Return the digests of a source's content, independent of its paths."""
     if registered_source(source.source, key) is not None:
         return look(source, key)
     found = files_of(source.source, key, source.format == "documents")
@@ -67,4 +67,4 @@ def content_of(source: SourceSection, key: str) -> Any:
     for file in found.usable():
         with file.open("rb") as opened:
             digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
-    return [*digests, *found.left_out()]  # which the summary names
+    return [*digests, *found.left_out()]  # the summary names them

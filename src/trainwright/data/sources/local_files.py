@@ -1,10 +1,12 @@
-"""The files that a source on this machine is read from.
+"""Find the files of a data source on this machine.
 
-    a file, also compressed (.gz, .bz2, .xz, .zst)
-    a directory of files of rows, of documents, or a dataset of the Hub as it was downloaded or cloned
-    a directory that Dataset.save_to_disk or DatasetDict.save_to_disk of ``datasets`` has written
+A source is one of:
 
-Of a directory with several splits one is read: ``directory:split``, or ``directory:config:split``; else ``train``.
+- a file, also compressed (.gz, .bz2, .xz, .zst)
+- a directory of row files or documents, or a dataset downloaded or cloned from the Hub
+- a directory written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` of ``datasets``
+
+One split of a directory is read: ``directory:split`` or ``directory:config:split``, by default ``train``.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ _SPLITS = {
 }
 _SPLIT_NAME = re.compile(rf"(?:^|[-_. ])({'|'.join(_SPLITS)})(?=[-_. ]|$)", re.IGNORECASE)
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.\w+")
-# Files about the rows, beside them.
+# Metadata files next to the row files.
 _ABOUT = {"statistics.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _ABOUT |= {"license.txt", "readme.txt", "requirements.txt"}
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack")
 _OF_MODELS = {"config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json"}
-_NAMED = 5  # of files that are left out for one reason
+_NAMED = 5  # left-out files named per reason
 _README_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Found:
-    """Files in the order they are read.
+    """The files of a source, in reading order.
 
     Attributes:
         documents: whether each file is one row.
-        complete: whether the files are listed by what wrote them, so that none may be missing.
-        notes: what a person should know of the choice.
+        complete: whether the files are listed in the metadata of the dataset, so that none may be missing.
+        notes: messages for the user about the choice of files.
     """
 
     files: list[Path]
@@ -57,12 +59,12 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
     def usable(self) -> Iterator[Path]:
-        """Return the files without those of several that cannot be read at all."""
+        """Return the files to read; among several, unreadable ones are skipped."""
         several = len(self.files) > 1 and not self.complete
         return (file for file in self.files if not several or why_unreadable(file) is None)
 
     def left_out(self) -> list[str]:
-        """Which files are left out and why, a line each, or one for many alike; reads them all."""
+        """Return one line per file that is left out, with the reason; reads all files."""
         if len(self.files) == 1 or self.complete:
             return []
         alike: dict[str, list[Path]] = {}
@@ -78,10 +80,10 @@ class Found:
 
 
 def find(source: str, key: str, documents: bool = False) -> Found | None:
-    """Return the files of a source; None where it is not on this machine.
+    """Return the files of a source, or None if it is not on this machine.
 
     Raises:
-        RequestError: they are no rows and no documents, or there is no such split.
+        RequestError: the files hold neither rows nor documents, or the split does not exist.
     """
     path, wanted = _place(source)
     if path.is_dir():
@@ -100,7 +102,7 @@ def find(source: str, key: str, documents: bool = False) -> Found | None:
 
 
 def missing(source: str) -> str:
-    """Return the message that there is no such file, and what is named like it."""
+    """Return the message for a missing file, with similar names."""
     path = Path(source).expanduser()
     if not path.parent.is_dir():
         return f"{path}: there is no directory {path.parent}"
@@ -110,7 +112,7 @@ def missing(source: str) -> str:
 
 
 def _place(source: str) -> tuple[Path, list[str]]:
-    """Return the path of a source, and what is named behind it: a split, or a configuration and a split."""
+    """Split a source into its path and the parts after it: a split, or a configuration and a split."""
     path = Path(source).expanduser()
     if path.exists():
         return path, []
@@ -149,7 +151,7 @@ def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
         return _of_configs(path, configs, wanted, key)
     _refuse_model(path, key)
     files = row_files(path) or [file for inside in _inside(path) for file in row_files(inside)]
-    if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts, and no split of rows
+    if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts without splits of rows
         if wanted:
             raise RequestError(f"{key}: {path} holds no files of rows, and so no split {wanted[-1]}")
         return Found(_documents(path, key), True)
@@ -161,7 +163,7 @@ def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
 
 
 def _beside(path: Path, rows: list[Path]) -> list[str]:
-    """Documents in a directory of rows, which are not read."""
+    """Return a note about documents in a directory of row files, which are not read."""
     others = sorted(
         file.name
         for file in path.iterdir()
@@ -174,7 +176,7 @@ def _beside(path: Path, rows: list[Path]) -> list[str]:
 
 
 def row_files(path: Path) -> list[Path]:
-    """Return the files of rows in a directory; its README is none."""
+    """Return the row files in a directory, without its README."""
     kinds = {suffix for suffix in SUFFIXES if suffix != ".md"}
     files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     return sorted(file for file in files if suffix_of(file) in kinds and file.name.lower() not in _ABOUT)
@@ -185,17 +187,17 @@ def _is_about(file: Path) -> bool:
 
 
 def _inside(path: Path) -> list[Path]:
-    """Directories in a dataset's repository that hold its rows."""
+    """Return the subdirectories of a dataset repository that hold its rows."""
     names = {"data", *_SPLITS}
     if any(file.suffix.lower() in whole_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
-        return []  # documents, with others under them
+        return []  # documents, with more of them in subdirectories
     found = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
     rows = [each for each in found if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
     return rows if len(rows) == len(found) else []
 
 
 def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> Found:
-    """Files by the splits that their names tell; without any all of them are one data set."""
+    """Group files by the split in their names and choose one; files without split names are one dataset."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(path, file), []).append(file)
@@ -221,7 +223,7 @@ def _split_of(path: Path, file: Path) -> str:
 
 
 def _chosen(path: Path, splits: dict[str, Any], wanted: list[str], key: str) -> str:
-    """Return the split that is asked for, or the one that the recipe's key is about."""
+    """Return the requested split, or the default split for the recipe key."""
     names = f"{', '.join(splits)}; name one of them, as {path}:{next(reversed(splits))}"
     if wanted:
         asked = wanted[-1] if wanted[-1] in splits else _SPLITS.get(wanted[-1].lower(), wanted[-1])
@@ -242,7 +244,7 @@ def _split_notes(path: Path, chosen: str, splits: list[str]) -> list[str]:
 
 
 def _check_shards(files: list[Path], key: str) -> None:
-    """Refuse a data set of which a shard is missing."""
+    """Raise RequestError if a shard of the dataset is missing."""
     shards: dict[tuple[str, int], set[int]] = {}
     for file in files:
         if match := _SHARD.fullmatch(file.name):
@@ -267,7 +269,7 @@ def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
 
 
 def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
-    """Return the Arrow files of what Dataset.save_to_disk has written; nothing of it is run or unpickled."""
+    """Return the Arrow files that Dataset.save_to_disk wrote; no code is run and nothing is unpickled."""
     if wanted:
         raise RequestError(f"{key}: {path} is one data set without splits; name it without :{':'.join(wanted)}")
     file = path / "state.json"
@@ -298,10 +300,8 @@ def _json(file: Path, key: str) -> dict[str, Any]:
 
 
 def _configs(path: Path) -> list[dict[str, Any]]:
-    """Return what the README of a dataset's repository says of its files
-    (huggingface.co/docs/hub/datasets-data-files).
-    """
-    from trainwright.recipe.yaml_text import parse_mapping  # in PyYAML's own reader aliases multiply
+    """Return the ``configs`` of a dataset repository's README (huggingface.co/docs/hub/datasets-data-files)."""
+    from trainwright.recipe.yaml_text import parse_mapping  # PyYAML's own loader expands nested aliases without limit
 
     file = path / "README.md"
     if not file.is_file():
@@ -344,7 +344,7 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], ke
 
 
 def _matching(path: Path, pattern: Any, key: str) -> list[Path]:
-    """Return the files in ``path`` of a pattern, none of them outside it."""
+    """Return the files in ``path`` that match a pattern; files outside ``path`` are refused."""
     parts = Path(pattern).parts if isinstance(pattern, str) else ()
     if not parts or ".." in parts or Path(pattern).is_absolute():
         raise RequestError(f"{key}: {path / 'README.md'} names files that are not in its directory: {pattern!r}")

@@ -1,4 +1,4 @@
-"""What of a recipe's data can be refused from its first rows, before anything is launched. Imports no torch."""
+"""Check the data of a recipe by its first rows, before anything is launched. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Look at the first rows of every source. A dataset of the Hub, and histories, are looked at when prepared.
+    """Check the first rows of every source. Hub datasets and histories are checked when they are prepared.
 
     Raises:
-        RequestError: a source is missing or not parseable, its rows have another layout than data.format says or
-        none that is known, one of the first is wrong, or a chat template is given and the rows are plain text.
+        RequestError: a source is missing or not parseable, its rows do not fit data.format or have no known layout, one
+        of the first rows is wrong, or a chat template is set and the rows are plain text.
     """
     if not recipe.has_texts:
         return
@@ -38,7 +38,7 @@ def check_data(recipe: Recipe) -> None:
 
 
 def refuse_unused_template(chat_template: str | None, layouts: Collection[str | None]) -> None:
-    """Raise RequestError where ``chat_template`` is set and all ``layouts`` are text; None: not known yet."""
+    """Raise RequestError if ``chat_template`` is set and all ``layouts`` are text; None: not known yet."""
     if chat_template is not None and set(layouts) == {"text"}:
         raise RequestError(
             "model.chat_template: has no effect, as the rows are plain text, which no template is put around; remove "
@@ -61,14 +61,14 @@ def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
         try:
             kind.documents(row, layout)
         except NoTarget:
-            pass  # left out, and counted, when the data is prepared
+            pass  # left out and counted when the data is prepared
         except RequestError as error:
             raise RequestError(f"{key}: {place_of(source, index, documents, key)}: {error}") from None
     return layout
 
 
 def _check_corpus(recipe: Recipe) -> None:
-    """Of pretraining: shards are to be whole, and files to be text. What is on the Hub is looked at when it is read."""
+    """Check that shards are complete and files are text. Hub datasets are checked when they are read."""
     from trainwright.data.sources.texts import pieces
     from trainwright.data.tokens.shards import Shards, is_shards
 

@@ -1,11 +1,10 @@
-"""The built-in data sets: the running interpreter's own documentation as questions and answers, right and wrong.
+"""Built-in datasets: the documentation of the running Python interpreter as questions and answers, correct and wrong.
 
-Docstrings of the standard library's modules, classes, functions and methods, and the topics of Python's
-``help``, are real English text that every machine with Python has. They are collected in a fresh, isolated
-interpreter, so that nothing imported here is touched and nothing already imported there (a patched module, a
-site hook) shows up.
+Docstrings of the standard library's modules, classes, functions and methods, and the topics of Python's ``help``, are
+real English text available on every machine with Python. A separate, isolated interpreter collects them, so that the
+imports do not affect this process and modules already patched here do not affect the text.
 
-The file is run as a script by that interpreter and imports the standard library alone.
+That interpreter runs this file as a script, which imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LONGEST_ANSWER = 1200  # characters; whole paragraphs are kept up to here
-SHORTEST_ANSWER = 24  # below this a docstring says next to nothing
+LONGEST_ANSWER = 1200  # characters; whole paragraphs up to this length are kept
+SHORTEST_ANSWER = 24  # shorter docstrings carry too little information
 
-# Not imported: they act when imported (open a browser, print, patch, start a loop), want a display, are tests
-# or build tools, or are deprecated and warn.
+# Not imported: modules that act on import (open a browser, print, patch, start a loop), need a display, are tests or
+# build tools, or are deprecated and warn.
 _SKIPPED = """
     __main__ antigravity this idlelib turtle turtledemo tkinter test lib2to3 distutils ensurepip venv pip
     __phello__ __hello__ pydoc_data asynchat asyncore imp smtpd aifc audioop cgi cgitb chunk crypt imghdr
@@ -78,7 +77,7 @@ _PHRASINGS = {
 
 
 def pydoc_rows() -> list[dict[str, str]]:
-    """Return some 4,000 rows ``{"question", "answer"}`` in a fixed shuffled order, equal for equal interpreters.
+    """Return about 4,000 rows ``{"question", "answer"}`` in a fixed shuffled order, equal for equal interpreters.
 
     Raises:
         RuntimeError: the interpreter that collects the documentation failed.
@@ -93,10 +92,9 @@ def pydoc_rows() -> list[dict[str, str]]:
 
 
 def pydoc_pairs() -> list[dict[str, str]]:
-    """Return the same questions as rows ``{"prompt", "chosen", "rejected"}``: the right answer, and that of the next
-    row.
+    """Return the same questions as rows ``{"prompt", "chosen", "rejected"}``; the wrong answer is the next row's.
 
-    Every answer is right once and wrong once, so only the question tells which it is.
+    Every answer is chosen once and rejected once, so only the question decides which is correct.
     """
     rows = pydoc_rows()
     return [
@@ -106,7 +104,7 @@ def pydoc_pairs() -> list[dict[str, str]]:
 
 
 def pydoc_key() -> str:
-    """Return a key that changes whenever the rows may: with the interpreter, its library's place, or this file."""
+    """Return a key that changes whenever the rows may change: with the interpreter, its library path, or this file."""
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     return "\n".join((sys.version, sys.platform, platform.machine(), os.path.dirname(os.__file__), source))
 
@@ -130,7 +128,7 @@ def _question(kind: str, name: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Dedented, without trailing space, whole paragraphs up to ``LONGEST_ANSWER`` characters."""
+    """Dedent a docstring, strip trailing spaces, and keep whole paragraphs up to ``LONGEST_ANSWER`` characters."""
     text = "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines())
     paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
     kept: list[str] = []
@@ -141,13 +139,13 @@ def _clean(text: str) -> str:
             break
         kept.append(paragraph)
     answer = "\n\n".join(kept)
-    if len(answer) > LONGEST_ANSWER:  # one endless paragraph: whole lines of it
+    if len(answer) > LONGEST_ANSWER:  # one long paragraph: keep whole lines of it
         answer = answer[: answer.rfind("\n", 0, LONGEST_ANSWER)] if "\n" in answer[:LONGEST_ANSWER] else ""
     return answer.strip()
 
 
 def _docstrings() -> Iterator[tuple[str, str, str]]:
-    """``(kind, qualified name, docstring)`` in the order of the names."""
+    """Yield ``(kind, qualified name, docstring)``, sorted by module name."""
     names = {name for name in sys.stdlib_module_names if not name.startswith("_") and name not in _SKIPPED}
     for name in sorted(names | set(_SUBMODULES)):
         try:
@@ -164,7 +162,7 @@ def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, st
     for key in sorted(set(public)):
         value = vars(module).get(key)
         owner = getattr(value, "__module__", None)
-        # A name that came in through an import is documented where it lives; C modules say `_io` for `io`.
+        # Imported names are documented in the module that defines them; C modules report `_io` for `io`.
         if isinstance(value, types.ModuleType) or (isinstance(owner, str) and not _same_home(owner, name, module)):
             continue
         label = key if name == "builtins" else f"{name}.{key}"
@@ -177,7 +175,7 @@ def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, st
 
 
 def _same_home(owner: str, name: str, module: types.ModuleType) -> bool:
-    if name == "os" and owner == "posix":  # os is posix under its portable name
+    if name == "os" and owner == "posix":  # os re-exports posix
         return True
     return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (
         name.split(".")[0],
@@ -202,8 +200,7 @@ def _topics() -> Iterator[tuple[str, str, str]]:
     from pydoc_data.topics import topics
 
     for name, text in sorted(topics.items()):
-        # The first lines are the heading, underlined with stars, equals signs or dashes; it is what to ask
-        # for.
+        # The first lines are a heading, underlined with stars, equals signs or dashes; it becomes the question.
         lines = text.strip().splitlines()
         ruled = len(lines) > 1 and re.fullmatch(r"[*=\-\"^~]{3,}", lines[1].strip())
         title = lines[0].strip() if ruled else name
@@ -219,14 +216,14 @@ def _topic_title(title: str) -> str:
 
 
 def _main() -> None:
-    # Whatever an imported module prints must not end up among the rows.
+    # Output of imported modules must not be mixed with the rows.
     out = os.dup(1)
     os.dup2(2, 1)
     text = json.dumps(_collect())
     with os.fdopen(out, "w") as stream:
         stream.write(text)
         stream.flush()
-        os._exit(0)  # no exit handlers of two hundred imported modules
+        os._exit(0)  # skip the exit handlers of two hundred imported modules
 
 
 if __name__ == "__main__":

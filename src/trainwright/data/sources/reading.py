@@ -1,20 +1,21 @@
-"""Where rows come from: files, directories of files, the Hugging Face Hub, and what is built in.
+"""Read rows from files, directories, the Hugging Face Hub and built-in sources.
 
-rows.json   an array of objects or of texts, an object holding one such list, or an object a line
-rows.jsonl  an object a line (also .ndjson), or an array
+rows.json   an array of objects or of texts, an object with one such list, or one object per line
+rows.jsonl  one object per line (also .ndjson), or an array
 rows.csv    a header and text fields (.tsv: separated by tabs)
 rows.parquet, rows.arrow
-text.txt    a row {"text"} a paragraph (also .md)
-code.py     a row {"text"} a file (also .docx and other code); text as well where documents are asked for
+text.txt    one row {"text"} per paragraph (also .md)
+code.py     one row {"text"} per file (also .docx and other code; text files too if read as documents)
             (files may be compressed: .gz, .bz2, .xz, .zst)
-directory/  all files of one of these kinds, in the order of their names; with none of rows in it, its documents; what
-            save_to_disk of ``datasets`` wrote; a dataset's repository; directory:split names a split (local_files.py)
+directory/  all files of one of these kinds, sorted by name, or its documents if it has no row files;
+            the output of save_to_disk of ``datasets``; a dataset repository; directory:split selects a split
+            (local_files.py)
 owner/name  a dataset of the Hub; owner/name:split, or owner/name:config:split
-pydoc       the running interpreter's own documentation: questions and answers
-pydoc-pairs the same with a right and a wrong answer to each question
-stdlib      its standard library: the source of every module, and the language reference
-openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: of the Hub
-others      that packages register with the entry points ``trainwright.sources``; module:Name (registered.py)
+pydoc       the documentation of the running Python interpreter: questions and answers
+pydoc-pairs the same with a correct and a wrong answer to each question
+stdlib      the source of every standard library module, and the language reference
+openwebtext, wikitext, simple-wikipedia, tinystories, orca-math: datasets of the Hub
+others      sources that packages register as entry points ``trainwright.sources``; module:Name (registry.py)
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ if TYPE_CHECKING:
     from trainwright.data.sources.arrow_rows import PlacedRow
 
 _CHECKED_ROWS = 1000
-_FEW = 256  # a row may be a book
+_FEW = 256  # rows may be as long as a book
 
 
 def read_rows(source: str, limit: int | None = None, key: str = "data.train", documents: bool = False) -> Dataset:
-    """Return the rows of ``source``, at most the first ``limit`` of them; large ones are mapped from disk.
+    """Return the rows of ``source``, at most the first ``limit``; large ones are memory-mapped.
 
     Args:
         key: the recipe key that names the source, for messages.
-        documents: a text file is one row, not one a paragraph, and a directory is all documents in and under it.
+        documents: a text file is one row instead of one row per paragraph, and a directory is read with its
+        subdirectories.
 
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
@@ -73,9 +75,10 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
 def iterate_source(
     source: str, limit: int | None = None, key: str = "data.train", documents: bool = False
 ) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` of each row, at most of the first ``limit``; no more of the source is in memory at a time.
+    """Yield ``(place, row)`` for the first ``limit`` rows or all, without reading the whole source into memory.
 
-    A JSON file (.json), the Hub and pydoc are held whole. The place is the row's file and line, or its number from 1.
+    JSON files (.json), Hub datasets and pydoc are read into memory as a whole. The place is the row's file and line, or
+    its number from 1.
 
     Raises:
         RequestError: the source is missing, empty or not parseable.
@@ -92,13 +95,12 @@ def iterate_source(
 
 
 def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:
-    """Look at a source without reading all of it; returns its first rows, or none for the Hub and what is built in.
+    """Check a source without reading all of it; return its first rows, or an empty list for Hub and built-in sources.
 
-    Every file must be there, not be empty, and parse over its first 1,000 rows. Imports no torch and no
-    datasets.
+    Every file must exist, not be empty, and parse over its first 1,000 rows. Does not import torch or datasets.
 
     Raises:
-        RequestError: as ``read_rows``.
+        RequestError: as in ``read_rows``.
     """
     found = files_of(source, key, documents)
     if found is None:
@@ -122,7 +124,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
 
 
 def place_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
-    """Where row ``index`` of ``read_rows(source)`` stands: its file and line, or the number of the row, from 1."""
+    """Return the place of row ``index`` of ``read_rows(source)``: its file and line, or the row number from 1."""
     found = files_of(source, key, documents)
     if found is None:
         return f"{source}: row {index + 1}"
@@ -134,22 +136,20 @@ def place_of(source: str, index: int, documents: bool = False, key: str = "data"
             index -= count
     for file, line, _ in islice(_placed_rows(found.usable(), found.documents), index, None):
         return f"{file}:{line}"
-    return source  # it has become shorter since
+    return source  # the file has become shorter since
 
 
 def source_notes(source: str, key: str = "data.train", documents: bool = False) -> list[str]:
-    """Return what a person should know of how a source was read: the split that was taken, the files that were left
-    out.
-    """
+    """Return messages about how a source was read: the chosen split and the files left out."""
     found = files_of(source, key, documents)
     return [] if found is None else [*found.notes, *found.left_out()]
 
 
 def files_of(source: str, key: str = "data.train", documents: bool = False) -> Found | None:
-    """Return the files of a local source; None where it is registered or names a dataset of the Hub.
+    """Return the files of a local source, or None for registered sources and Hub datasets.
 
     Raises:
-        RequestError: there is no such file, or what is there is no rows and no documents.
+        RequestError: the file does not exist, or it holds neither rows nor documents.
     """
     if registered_source(source, key) is not None:
         return None
@@ -202,7 +202,7 @@ def _placed_rows(files: Iterable[Path], whole: bool) -> Iterator[PlacedRow]:
 
 
 def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
-    """Yield a table in parts of at most so many rows; an Arrow file is mapped."""
+    """Yield a table in parts of at most ``rows`` rows; Arrow files are memory-mapped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -220,7 +220,7 @@ def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
 
 
 def _mapped(file: Path) -> pa.Table:
-    """As ``datasets`` writes it, a stream of batches; or a file of them with its index at the end."""
+    """Memory-map an Arrow file in stream format, which ``datasets`` writes, or in file format."""
     import pyarrow as pa
 
     source = pa.memory_map(str(file))
@@ -260,7 +260,7 @@ def _table(files: Sequence[Path], limit: int | None) -> pa.Table:
         raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
     mapped = all(suffix_of(file) == ".arrow" for file in files)
     try:
-        # Mapped tables take no memory as they are.
+        # Memory-mapped tables occupy no memory, so they are concatenated without a copy.
         return pa.concat_tables(tables(), promote_options="permissive") if mapped else join_tables(tables())
     except pa.ArrowException as error:
         raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
@@ -270,6 +270,6 @@ def _dataset(table: pa.Table) -> Dataset:
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    # Without a fingerprint of its own, datasets would pickle the whole table to compute one. What the metadata says of
-    # columns (images that are to be decoded, names of labels) is not for the values as they are.
+    # Without a fingerprint, datasets would pickle the whole table to compute one. The schema metadata (images to
+    # decode, label names) does not apply to raw values.
     return Dataset(InMemoryTable(table.replace_schema_metadata(None)), fingerprint=uuid.uuid4().hex[:16])

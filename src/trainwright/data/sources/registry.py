@@ -1,4 +1,4 @@
-"""Data sources by name: those built in, and those that other packages register. Imports no torch and no datasets."""
+"""Data sources by name: built-in ones, and those that other packages register. Imports no torch and no datasets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that code makes.
+    """A source whose rows are produced by code.
 
     Args:
-        rows: makes them; the same rows every time, unless ``key`` changes.
-        key: a text that changes whenever the rows do. Prepared data is kept under it.
-        example: a row as all of them are, by which the layout is known before any are made.
-        keep: keep the rows in the cache, as making them takes a while.
+        rows: returns the rows, the same every time unless ``key`` changes.
+        key: returns a text that changes whenever the rows do; prepared data is cached under it.
+        example: a row with the fields of all rows, from which the layout is known in advance.
+        keep: whether to cache the rows because producing them is slow.
     """
 
     rows: Callable[[], Iterable[Mapping[str, Any]]]
@@ -44,13 +44,13 @@ STDLIB = Source(stdlib_rows, pydoc_key, {"text": "import this"})
 
 
 def registered_source(name: str, key: str = "data.train") -> Source | None:
-    """Return the source of that name, or at that place ``module:Name``; None for files and datasets of the Hub.
+    """Return the source with this name or at ``module:Name``, or None for files and Hub datasets.
 
     Args:
         key: the recipe key that names the source, for messages.
 
     Raises:
-        RequestError: it is another package's and cannot be used.
+        RequestError: the source of another package cannot be used.
     """
     if name not in SOURCES.names():
         path, head = Path(name).expanduser(), Path(name.partition(":")[0]).expanduser()
@@ -67,7 +67,7 @@ def registered_rows(name: str) -> list[Row]:
     """Return the rows of a registered source.
 
     Raises:
-        RequestError: what makes them fails, or makes something else than rows.
+        RequestError: its code fails, or returns no rows.
     """
     source = registered_source(name)
     assert source is not None, f"{name} is registered"
@@ -81,7 +81,7 @@ def registered_rows(name: str) -> list[Row]:
             pass
     try:
         rows = [dict(row) for row in source.rows()]
-    except Exception as error:  # whatever the code of another package does
+    except Exception as error:  # the code of another package may raise anything
         if SOURCES.is_built_in(name):
             raise
         raise RequestError(f"source {name}: its rows cannot be made: {type(error).__name__}: {error}") from error

@@ -1,11 +1,11 @@
-"""Rows out of JSON, JSONL, CSV and text files, one at a time, each with the line it begins on.
+"""Read rows from JSON, JSONL, CSV and text files, each with the line number it starts on.
 
-The files are parsed here, and not by a library, for the sake of the message when one of them is wrong: it
-names the file, the line and the reason. It also keeps values as they are written (others read dates into time
-stamps).
+The files are parsed here instead of by a library so that errors name the file, the line and the reason. It also keeps
+values as they are written (some libraries convert dates to timestamps).
 
-What is nearly right is read: JSON lines in a .json file and an array in a .jsonl one, objects over several lines, CSV
-with semicolons, tabs or bars, byte order marks, and NaN, which pandas writes for an empty cell and which becomes null.
+Common deviations are accepted: JSON lines in a .json file and an array in a .jsonl file, objects over several lines,
+CSV with semicolons, tabs or bars, byte order marks, and NaN, which pandas writes for an empty cell and which becomes
+null.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from trainwright.errors import RequestError
 Row: TypeAlias = dict[str, Any]
 LocatedRow: TypeAlias = tuple[int, Row]  # (line, row)
 
-_DEEPEST = 32  # levels of objects and lists; Arrow's files end at 64
+_DEEPEST = 32  # levels of objects and lists; Arrow files support at most 64
 _TOO_DEEP = f"nested more than {_DEEPEST} deep"
 _DELIMITERS = ",;\t|"
-_SAMPLE = 2**16  # characters from which a delimiter is found
-_CONVERSATIONS = ("messages", "conversations")  # lists in an object that is a row
+_SAMPLE = 2**16  # characters read to detect the delimiter
+_CONVERSATIONS = ("messages", "conversations")  # lists inside an object that is itself a row
 
 
 def iterate_rows(path: Path) -> Iterator[LocatedRow]:
-    """``(line, row)`` for every row of a file, read as its suffix says.
+    """Yield ``(line, row)`` for every row of a file; the suffix selects the format.
 
     Raises:
-        RequestError: ``file:line: reason`` where it cannot be parsed or a row is not an object.
+        RequestError: the file cannot be parsed or a row is not an object; the message is ``file:line: reason``.
     """
     return READERS[suffix_of(path)](path)
 
 
 def _json(path: Path) -> Iterator[LocatedRow]:
-    """Yield an array of objects or of texts, an object that holds one such list, or objects one after another."""
+    """Yield the rows of an array of objects or texts, of an object with one such list, or of consecutive objects."""
     first = list(islice(((line, raw) for line, raw in lines(path) if raw.strip()), 2))
     if len(first) == 2 and first[0][1].lstrip().startswith(b"{") and _is_object(first[0][1]):
         yield from _object_a_line(path)
@@ -72,7 +72,7 @@ def _object_a_line(path: Path) -> Iterator[LocatedRow]:
 
 
 def _values(path: Path) -> Iterator[LocatedRow]:
-    """Rows of a file that is in memory as a whole."""
+    """Yield the rows of a file that is read into memory as a whole."""
     text = read_text(path)
     start = _skip_space(text, 0)
     if text[start : start + 1] == "{":
@@ -89,7 +89,7 @@ def _values(path: Path) -> Iterator[LocatedRow]:
         raise _wrong(path, text, start, "a list of objects should stand here")
     end = yield from _array(path, text, start)
     rest = _skip_space(text, end)
-    if start == _skip_space(text, 0) and rest < len(text):  # of an object all has been read before
+    if start == _skip_space(text, 0) and rest < len(text):  # an object was already read to its end
         raise _wrong(path, text, rest, "one list was read and more follows; write an object a line, or one list of all")
 
 
@@ -103,12 +103,12 @@ def _objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
 
 
 def _array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int]:
-    """Rows of a list; returns where it ends."""
+    """Yield the items of a list as rows; return the position after the list."""
     position, line, counted = _skip_space(text, start + 1), 1, 0
     mark = text[position : position + 1]
     if mark == "]":
         return position + 1
-    texts = mark == '"'  # a plain list of texts, as MUSE's authors keep theirs
+    texts = mark == '"'  # a plain list of texts, the format of the MUSE data
     while True:
         line, counted = line + text.count("\n", counted, position), position
         value, end = _value(path, text, position)
@@ -124,7 +124,7 @@ def _array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int
 
 
 def _only_list(path: Path, text: str, start: int) -> int:
-    """Where the one list among an object's values begins."""
+    """Return the position of the only list among an object's values."""
     value, end = _value(path, text, start)
     rest = _skip_space(text, end)
     if rest < len(text):
@@ -139,15 +139,15 @@ def _only_list(path: Path, text: str, start: int) -> int:
     position = start + 1
     while True:
         key, position = _value(path, text, _skip_space(text, position))
-        position = _skip_space(text, _skip_space(text, position) + 1)  # over the colon
+        position = _skip_space(text, _skip_space(text, position) + 1)  # skip the colon
         if key == lists[0] and text[position] == "[":
             return position
         _, position = _value(path, text, position)
-        position = _skip_space(text, position) + 1  # over the comma
+        position = _skip_space(text, position) + 1  # skip the comma
 
 
 def _text(path: Path) -> Iterator[str]:
-    """Yield the lines of a file with their ends. Raises RequestError where they are no UTF-8."""
+    """Yield the lines of a file with their line ends; raise RequestError if they are not UTF-8."""
     for _, raw in lines(path):
         try:
             yield raw.decode()
@@ -156,7 +156,7 @@ def _text(path: Path) -> Iterator[str]:
 
 
 def _csv(path: Path) -> Iterator[LocatedRow]:
-    """Every value is text, as the file does not say otherwise; an empty field is empty text."""
+    """Yield the rows of a CSV file; every value is text, and an empty field is empty text."""
     csv.field_size_limit(LONGEST_LINE)
     delimiter = _delimiter(_text(path), "\t" if suffix_of(path) == ".tsv" else ",")
     reader = csv.reader(_text(path), delimiter=delimiter, strict=True)
@@ -180,7 +180,7 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
 
 
 def _delimiter(text: Iterator[str], usual: str) -> str:
-    """Return what separates at least two fields of the header, and as many of the line after it."""
+    """Return the delimiter that splits the header into at least two fields and the next line into the same number."""
     sample, size = [], 0
     for line in text:
         sample.append(line)
@@ -204,7 +204,7 @@ def _check_header(path: Path, line: int, header: list[str]) -> None:
 
 
 def _plain(path: Path) -> Iterator[LocatedRow]:
-    """Paragraphs: what stands between empty lines is one row ``{"text"}``."""
+    """Yield paragraphs, which empty lines separate, as rows ``{"text"}``."""
     first = 0
     paragraph: list[str] = []
     for number, line in enumerate(_text(path), start=1):
@@ -232,7 +232,7 @@ READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
 
 
 def read_text(path: Path) -> str:
-    """Return a whole file. Raises RequestError with the line that is no UTF-8."""
+    """Return the text of a whole file; raise RequestError with the line that is not UTF-8."""
     try:
         return whole(path).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -259,7 +259,7 @@ _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def _value(path: Path, text: str, position: int, line: int | None = None) -> tuple[Any, int]:
-    """Return the value at ``position`` and where it ends; ``line``: that of a text which is no more than this line."""
+    """Return the value at ``position`` and its end; ``line`` is the line number if ``text`` is a single line."""
     try:
         return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
@@ -277,7 +277,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _row(path: Path, line: int, value: Any, text: str) -> Row:
-    """Return a value as a row, of which ``text`` is the JSON."""
+    """Check that a value is a valid row and return it; ``text`` is its JSON source."""
     if not isinstance(value, dict):
         raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
     level: list[Any] = [value]
@@ -288,7 +288,7 @@ def _row(path: Path, line: int, value: Any, text: str) -> Row:
             break
     else:
         raise RequestError(f"{path}:{line}: {_TOO_DEEP}")
-    escapes = "\\ud" in text or "\\uD" in text  # of an emoji as a rule, but it may be half of one
+    escapes = "\\ud" in text or "\\uD" in text  # usually an emoji, but it may be an unpaired surrogate
     if escapes and not _encodes(json.dumps(value, ensure_ascii=False)):
         halves = (field for field, item in leaves("", value) if isinstance(item, str) and not _encodes(item))
         field = next(halves, "the name of a field")
@@ -299,7 +299,7 @@ def _row(path: Path, line: int, value: Any, text: str) -> Row:
 
 
 def leaves(field: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value in a row that is not null, also those that hold others, with the path to it."""
+    """Yield ``(path, value)`` for every value of a row that is not null, containers included."""
     if value is None:
         return
     if field:
@@ -321,7 +321,7 @@ def _encodes(text: str) -> bool:
 
 
 def as_json(row: Row) -> str:
-    """Return a row as one line of JSON: dates and other values of tables as text, what is no number as null.
+    """Return a row as one line of JSON; dates and other table values become text, NaN and infinity become null.
 
     Raises:
         RequestError: a column holds bytes.
@@ -340,7 +340,7 @@ def _as_text(value: Any) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return a JSON value's type in words."""
+    """Return the name of a JSON value's type for messages."""
     if isinstance(value, bool):
         return "true or false"
     names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}

@@ -1,7 +1,7 @@
-"""The texts of a corpus, in pieces of bounded size: what is tokenised for pretraining.
+"""Read the texts of a corpus for pretraining, in pieces of bounded size.
 
-A text file is one document, or several with ``<|endoftext|>`` between them, and is never in memory as a whole. Of rows
-with named fields each is a document: its text, or what its turns say.
+A text file is one document, or several separated by ``<|endoftext|>``, and is never loaded as a whole. Each row with
+named fields is a document: its text, or the content of its turns.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.data import SourceSection
 
 SEPARATOR = "<|endoftext|>"
-VERSION = 3  # of how corpora become documents and these pieces; raised when that changes
-_PIECE = 2**17  # characters; tokenizers take up to 200 bytes of memory for each
+VERSION = 3  # raised when the documents or pieces of a corpus change
+_PIECE = 2**17  # characters; tokenizers use up to 200 bytes of memory per character
 _TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
-# Between a line's end and a letter or digit every byte-level BPE begins a new word, so a cut there changes no token;
-# in a line that does not end, so it does before a single space.
+# Byte-level BPE always starts a new word between a line end and a letter or digit, so a cut there changes no token. In
+# very long lines the same holds before a single space.
 _CUTS = re.compile(r"(?<=[^\s]\n)(?=\w)"), re.compile(r"(?<=\S)(?= \w)")
 
 
 class Piece(NamedTuple):
-    """A part of a document. ``first``, ``last``: whether it begins there, and ends."""
+    """A part of a document. ``first`` and ``last``: whether it contains the document's start and end."""
 
     place: str
     text: str
@@ -46,13 +46,13 @@ class Piece(NamedTuple):
 
 
 def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[Piece]:
-    """Yield the documents of ``source`` one after another, in the same pieces every time; empty ones are left out.
+    """Yield the documents of ``source`` in order, always in the same pieces; empty ones are left out.
 
     Args:
-        notes: gets what a person should know of the source, such as columns that are not used.
+        notes: collects messages about the source, such as unused columns.
 
     Raises:
-        RequestError: the source is missing, or it is not text (with the file and the offset in bytes).
+        RequestError: the source is missing, or not text (with the file and the byte offset).
     """
     if is_shards(source.source):
         raise RequestError(f"{key}: {source.source} is tokenised already; name the text that it was made of")
@@ -78,7 +78,7 @@ def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[P
 
 
 def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
-    """Rows as texts, without those that have nothing to learn."""
+    """Yield rows as texts, without those that have no target."""
     name, documents = source.source, source.format == "documents"
     rows = whole_documents(name, iterate_source(name, None, key, documents))
     first = list(islice(rows, 8))
@@ -106,7 +106,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
 
 
 def _file_pieces(file: Path) -> Iterator[Piece]:
-    """Yield a file's documents, cut at the separators."""
+    """Yield the documents of a file, split at the separators."""
     parts = _parts(file)
     number, ended = 1, False
 
@@ -125,14 +125,14 @@ def _file_pieces(file: Path) -> Iterator[Piece]:
 
 
 def _parts(file: Path) -> Iterator[str]:
-    """Yield the text of a file in parts of some size; a separator is a part of its own."""
+    """Yield the text of a file in parts; each separator is a separate part."""
     kept = ""
     for text in _decoded(file):
         found = (kept + text).split(SEPARATOR)
         for done in found[:-1]:
             yield done
             yield SEPARATOR
-        # What may be the beginning of a separator waits for the rest.
+        # The end may be the start of a separator, so it is kept for the next part.
         kept = found[-1][-len(SEPARATOR) :]
         yield found[-1][: len(found[-1]) - len(kept)]
     yield kept
@@ -162,7 +162,7 @@ def _decoded(file: Path) -> Iterator[str]:
 
 
 def _cut(place: str, parts: Iterator[str]) -> Iterator[Piece]:
-    """One document in pieces of about ``_PIECE`` characters, cut where no token is."""
+    """Yield a document in pieces of about ``_PIECE`` characters, cut between tokens."""
     kept, first = "", True
     for part in parts:
         kept += part

@@ -1,7 +1,7 @@
-"""From the examples of a micro-batch to tensors.
+"""Collate the examples of a micro-batch into tensors.
 
-Packed, a micro-batch is one flat row of documents laid end to end, without padding; ``boundaries`` says where
-each begins, and attention stays inside it. Not packed, it is a padded rectangle with an attention mask.
+A packed micro-batch is one flat row of concatenated documents without padding; ``boundaries`` holds their offsets, and
+documents do not attend to each other. Otherwise it is padded, with an attention mask.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ class Batch:
     position_ids: torch.Tensor  # int64, as input_ids; from 0 in every document
     boundaries: torch.Tensor | None  # int32 [D + 1], flat batches only
     attention_mask: torch.Tensor | None  # bool [B, L], padded batches only
-    target_index: torch.Tensor  # int64 [N], into the flattened positions: where a target is predicted
+    target_index: torch.Tensor  # int64 [N], flattened positions that predict the targets
     targets: torch.Tensor  # int64 [N]
-    longest: int  # document
-    tokens: int  # without padding
-    weight: float  # of this micro-batch; 0 when it only keeps other ranks company
+    longest: int  # tokens of the longest document
+    tokens: int  # excluding padding
+    weight: float  # of this micro-batch; 0 for a zero-weight pass
     examples: tuple[int, ...]
-    documents: tuple[int, ...]  # [D], of the dataset; those of an example stand together, in its order
+    documents: tuple[int, ...]  # [D], dataset indices; those of an example are adjacent, in its order
     roles: tuple[int, ...]  # [D]
     target_counts: tuple[int, ...]  # [D]; targets are in the order of the documents
 
     def by_document(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums of the targets' ``values`` [N] over each document [D], in float64 and always in the same
-        order.
-        """
+        """Return the sums of ``values`` [N] over the targets of each document [D], in float64 and in a fixed order."""
         return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
     def to(self, device: torch.device) -> Batch:
@@ -53,13 +51,13 @@ class Batch:
 
 
 def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
-    """Tensors of one micro-batch of ``dataset``."""
+    """Collate the documents of a micro-batch into tensors."""
     documents = [document for example in micro.examples for document in dataset.documents(example)]
     pairs = [dataset.document(document) for document in documents]
     lengths = [len(tokens) for tokens, _ in pairs]
     layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
-    # The prediction of a token is made one position before it; a document's first token has none.
+    # A token is predicted at the position before it; the first token of a document is never predicted.
     predicted = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
     boundaries = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None
     return Batch(
@@ -84,7 +82,7 @@ Layout = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any],
 
 
 def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
-    """Documents end to end: tokens, positions and targets [1, T], and no mask."""
+    """Concatenate documents; return tokens, positions and targets [1, T], and no mask."""
     input_ids = np.concatenate([tokens for tokens, _ in pairs]).astype(np.int64)[None]
     position_ids = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])[None]
     flags = np.concatenate([targets for _, targets in pairs])[None]
@@ -92,7 +90,7 @@ def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
 
 
 def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> Layout:
-    """Return a document a row: tokens, positions, targets and mask [B, L]."""
+    """Pad documents to one length; return tokens, positions, targets and mask [B, L]."""
     shape = (len(pairs), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     position_ids = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape).copy()

@@ -1,4 +1,4 @@
-"""Parts of a micro-batch: the documents that are something certain to their examples, and their targets."""
+"""Parts of a micro-batch: documents with certain roles, and their targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Indices = npt.NDArray[np.int64]
 
 
 def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
-    """Which of the N targets, int64 [n], are of documents with one of ``roles``; of each without the first ``skip``."""
+    """Return indices of targets, int64 [n]: those of documents with one of ``roles``, without each one's first
+    ``skip``.
+    """
     found, begin = [np.zeros(0, np.int64)], 0
     for role, count in zip(batch.roles, batch.target_counts, strict=True):
         if role in roles:
@@ -26,7 +28,7 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
 
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
-    """Return the batch of the documents alone that have one of ``roles``, of which there must be one."""
+    """Return the batch with only the documents that have one of ``roles``; there must be at least one."""
     kept = [place for place, role in enumerate(batch.roles) if role in roles]
     if len(kept) == len(batch.roles):
         return batch
@@ -43,7 +45,7 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
 
 
 def _lines(part: Batch, kept: list[int]) -> Batch:
-    """Of a padded rectangle, the lines ``kept``."""
+    """Select rows of a padded batch."""
     lines = torch.tensor(kept, device=part.targets.device)
     assert part.attention_mask is not None
     mask = part.attention_mask.index_select(0, lines)
@@ -59,7 +61,7 @@ def _lines(part: Batch, kept: list[int]) -> Batch:
 
 
 def _stretches(part: Batch, kept: list[int]) -> Batch:
-    """Of a flat row, the stretches of the documents ``kept``."""
+    """Select documents of a flat batch."""
     assert part.boundaries is not None
     edges = list(pairwise(part.boundaries.tolist()))
     lengths = [edges[place][1] - edges[place][0] for place in kept]

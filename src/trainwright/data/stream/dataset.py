@@ -1,15 +1,15 @@
-"""Tokenised examples on disk, mapped into memory by every worker.
+"""Tokenized examples on disk, which every worker memory-maps.
 
 A dataset directory holds flat arrays and a small JSON file:
 
-    tokens.npy    int32  [total]        all documents one after another
-    targets.npy   bool   [total]        True where the token is to be predicted
-    offsets.npy   int64  [documents+1]  where each document begins
-    members.npy   int64  [examples, k]  the documents of each example; not there where a document is an example
-    roles.npy     int8   [documents]    what each document is to its example; not there where all are the same
-    dataset.json  fingerprint, report, which arrays there are, and the parts of a mixture
+    tokens.npy    int32  [total]        the tokens of all documents, concatenated
+    targets.npy   bool   [total]        True if the token is a target
+    offsets.npy   int64  [documents+1]  the start of each document
+    members.npy   int64  [examples, k]  the documents of each example; absent if each document is an example
+    roles.npy     int8   [documents]    the role of each document in its example; absent if all are the same
+    dataset.json  fingerprint, report, names of the arrays, and the parts of a mixture
 
-An example of a preference task is two documents, which are always in one micro-batch.
+An example of a preference task has two documents, which are always in one micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 
 @dataclass(frozen=True)
 class Companions:
-    """The ``count`` documents from ``begin`` on, of which one more joins each example, another one every epoch."""
+    """The ``count`` documents from ``begin`` on, one of which joins each example; they alternate over epochs."""
 
     begin: int
     count: int
@@ -40,11 +40,11 @@ class Companions:
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Examples as flat arrays; ``report`` carries whatever the preparation counted.
+    """Examples as flat arrays; ``report`` holds the counts of the preparation.
 
-    ``members`` may name a document in any number of examples. ``mixture``: the sources whose examples follow each
-    other here, where an epoch has of each as many as its share. With ``companions``, example ``i + n * len(self)`` is
-    example ``i`` together with companion ``n``.
+    ``members`` may use a document in any number of examples. ``mixture``: the sources, whose examples are stored one
+    source after another and are sampled by share. With ``companions``, example ``i + n * len(self)`` is example ``i``
+    together with companion ``n``.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -71,7 +71,7 @@ class TokenDataset:
         return (1 if self.members is None else self.members.shape[1]) + (self.companions is not None)
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Return the documents of one example, in its order; a companion is the last."""
+        """Return the documents of one example, in order; a companion comes last."""
         companion: tuple[int, ...] = ()
         if self.companions is not None:
             turn, index = divmod(index, len(self))
@@ -80,7 +80,7 @@ class TokenDataset:
         return own + companion
 
     def role(self, document: int) -> int:
-        """Return what one document is to its example."""
+        """Return the role of one document in its example."""
         return 0 if self.roles is None else int(self.roles[document])
 
     def document_length(self, document: int) -> int:
@@ -88,12 +88,12 @@ class TokenDataset:
         return int(self.offsets[document + 1] - self.offsets[document])
 
     def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """``(tokens [length], targets [length])`` of one document."""
+        """Return ``(tokens [length], targets [length])`` of one document."""
         begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
         return self.tokens[begin:end], self.targets[begin:end]
 
     def document_targets(self, document: int) -> int:
-        """Targets of one document; its first token has nothing before it and is never one."""
+        """Return the number of targets of one document; its first token is never one."""
         begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
         return int(np.count_nonzero(self.targets[begin + 1 : end]))
 
@@ -102,11 +102,11 @@ class TokenDataset:
         return sum(map(self.document_length, self.documents(index)))
 
     def target_count(self, index: int) -> int:
-        """Targets of one example."""
+        """Return the number of targets of one example."""
         return sum(map(self.document_targets, self.documents(index)))
 
     def example_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of every example, of the first epoch's where they have companions."""
+        """Return the number of tokens of every example [examples]; with companions, those of the first epoch."""
         each: npt.NDArray[np.int64] = np.diff(self.offsets)
         lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
         if self.companions is None:
@@ -115,11 +115,11 @@ class TokenDataset:
         return lengths + each[self.companions.begin + companions]
 
     def target_fraction(self) -> float:
-        """Of all tokens, how many are predicted."""
+        """Return the fraction of tokens that are targets."""
         return int(np.count_nonzero(self.targets)) / max(1, self.token_count)
 
     def will_need(self, examples: Iterable[int]) -> None:
-        """Do nothing: the arrays are small enough for the system to keep in memory."""
+        """Do nothing: the arrays are small enough to stay in memory."""
 
     @property
     def token_count(self) -> int:
@@ -133,7 +133,7 @@ class TokenDataset:
         fingerprint: str,
         report: dict[str, Any] | None = None,
     ) -> TokenDataset:
-        """Join ``(tokens, targets)`` pairs, each an example of one document, into a dataset held in memory."""
+        """Create an in-memory dataset from ``(tokens, targets)`` pairs, each an example of one document."""
         tokens: list[npt.NDArray[np.int32]] = []
         targets: list[npt.NDArray[np.bool_]] = []
         offsets = [0]
@@ -150,7 +150,7 @@ class TokenDataset:
         )
 
     def save(self, directory: Path) -> None:
-        """Write to ``directory`` so that it is there whole or not at all."""
+        """Write to ``directory`` atomically."""
         scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -163,7 +163,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls, directory: Path) -> TokenDataset:
-        """Map a saved dataset; pages are read as they are needed and shared between processes."""
+        """Memory-map a saved dataset; pages are loaded on demand and shared between processes."""
         about = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
         arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
         arrays["offsets"] = np.asarray(arrays["offsets"])
@@ -174,7 +174,7 @@ class TokenDataset:
 def write_about(
     directory: Path, fingerprint: str, report: dict[str, Any], arrays: list[str], mixture: tuple[Part, ...] | None
 ) -> None:
-    """Write what makes a directory of ``arrays`` a dataset."""
+    """Write ``dataset.json`` for a directory of ``arrays``."""
     parts = None if mixture is None else [astuple(part) for part in mixture]
     about = {"fingerprint": fingerprint, "report": report, "arrays": arrays, "mixture": parts}
     (directory / "dataset.json").write_text(json.dumps(about), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""From the sources of a recipe to the datasets to train and to validate on."""
+"""Build the training and validation datasets from the sources of a recipe."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
-Chosen = list[tuple[TokenRows, npt.NDArray[np.int64]]]  # of each source, which of its rows
+Chosen = list[tuple[TokenRows, npt.NDArray[np.int64]]]  # for each source, the indices of the selected rows
 
 
 def tokenize_and_split(
     directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int
 ) -> dict[str, Any]:
-    """Write ``directory``/train and, where there is one, /validation; returns what is to be known of both.
+    """Write ``directory``/train and, if there is validation data, /validation; return the description of both.
 
     Raises:
-        RequestError: a source or a row is wrong, or nothing is left to train or to validate on.
+        RequestError: a source or a row is wrong, or nothing remains to train on or to validate on.
     """
     with ExitStack() as spools:
 
@@ -74,13 +74,13 @@ def tokenize_and_split(
             counts.append(_write(directory / "validation", held, report, None))
             np.save(directory / HELD_BACK, _numbered(held))
     lines.append(_split_line(counts, how))
-    # The layout as far as a template has to be there for it: of a mixture, that of conversations if there are any.
+    # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
     layout = next((rows.format for rows in found if rows.format != "text"), "text")
     return {"summary": lines, "format": layout, "validation": bool(held)}
 
 
 def _numbered(held: Chosen) -> npt.NDArray[np.int64]:
-    """Of every row that is held back, which source it is of and where it stands in it, both from 0: [rows, 2]."""
+    """Return the source and the row number in it, both from 0, of every row that is held out [rows, 2]."""
     numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in held]
     sources = np.repeat(np.arange(len(held)), [len(each) for each in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
@@ -91,7 +91,7 @@ def _everything(rows: TokenRows) -> npt.NDArray[np.int64]:
 
 
 def _wanted(data: DataSection, found: Sequence[TokenRows]) -> list[float | int | None]:
-    """Return what of each source is held back: the same fraction, or a number by their weights."""
+    """Return how much of each source is held out: the same fraction, or a number split by the weights."""
     validation = data.validation
     assert not isinstance(validation, str)
     if len(found) > 1 and isinstance(validation, int):
@@ -131,14 +131,14 @@ def _mixture_lines(data: DataSection, mixture: Sequence[Part]) -> list[str]:
 
 
 def _in_both(train: Chosen, held: Chosen) -> int:
-    """How many rows that are held back are trained on as well."""
+    """Return the number of held-out rows that are also in the training data."""
     trained = np.concatenate([rows.hashes.chosen(kept) for rows, kept in train])
     aside = np.concatenate([rows.hashes.chosen(kept) for rows, kept in held])
     return len(np.intersect1d(trained, aside))
 
 
 def _joined(found: Sequence[TokenRows]) -> dict[str, Any]:
-    """One report of several sources; each one's own is in it."""
+    """Combine the reports of several sources; ``parts`` holds the individual ones."""
     each = [rows.report() for rows in found]
     counts: dict[str, Any] = {
         key: sum(report[key] for report in each) for key, value in each[0].items() if isinstance(value, int)
@@ -157,7 +157,7 @@ def _joined(found: Sequence[TokenRows]) -> dict[str, Any]:
 def _write(
     directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[Part, ...] | None
 ) -> tuple[int, int]:
-    """Write a dataset; returns its numbers of examples and of tokens."""
+    """Write a dataset; return its numbers of examples and tokens."""
     parts = [(rows.spool, rows.documents_of(kept)) for rows, kept in chosen]
     each = chosen[0][0].documents_per_example
     tokens = write_dataset(directory, parts, each, report, mixture)

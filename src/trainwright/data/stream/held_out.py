@@ -1,4 +1,4 @@
-"""Which examples are held back to validate on."""
+"""Choose the examples that are held out for validation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Indices = npt.NDArray[np.int64]
 
 
 def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) -> tuple[Indices, Indices]:
-    """``(train, validation)`` indices, each in order and every example in exactly one.
+    """Return ``(train, validation)`` indices, both sorted; every example is in exactly one.
 
-    Who is held back depends on the seed and on an example's own content, so examples that are equal land on
-    the same side, and a row added to the data moves hardly any other.
+    Whether an example is held out depends on the seed and its content, so equal examples are on the same side, and
+    adding a row to the data moves few others.
 
     Args:
-        hashes: of the examples' content.
+        hashes: digests of the examples' content.
         validation: a fraction below 1, a number of examples, or None.
 
     Raises:
-        RequestError: nothing would be left to train on, or to validate on.
+        RequestError: no examples would remain for training or for validation.
     """
     total = len(hashes)
     everything = np.arange(total, dtype=np.int64)
@@ -39,7 +39,7 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     prefix = f"{seed}/".encode()
     ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
     order = np.argsort(ranks, kind="stable")
-    borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # of examples that are equal
+    borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
     held = np.zeros(total, dtype=np.bool_)
     count = 0
     for begin, end in pairwise(borders):

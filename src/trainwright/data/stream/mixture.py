@@ -1,4 +1,4 @@
-"""Several sources in one stream, each with a share of the examples of every epoch."""
+"""Mix several sources in one stream, each with a share of the examples of every epoch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Part:
-    """``examples`` of a dataset that are one source's, of which an epoch sees ``drawn``."""
+    """One source of a mixture: it has ``examples`` examples, and each epoch samples ``drawn`` of them."""
 
     examples: int
     drawn: int
 
 
 def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[Part, ...]:
-    """Return an epoch of as many examples as the sources have together, divided by their weights (largest
-    remainders).
-    """
+    """Divide an epoch, which has as many examples as all sources together, by weight (largest remainders)."""
     return tuple(map(Part, sizes, shares(sum(sizes), weights)))
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """``total`` divided in proportion to ``weights``, by largest remainders, of equal ones the earlier."""
+    """Divide ``total`` in proportion to ``weights`` by largest remainders; ties go to the earlier weight."""
     exact = [total * weight / sum(weights) for weight in weights]
     whole = [int(share) for share in exact]
     order = sorted(range(len(weights)), key=lambda i: (whole[i] - exact[i], i))
@@ -36,10 +34,10 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def drawn(parts: Sequence[Part], epoch: int, key: str) -> npt.NDArray[np.int64]:
-    """Return the examples of one epoch, not yet in its order: a pure function of the arguments.
+    """Return the examples of one epoch before shuffling: a pure function of the arguments.
 
-    Each source is gone through in rounds of an order of their own, and an epoch goes on where the one before stopped,
-    so no example is seen twice more often than another of its source.
+    Each source is sampled in rounds, each a permutation of its examples, and an epoch continues where the previous one
+    stopped, so examples of a source are used almost equally often.
     """
     found: list[npt.NDArray[np.int64]] = []
     begin = 0
@@ -54,7 +52,7 @@ def drawn(parts: Sequence[Part], epoch: int, key: str) -> npt.NDArray[np.int64]:
 
 
 def permuted(size: int, key: str) -> npt.NDArray[np.int64]:
-    """0 to size - 1 in an order that depends on ``key`` alone."""
+    """Return a permutation of 0 to size - 1 that depends only on ``key``."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     order: npt.NDArray[np.int64] = np.random.Generator(np.random.PCG64(seed)).permutation(
         np.arange(size, dtype=np.int64)

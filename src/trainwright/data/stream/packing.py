@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Group the indices of ``lengths`` into packs whose lengths sum to at most ``capacity``.
 
-    The longest example goes first, each into the fullest pack that still takes it (Johnson 1973: at most
-    11/9 of the optimum plus a constant). Nothing is split or left out, and equal input gives equal packs.
+    Examples are placed in descending order of length, each into the fullest pack with enough space (Johnson 1973: at
+    most 11/9 of the optimum plus a constant). Examples are never split or dropped, and equal input gives equal packs.
 
     Raises:
         ValueError: an example is longer than a pack.

@@ -1,12 +1,11 @@
-"""Tokenise once, before any process group exists, into a fingerprinted directory that every worker maps.
+"""Tokenize once, before a process group exists, into a fingerprinted directory that every worker memory-maps.
 
     <cache>/datasets/<fingerprint>/{train/, validation/, held_back.npy, about.json}
     <cache>/datasets/keys/<key>.json
 
-The fingerprint is of all that the tokens depend on, the rows' content among it; the key has their paths,
-sizes and times in its place. A second run finds its directory by the key alone, without opening the source or
-importing ``datasets``. A dataset of the Hub counts by its name: what was downloaded first is what stays in
-use.
+The fingerprint covers everything that the tokens depend on, including the content of the rows; the key covers their
+paths, sizes and times instead. A second run finds its directory by the key, without opening the source or importing
+``datasets``. Datasets of the Hub are identified by name: the first downloaded version stays in use.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ HELD_BACK = "held_back.npy"
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data ready to train on; ``summary`` is lines for people."""
+    """Prepared datasets; ``summary`` is lines of text for the user."""
 
     train: TokenDataset
     validation: TokenDataset | None
     summary: list[str] = field(default_factory=list)
-    directory: Path = Path()  # holds train/ and, where there is one, validation/
+    directory: Path = Path()  # holds train/ and, if there is validation data, validation/
 
     def held_back(self) -> npt.NDArray[np.int64]:
-        """Of every row that is validated on, which source it is of and where it stands in it, from 0: [rows, 2]."""
+        """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
         found: npt.NDArray[np.int64] = np.load(self.directory / HELD_BACK)
         return found
 
@@ -64,15 +63,15 @@ def prepare(
     cache: Path,
     model_max_length: int | None = None,
 ) -> Prepared:
-    """Read, tokenise, split and save the data of a recipe, or map what an earlier run has saved.
+    """Read, tokenize, split and save the data of a recipe, or memory-map the result of an earlier run.
 
-    Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that want the
-    same wait for it. ``tokenizer`` is given a chat template if it has none and the rows are conversations.
+    Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that need the same data
+    wait for it. ``tokenizer`` gets a chat template if it has none and the rows are conversations.
 
     Args:
-        kind: what the rows are to be.
-        cache: the directory for all that can be made again.
-        model_max_length: the positions the model has, if they are limited.
+        kind: the kind of rows that the task needs.
+        cache: the cache directory.
+        model_max_length: the maximum number of positions of the model, if limited.
 
     Raises:
         RequestError: the source, a row or a setting is wrong.
@@ -90,7 +89,7 @@ def prepare(
         if found is None:
             from filelock import FileLock
 
-            # Held by a living process or not at all: the system lets go of it when its owner dies.
+            # The system releases the lock when its owner dies.
             with FileLock(key.with_suffix(".lock")):
                 found = _find(root, key) or _build(root, key, data, tokenizer, kind, seed, identity)
     prepared, format_ = found
@@ -102,13 +101,13 @@ def prepare(
 def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
     try:
         fingerprint = json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError):  # none yet
+    except (OSError, ValueError, KeyError):  # not prepared yet
         return None
     return _open(root / fingerprint, "reused")
 
 
 def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
-    """Return the datasets of ``directory`` and the layout of their rows; None if it is not there or not whole."""
+    """Return the datasets in ``directory`` and the layout of their rows, or None if it is missing or incomplete."""
     try:
         about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
         train = TokenDataset.open(directory / "train")
@@ -126,7 +125,7 @@ def _build(
     sources = [*data.sources, *([separate] if separate else [])]
     keys = [*data.source_keys, "data.validation"]
     content = [content_of(source, key) for source, key in zip(sources, keys, strict=False)]
-    # The names are only for the summary that is kept with the tokens; it must not speak of another file.
+    # The names appear in the saved summary, which must not name other files.
     names = [source.source for source in sources]
     settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
     fingerprint = _digest(settings)[:32]
@@ -141,7 +140,7 @@ def _build(
 
 
 def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int) -> None:
-    """All of it under its name or nothing."""
+    """Build the datasets in a temporary directory and rename it, so that ``directory`` is never incomplete."""
     from trainwright.data.stream.datasets import tokenize_and_split
 
     doing("reading and tokenizing the rows")
@@ -150,12 +149,12 @@ def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase
     try:
         about = tokenize_and_split(scratch, data, tokenizer, kind, seed)
         (scratch / "about.json").write_text(json.dumps(about), encoding="utf-8")
-        scratch.chmod(0o755)  # mkdtemp's own is private, and a cache may be shared
-        if directory.exists():  # what is there is not whole, or it would have been used
+        scratch.chmod(0o755)  # mkdtemp creates private directories, and a cache may be shared
+        if directory.exists():  # it is incomplete, or it would have been used
             shutil.rmtree(directory)
         scratch.rename(directory)
     except OSError:
-        # Another process may have put the same there first, under another key; then that is used.
+        # Another process may have created the same directory under another key; then use that.
         if _open(directory, "reused") is None:
             raise
     finally:
@@ -170,7 +169,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def writable(root: Path) -> Iterator[None]:
-    """Raise MachineError, with what to do, where what is kept in ``root`` cannot be written."""
+    """Raise MachineError with a remedy if ``root`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -185,7 +184,7 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestError(f"the tokenizer {tokenizer.name_or_path} is not a fast one (tokenizer.json)")
-    backend.no_truncation()  # both are left over from earlier calls and are set anew by each
+    backend.no_truncation()  # remove the settings of earlier calls
     backend.no_padding()
     rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
     return hashlib.sha256(backend.to_str().encode() + _digest(rest).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""The global stream: which examples step k sees, and which rank computes which part of them.
+"""The global stream of batches: which examples step k sees, and which rank computes them.
 
-The content of global batch k depends on (seed, dataset, k) alone, and its division into micro-batches on the rows of
-one beside. The number of ranks only decides who computes a micro-batch, so a run is the same on any of them and its
-position in the data is one integer.
+The content of global batch k depends only on (seed, dataset, k); its division into micro-batches also depends on the
+number of rows per micro-batch. The number of ranks only decides which rank computes a micro-batch, so a run is the same
+on any number of ranks and its position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainwright.data.stream.packing import best_fit_decreasing
 
 
 class Examples(Protocol):
-    """What a stream asks of a data set: how long its examples are, and nothing of what is in them.
+    """The interface of a dataset that a stream needs: the sizes of its examples, without their content.
 
     Attributes:
-        fingerprint: of all that is in it.
-        mixture: the sources whose examples follow each other, where an epoch has of each as many as its share.
+        fingerprint: a hash of the content.
+        mixture: the sources, whose examples are stored one source after another and are sampled by share.
     """
 
     @property
@@ -45,33 +45,33 @@ class Examples(Protocol):
         """Return the number of examples."""
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Return the parts of one example that a model reads each by itself."""
+        """Return the indices of the documents of one example, which the model processes separately."""
 
     def document_length(self, document: int) -> int:
-        """Tokens of one part."""
+        """Return the number of tokens of one document."""
 
     def length(self, index: int) -> int:
-        """Tokens of one example."""
+        """Return the number of tokens of one example."""
 
     def target_count(self, index: int) -> int:
-        """Targets of one example."""
+        """Return the number of targets of one example."""
 
     def will_need(self, examples: Iterable[int]) -> None:
-        """Told of the examples that are asked for next."""
+        """Announce the examples that are read next."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The examples of one forward and backward pass, as rows: a row is an example, or a pack of several.
 
-    An example of several documents is one row all the same; not packed, each document has a line of its own.
+    An example of several documents is also one row; without packing, each document is a separate row of the tensors.
     """
 
-    index: int  # within the global batch; seeds the dropout
+    index: int  # within the global batch; seeds dropout
     rows: tuple[tuple[int, ...], ...]
     tokens: int
     targets: int
-    weight: float  # of its examples; 0 for a pass that only keeps other ranks company
+    weight: float  # sum over its examples; 0 for a zero-weight pass
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -81,13 +81,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Everything one optimizer step sees, over all ranks."""
+    """All examples of one optimizer step, over all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
 
     @property
     def weight(self) -> float:
-        """Weight of all examples: what the summed loss is divided by."""
+        """Return the weight of all examples, by which the summed loss is divided."""
         return sum(micro.weight for micro in self.micro_batches)
 
     @property
@@ -102,19 +102,19 @@ class GlobalBatch:
 
     @property
     def rows(self) -> int:
-        """Rows of the largest micro-batch."""
+        """Return the number of rows of the largest micro-batch."""
         return max(len(micro.rows) for micro in self.micro_batches)
 
     @property
     def examples(self) -> int:
-        """Number of examples."""
+        """Return the number of examples of all micro-batches."""
         return sum(len(micro.examples) for micro in self.micro_batches)
 
     def for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
-        """Return this rank's share, balanced by tokens; the same number of passes on every rank.
+        """Return this rank's micro-batches, balanced by tokens; every rank gets the same number of passes.
 
-        A rank that has fewer micro-batches than others is given zero-weight passes over the smallest one, as a
-        sharded model needs every rank in every forward and backward.
+        Ranks with fewer micro-batches get zero-weight passes over the smallest one, because a sharded model needs every
+        rank in each forward and backward pass.
         """
         passes = math.ceil(len(self.micro_batches) / size)
         shares: list[list[MicroBatch]] = [[] for _ in range(size)]
@@ -130,18 +130,18 @@ Data = TypeVar("Data", bound=Examples)
 
 
 class Stream(Generic[Data]):
-    """Global batches of a dataset, epoch after epoch, each example once an epoch; of a mixture, by its shares.
+    """Global batches of a dataset over epochs, each example once per epoch, or as often as the mixture's shares say.
 
-    Companions are gone through in rounds of an order of their own, so that none joins twice more often than another.
+    Companions are sampled in rounds with an order of their own, so that all are used almost equally often.
 
     Args:
-        global_batch_size: examples a step.
-        warm_up: sizes of the first steps, where they are smaller.
-        rows: rows (examples, or packs) of a micro-batch; None divides each global batch into
-            ``passes`` micro-batches instead.
-        pack_length: tokens a pack holds, or None when a row is one example.
-        total_examples: where the stream ends; the last global batch may be smaller.
-        example_weight: what every example counts in the loss, or None when each of its targets counts 1.
+        global_batch_size: examples per step.
+        warm_up: sizes of the first steps, if they are smaller.
+        rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
+        instead.
+        pack_length: tokens per pack, or None if each row is one example.
+        total_examples: the number of examples in the stream; the last global batch may be smaller.
+        example_weight: the weight of each example in the loss, or None if each target has weight 1.
     """
 
     def __init__(
@@ -179,17 +179,17 @@ class Stream(Generic[Data]):
         return self.sizes.steps_for(self.total_examples)
 
     def limit_rows(self, rows: int) -> None:
-        """Divide global batches into micro-batches of at most so many rows from now on, with the same examples."""
+        """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
         self._rows = rows if self._rows is None else min(rows, self._rows)
 
     def fullest(self, steps: int) -> int:
-        """Which of the first ``steps`` global batches has the micro-batch with most tokens, padding included."""
+        """Return which of the first ``steps`` global batches has the micro-batch with most tokens, padding included."""
         if self.total_examples is not None:
             steps = min(steps, len(self))
         return max(range(steps), key=lambda step: max(map(self.positions, self.global_batch(step).micro_batches)))
 
     def positions(self, micro: MicroBatch) -> int:
-        """Return what a micro-batch has the model compute: its tokens, and where it is not packed its padding."""
+        """Return the number of tokens that the model computes for a micro-batch, with padding if it is not packed."""
         if self._pack_length is not None:
             return micro.tokens
         documents = [document for example in micro.examples for document in self.dataset.documents(example)]
@@ -207,24 +207,24 @@ class Stream(Generic[Data]):
         return [int(self._epoch(position // size)[position % size]) for position in range(begin, end)]
 
     def seen(self) -> list[int]:
-        """Every example that a global batch has, in the order of the dataset."""
+        """Return all examples that occur in a global batch, sorted by index."""
         all_in_an_epoch = self.dataset.companions is None and (self.dataset.mixture is None or not self._shuffle)
         if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
         return sorted({example for step in range(len(self)) for example in self.examples(step)})
 
     def global_batch(self, step: int) -> GlobalBatch:
-        """Global batch ``step``, divided into micro-batches."""
+        """Return global batch ``step``, divided into micro-batches."""
         examples = self.examples(step)
         if self.total_examples is None or self.sizes.before(step + 1) < self.total_examples:
-            self.dataset.will_need(self.examples(step + 1))  # read while this step is computed
+            self.dataset.will_need(self.examples(step + 1))  # prefetch while this step is computed
         return self.divide(examples)
 
     def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
-        """Any examples of the dataset as a global batch, divided into micro-batches, of at most so many rows."""
+        """Divide any examples of the dataset into micro-batches of at most ``most_rows`` rows."""
         lengths = [self.dataset.length(example) for example in examples]
         if self._pack_length is None:
-            # Neighbours in length share a micro-batch, so that little of it is padding.
+            # Examples of similar length share a micro-batch, which reduces padding.
             order = sorted(range(len(examples)), key=lambda i: (-lengths[i], i))
             rows: list[tuple[int, ...]] = [(examples[i],) for i in order]
         else:
@@ -246,7 +246,7 @@ class Stream(Generic[Data]):
         return MicroBatch(index, rows, tokens, targets, weight)
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the order of one epoch, kept until another is asked for."""
+        """Return the order of one epoch; the last one is cached."""
         if self._order[0] != epoch:
             size, companions = len(self.dataset), self.dataset.companions
             order = np.arange(size, dtype=np.int64)

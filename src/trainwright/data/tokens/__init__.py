@@ -1,1 +1,1 @@
-"""Tokens: made from rows and texts, kept on disk, and cut into windows."""
+"""Tokens: made from rows and texts, stored on disk, and divided into windows."""

@@ -1,8 +1,8 @@
-"""Calls of a tokenizer that end: in words where it fails, and after a time where it does not end by itself.
+"""Bound tokenizer calls: turn failures into errors, and stop calls that take too long.
 
-The pattern that a tokenizer cuts text by comes with the model. One whose search backtracks without end is stopped by
-the library after ten million steps of one match, by a Rust panic, which Python sees as an exception that is no
-``Exception``; below that it may take that long at every character.
+The pre-tokenization pattern comes with the model. If its search backtracks too much, the library stops after ten
+million steps of one match with a Rust panic, an exception that is not an ``Exception`` in Python; below that limit,
+each character may take that long.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-# Of computing by this process: a minute, and the time of the slowest tokenizer, far below what any takes.
+# Limits on the processor time of this process: a minute plus time per character, at a rate that every tokenizer exceeds
+# by far.
 SECONDS = 60.0
 _CHARACTERS_A_SECOND = 20_000
 _LOOK = 0.2
 
 
 class TokenizerError(RequestError):
-    """The tokenizer itself fails, whatever the row."""
+    """The tokenizer itself fails, independent of the row."""
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
-    """``tokenizer(texts, **options)``. Raises TokenizerError as ``bounded``."""
+    """Return ``tokenizer(texts, **options)``; raise TokenizerError as ``bounded``."""
     name = os.path.basename(str(tokenizer.name_or_path).rstrip("/"))
     many = list(texts)
     return bounded(f"the tokenizer {name}".strip(), sum(map(len, many)), lambda: tokenizer(many, **options))
 
 
 def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
-    """Return what ``call`` of a tokenizer returns for a text of so many characters.
+    """Return the result of ``call`` of a tokenizer on a text of ``characters`` characters.
 
-    It must release the interpreter while it computes, as ``encode_batch`` does.
+    It must release the GIL while it computes, as ``encode_batch`` does.
 
     Args:
         name: of the tokenizer, for messages.
 
     Raises:
-        TokenizerError: it panics, or computes for too long.
+        TokenizerError: the tokenizer panics, or computes for too long.
     """
     outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
         try:
             outcome.append((call(), None))
-        except BaseException as error:  # a panic is no Exception
+        except BaseException as error:  # a panic is not an Exception
             outcome.append((None, error))
 
-    thread = threading.Thread(target=run, daemon=True)  # nobody waits for it at the end
+    thread = threading.Thread(target=run, daemon=True)  # not joined at exit
     limit = SECONDS + characters / _CHARACTERS_A_SECOND
     begun = time.process_time()
     thread.start()

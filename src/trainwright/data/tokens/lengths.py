@@ -1,7 +1,7 @@
-"""How long the examples of a source are: what a plan needs to know of the data. Imports no torch.
+"""The lengths of a source's examples, which a plan needs. Imports no torch.
 
-Known exactly once a source has been tokenised, and remembered beside the tokens by a key that needs no tokenizer;
-before that estimated from the characters of its first rows.
+Exact lengths are known after a source was tokenized and are saved in the cache under a key that needs no tokenizer;
+before that they are estimated from the characters of its first rows.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
 _MOST_SAMPLED = 4096  # examples
 _PLACES = 64
-# English text and code in a vocabulary of 30,000 to 150,000 tokens; and what a chat template adds to a turn.
+# For English text and code with vocabularies of 30,000 to 150,000 tokens; and the tokens a chat template adds per turn.
 _CHARACTERS_PER_TOKEN = 3.8
 _TOKENS_PER_TURN = 6
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """``quantiles``: lengths of examples in tokens, equally spaced from the shortest to the longest.
+    """Example lengths in tokens; ``quantiles`` are equally spaced from the shortest to the longest.
 
-    ``examples``: to train on; None where they were not counted. ``target_fraction``: of the tokens, how many are
-    predicted. ``exact``: counted, not estimated.
+    ``examples``: number of training examples, or None if not counted. ``target_fraction``: fraction of tokens that are
+    targets. ``exact``: counted, not estimated.
     """
 
     quantiles: tuple[int, ...]
@@ -57,7 +57,7 @@ class Lengths:
         return self.quantiles[-1]
 
     def rows(self, global_batch_size: int, pack_length: int | None) -> tuple[float, int]:
-        """Mean number of rows of a global batch, and tokens in the fullest one, over some random batches."""
+        """Return the mean number of rows and the most tokens in a row, over random global batches."""
         if pack_length is None:
             return float(global_batch_size), self.longest
         counts, fullest = 0, 0
@@ -69,12 +69,15 @@ class Lengths:
         return counts / len(sample) * max(1.0, global_batch_size / _MOST_SAMPLED), fullest
 
     def most_tokens(self, global_batch_size: int) -> float:
-        """Tokens of the largest global batch, over some random batches."""
+        """Return the most tokens of a global batch, over random batches."""
         return max(map(sum, self._batches(global_batch_size))) * max(1.0, global_batch_size / _MOST_SAMPLED)
 
     def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
-        """Lengths of the examples of a global batch in falling order, at up to 64 equal distances: each the
-        longest that is met in its place over some random batches."""
+        """Return the longest example lengths over random global batches, at up to 64 ranks in descending order.
+
+        Lengths of a batch are sorted, and ranks are equally spaced; the maximum of each rank is over the batches. Empty
+        if all lengths are equal.
+        """
         if self.quantiles[0] == self.longest:
             return ()
         sample = [sorted(lengths, reverse=True) for lengths in self._batches(global_batch_size)]
@@ -83,14 +86,14 @@ class Lengths:
         return tuple(met[place * len(met) // count] for place in range(count))
 
     def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
-        """Lengths of the examples of random global batches; one large batch says as much as many small ones."""
+        """Yield the example lengths of random global batches; large batches need fewer of them."""
         draw = random.Random(0)
         for _ in range(max(2, min(_SAMPLED_BATCHES, _MOST_SAMPLED // global_batch_size))):
             yield draw.choices(self.quantiles, k=min(global_batch_size, _MOST_SAMPLED))
 
 
 def lengths_of(dataset: TokenDataset) -> Lengths:
-    """Count the lengths of a tokenised source."""
+    """Count the lengths of a tokenized source."""
     import numpy as np
 
     from trainwright.data.stream.mixture import drawn
@@ -106,10 +109,10 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
 def remember(
     model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: int = 1
 ) -> None:
-    """Keep the lengths of a source for ``recall``.
+    """Save the lengths of a source for ``recall``.
 
     Args:
-        rows: how many of several sources make an example.
+        rows: rows per example.
     """
     file = _file(model, data, seed, cache, rows)
     if not file.exists():
@@ -117,9 +120,7 @@ def remember(
 
 
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int = 1) -> Lengths | None:
-    """Return the lengths of a source that was tokenised for this model before; None for one that was not, or has
-    changed.
-    """
+    """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
     try:
         kept = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
         return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
@@ -128,7 +129,7 @@ def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows:
 
 
 def repeated(global_batch_size: int, examples: int) -> str | None:
-    """Return what to say of a step that has every example several times; None where there are enough for one."""
+    """Return a warning if a step uses examples more than once, or None if there are enough examples."""
     if global_batch_size <= examples:
         return None
     return (
@@ -138,7 +139,7 @@ def repeated(global_batch_size: int, examples: int) -> str | None:
 
 
 def check_length(data: DataSection, model_max_length: int | None) -> None:
-    """Raise RequestError for examples longer than the positions that a model has, if they are limited."""
+    """Raise RequestError if examples are longer than the maximum number of positions of the model."""
     if model_max_length is not None and data.max_length > model_max_length:
         raise RequestError(
             f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
@@ -147,7 +148,10 @@ def check_length(data: DataSection, model_max_length: int | None) -> None:
 
 
 def estimate(rows: Sequence[object], max_length: int, bytewise: bool) -> Lengths | None:
-    """From the text in a source's first rows; None where there is none. ``bytewise``: a token is a byte."""
+    """Estimate lengths from the text of a source's first rows; return None without rows.
+
+    ``bytewise``: each token is a byte.
+    """
     lengths = []
     for row in rows:
         texts = list(_texts(row))
@@ -157,7 +161,7 @@ def estimate(rows: Sequence[object], max_length: int, bytewise: bool) -> Lengths
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a row, but for the names of roles and the like."""
+    """Yield every text in a row, except role names, ids and types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

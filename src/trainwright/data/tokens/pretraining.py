@@ -1,4 +1,4 @@
-"""The data of a pretraining run: token shards, given or made in the cache, as windows to train and to validate on."""
+"""Prepare the data of a pretraining run: windows of token shards, which are given or built in the cache."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def prepare_windows(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, *, contiguous: bool
 ) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
-    """Return what to train and to validate on, and lines on it for people.
+    """Return the training dataset, the validation dataset or None, and lines of text about them.
 
     Args:
-        contiguous: windows are of all documents one after another; else of one document each.
+        contiguous: windows span concatenated documents; otherwise each is within one document.
 
     Raises:
-        RequestError: a source is wrong, shards are of another tokenizer, or nothing is left on one side.
+        RequestError: a source is wrong, shards are of another tokenizer, or one side would be empty.
         MachineError: the cache cannot be written.
     """
     data = recipe.data
@@ -63,7 +63,7 @@ def prepare_windows(
 
 
 def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
-    """Return the shards that a source is, or those made of it in the cache, now or before."""
+    """Open the shards of a source, or build them in the cache if they are not there yet."""
     if is_shards(source.source):
         if source.limit is not None:
             raise RequestError(f"{key}.limit: shards are read whole; remove it, or tokenize less")
@@ -94,7 +94,7 @@ def _made(
     if (directory / "shards.json").is_file():
         try:
             return Shards.open(directory, key)
-        except RequestError:  # damaged; made anew
+        except RequestError:  # damaged, so build again
             shutil.rmtree(directory)
     doing(f"tokenizing {source.source}")
     processes = _processes()
@@ -107,7 +107,7 @@ def _processes() -> int:
 
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
-    """Return what tells some sources from others, and from themselves before a change, without reading them."""
+    """Return a value that changes whenever the sources or their content change, without reading them."""
     from trainwright.data.sources.key import look
 
     return [VERSION, *([look(source, key), source.format, source.limit] for source, key in sources)]

@@ -1,10 +1,11 @@
-"""Token shards: a corpus as the numbers of its tokens, mapped from disk.
+"""Token shards: a corpus as token ids, memory-mapped from disk.
 
-    shards.json    how many tokens and documents there are, of which tokenizer, in which files
-    00000.tokens   the tokens of documents one after another, in the smallest integer type that holds the vocabulary
-    00000.index    of each document 16 bytes: where it ends in the shard (int64) and a digest of its tokens
+    shards.json    the numbers of tokens and documents, the tokenizer, and the files
+    00000.tokens   the concatenated tokens of documents, in the smallest integer type that fits the vocabulary
+    00000.index    16 bytes per document: its end in the shard (int64) and a digest of its tokens
 
-A document is in one shard. The tokenizer is known by its fingerprint; tokens of one mean nothing to another.
+Each document is in one shard. The tokenizer is identified by its fingerprint; shards only work with the tokenizer that
+made them.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ INDEX = np.dtype([("end", "<i8"), ("digest", "<u8")])
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus of shards. ``ends``: of all documents, in the order of the corpus, counted over all shards [documents].
+    """A corpus of shards. ``ends``: the end of each document, counted over all shards [documents].
 
-    ``digests``: of the documents' tokens, uint64 [documents]; equal for equal ones.
+    ``digests``: of the documents' tokens, uint64 [documents]; equal documents have equal digests.
     """
 
     directory: Path
     about: dict[str, Any]
     files: tuple[npt.NDArray[Any], ...]
-    begins: npt.NDArray[np.int64]  # of each file in the tokens of the corpus, and their number at the end
+    begins: npt.NDArray[np.int64]  # start of each file in the corpus, then the total
     ends: npt.NDArray[np.int64]
     digests: npt.NDArray[np.uint64]
 
@@ -53,7 +54,7 @@ class Shards:
         return int(self.begins[-1])
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.int32]:
-        """Tokens ``begin`` to ``end`` of the corpus, over the borders of shards."""
+        """Return tokens ``begin`` to ``end`` of the corpus, across shard boundaries."""
         shard = int(self.begins.searchsorted(begin, side="right")) - 1
         parts = []
         while begin < end:
@@ -64,7 +65,7 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def will_need(self, begin: int, end: int) -> None:
-        """Have the system read these tokens while something else is done."""
+        """Ask the operating system to read these tokens ahead."""
         import mmap
 
         shard = int(self.begins.searchsorted(begin, side="right")) - 1
@@ -77,7 +78,7 @@ class Shards:
 
     @classmethod
     def open(cls, directory: Path, key: str = "data.train") -> Shards:
-        """Map a corpus. Raises RequestError for shards that are not whole, naming which."""
+        """Memory-map a corpus; raise RequestError naming any incomplete shard."""
         about = read_about(directory, key)
         files, begins, indices = [], [0], []
         for shard in about["shards"]:
@@ -95,7 +96,7 @@ class Shards:
         return cls(directory, about, tuple(files), np.asarray(begins, dtype=np.int64), ends, digests)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, key: str = "data.train") -> None:
-        """Raise RequestError unless the shards are of this tokenizer."""
+        """Raise RequestError unless the shards were made with this tokenizer."""
         made = self.about["tokenizer"]
         if made["fingerprint"] != tokenizer_fingerprint(tokenizer):
             raise RequestError(
@@ -106,12 +107,12 @@ class Shards:
 
 
 def is_shards(source: str) -> bool:
-    """Whether a source is a directory of shards, finished or not."""
+    """Return whether a source is a directory of shards, finished or not."""
     return any(Path(source).expanduser().joinpath(name).is_file() for name in (ABOUT, "progress.json"))
 
 
 def read_about(directory: Path, key: str) -> dict[str, Any]:
-    """Return what shards say of themselves. Raises RequestError where they do not, or were not finished."""
+    """Return the content of ``shards.json``; raise RequestError if it is missing, unreadable or unfinished."""
     file = directory / ABOUT
     if not file.is_file() and (directory / "progress.json").is_file():
         raise RequestError(f"{key}: {directory} is not finished; run the same `trainwright data tokenize` again")
@@ -125,7 +126,7 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of all that decides which tokens a text becomes: vocabulary, merges, rules, special tokens."""
+    """Return a digest of everything that determines tokenization: vocabulary, merges, rules, special tokens."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestError(f"the tokenizer {tokenizer_name(tokenizer)} is not a fast one (tokenizer.json)")
@@ -136,7 +137,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what a tokenizer is called in messages."""
+    """Return the name of a tokenizer for messages."""
     return str(tokenizer.name_or_path).rstrip("/") or "built in"
 
 

@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for, so that losses of different vocabularies can be compared."""
+"""Count the bytes of text of each token, which makes losses of different vocabularies comparable."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WORD_BEGINS = "\u2581"  # stands for a space in SentencePiece vocabularies
+_WORD_BEGINS = "\u2581"  # represents a space in SentencePiece vocabularies
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.int64]:
-    """UTF-8 bytes of every token [size]; 0 for special ones and those the tokenizer does not have."""
+    """Return the number of UTF-8 bytes of every token [size]; 0 for special and unused tokens."""
     backend: Any = tokenizer.backend_tokenizer
-    bytewise = "ByteLevel" in str(backend.decoder)  # a letter of a token is a byte then
+    bytewise = "ByteLevel" in str(backend.decoder)  # then each character of a token is a byte
     special = set(tokenizer.all_special_ids)
     found = np.zeros(size, dtype=np.int64)
     for text, token in tokenizer.get_vocab().items():
@@ -26,6 +26,6 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np
 
 
 def _length(text: str) -> int:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # a byte that has no token of its own
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # a byte-fallback token
         return 1
     return len(text.replace(_WORD_BEGINS, " ").encode())

@@ -1,4 +1,4 @@
-"""Tokens on their way to a dataset's files: never in memory all at once."""
+"""Write tokens to the files of a dataset without holding all of them in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class TokenSpool:
-    """Documents one after another in files without a name, which go with their last reader."""
+    """Documents stored one after another in unnamed temporary files, which are deleted when closed."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ class TokenSpool:
         return self._offsets[-1]
 
     def add(self, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], role: int) -> None:
-        """Take a document in."""
+        """Append a document."""
         self._tokens.write(tokens.astype("<i4", copy=False).tobytes())
         self._targets.write(targets.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
@@ -63,7 +63,7 @@ class TokenSpool:
 
 
 def header(length: int, role: int) -> bytes:
-    """Return what tells where a document ends, and what it is."""
+    """Return the header of a document for hashing: its length and role."""
     return length.to_bytes(8, "little") + (role.to_bytes(1, "little") if role else b"")
 
 
@@ -74,9 +74,9 @@ def write_dataset(
     report: dict[str, Any],
     mixture: tuple[Part, ...] | None = None,
 ) -> int:
-    """Write a dataset of some documents of each spool, and return its number of tokens; the directory is made.
+    """Create ``directory`` with a dataset of the selected documents of each spool; return its number of tokens.
 
-    The fingerprint is of their tokens, targets and roles, and of the mixture, and of nothing else.
+    The fingerprint depends only on their tokens, targets and roles, and on the mixture.
     """
     directory.mkdir(parents=True)
     lengths = np.concatenate(

@@ -1,6 +1,6 @@
-"""Processes that tokenise, each at its own end of a pipe: whoever dies, the other end sees it at once.
+"""Worker processes for tokenization, each with its own pipe, so that the death of either side is noticed at once.
 
-The pools of the standard library wait for ever where a process is killed while it reads or writes a large piece.
+The pools of the standard library hang if a process is killed while it reads or writes a large piece.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Encode = Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Encoded]]]
 
 @contextmanager
 def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
-    """Provide a function from chunks to the same chunks with their tokens, in order, backed by so many processes.
+    """Provide a function that yields chunks with their tokens, in order, computed by ``processes`` processes.
 
     Raises:
-        MachineError: one of them was ended from outside.
+        MachineError: a process was killed.
     """
     if processes == 1:
         encoder = Encoder(settings)
@@ -44,14 +44,14 @@ class _Workers:
         self._settings, self._most = settings, most
         self._processes: list[BaseProcess] = []
         self._idle: list[Connection] = []
-        self._busy: dict[Connection, int] = {}  # with the number of its chunk
+        self._busy: dict[Connection, int] = {}  # with the index of its chunk
 
     def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """No more than twice as many chunks as processes are on their way, so that one may take longer."""
+        """Yield chunks with their tokens, in order; at most twice as many chunks as processes are in flight."""
         left, ended = iter(chunks), False
         waiting: deque[Chunk] = deque()
         found: dict[int, Encoded] = {}
-        first = 0  # the number of the chunk that is to be given next
+        first = 0  # index of the next chunk to yield
         while True:
             while not ended and len(waiting) < 2 * self._most and self._free():
                 if (chunk := next(left, None)) is None:
@@ -100,7 +100,7 @@ class _Workers:
             yield self._busy.pop(connection), answer
 
     def _started(self) -> Connection:
-        # Spawned: a fork would take this process's threads and locks with it.
+        # Spawn, because a fork would copy this process's locked locks without its threads.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=token_worker.work, args=(self._settings, theirs), daemon=True)

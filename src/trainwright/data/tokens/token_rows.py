@@ -1,4 +1,4 @@
-"""A source's rows as tokens and targets, with a count of all that happened to them on the way."""
+"""Tokenize the rows of a source into examples with targets, and count rows that are cut, split or left out."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
-_BATCH = 256  # rows rendered and tokenised at a time
-_BATCH_CHARACTERS = 2**20  # and no more text than this, but for one row
+_BATCH = 256  # rows rendered and tokenized at a time
+_BATCH_CHARACTERS = 2**20  # limit on the text of a batch, unless one row is longer
 _DIGEST = 16  # bytes
 
 
 class Hashes(Sequence[bytes]):
-    """Digests of one size, end to end."""
+    """A compact sequence of digests of one size."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -52,15 +52,15 @@ class Hashes(Sequence[bytes]):
         return (self[index] for index in range(len(self)))
 
     def append(self, digest: bytes) -> None:
-        """Add a digest."""
+        """Append a digest."""
         self._bytes += digest
 
     def distinct(self) -> npt.NDArray[np.bytes_]:
-        """Return the digests that there are, each once, in order."""
+        """Return the unique digests, sorted."""
         return np.unique(self.chosen(None))
 
     def chosen(self, indices: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bytes_]:
-        """Return some of the digests, or all."""
+        """Return the digests at ``indices``, or all if None."""
         everything = np.frombuffer(bytes(self._bytes), dtype=f"S{_DIGEST}")
         return everything if indices is None else everything[indices]
 
@@ -69,8 +69,8 @@ class Hashes(Sequence[bytes]):
 class TokenRows:
     """The examples of one source, each of the same number of documents.
 
-    A row is an example, or, where it was split, several that stand together. ``hashes`` are of the rows that are
-    examples, of tokens and roles, and equal where these are.
+    A row is one example or, if it was split, several consecutive ones. ``hashes`` are digests of the tokens and roles
+    of the rows that became examples; equal rows have equal digests.
     """
 
     source: str
@@ -80,24 +80,24 @@ class TokenRows:
     splits: bool
     spool: TokenSpool
     rows: int = 0
-    examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that is any
-    numbers: array[int] = field(default_factory=lambda: array("q"))  # where each of these stands in the source, from 0
+    examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that became examples
+    numbers: array[int] = field(default_factory=lambda: array("q"))  # index of each of these rows in the source, from 0
     documents_per_example: int = 1
     hashes: Hashes = field(default_factory=Hashes)
     truncated: int = 0
     cut_tokens: int = 0
-    divided: int = 0  # rows that became several examples
+    divided: int = 0  # rows split into several examples
     longest: int = 0  # before truncation
     without_target: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)  # rows that are no examples, by the reason in words
-    remarks: Counter[str] = field(default_factory=Counter)  # rows that are not taken as they are, by what they do
+    left_out: Counter[str] = field(default_factory=Counter)  # rows without examples, by reason
+    remarks: Counter[str] = field(default_factory=Counter)  # rows that were changed, by what they do
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.spool) // self.documents_per_example
 
     def add(self, documents: Sequence[Encoded], roles: Sequence[int]) -> None:
-        """Take one row in: cut or split it, and leave it out if nothing of one document remains to be predicted."""
+        """Add one row: cut or split it, or leave it out if one of its documents keeps no target."""
         self.rows += 1
         self.documents_per_example = len(documents)
         lengths = [len(ids) for ids, _ in documents]
@@ -142,24 +142,24 @@ class TokenRows:
         self.hashes.append(digest.digest())
 
     def leave_out(self, why: str) -> None:
-        """Count a row that has nothing to train on."""
+        """Count a row that has no target."""
         self.rows += 1
         self.left_out[why] += 1
 
     @property
     def duplicates(self) -> int:
-        """Rows whose tokens an earlier one has."""
+        """Return the number of rows with the same tokens as an earlier row."""
         return len(self.hashes) - len(self.hashes.distinct())
 
     def documents_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the documents that some ``rows`` (of those that are examples) became, in order."""
+        """Return the indices of the documents that ``rows`` (among the rows with examples) became, in order."""
         counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.documents_per_example
         begins = np.cumsum(counts) - counts
         within = np.arange(int(counts[rows].sum())) - np.repeat(np.cumsum(counts[rows]) - counts[rows], counts[rows])
         return np.repeat(begins[rows], counts[rows]) + within
 
     def report(self) -> dict[str, Any]:
-        """Return the counts, over the whole source."""
+        """Return the counts over the whole source."""
         return {
             "source": self.source,
             "format": self.format,
@@ -177,7 +177,7 @@ class TokenRows:
         }
 
     def summary(self, name: str) -> list[str]:
-        """Return the counts as lines for people."""
+        """Return the counts as lines of text."""
         count = self.report()
         how = "found from the first rows" if self.detected else "as data.format says"
         how += f"; {self.format.read_as}" if self.format.read_as else ""
@@ -208,26 +208,27 @@ class TokenRows:
 
 
 def windows_of(length: int, longest: int) -> list[tuple[int, int]]:
-    """Where the windows of at most ``longest`` tokens that a longer document is split into begin and end.
+    """Return the (begin, end) of each window of at most ``longest`` tokens that a longer document is split into.
 
-    Each begins with the last token of the one before: it has no prediction there, and had one here.
+    Each window starts with the last token of the one before, which is not a target as a window's first token but was
+    one in the window before.
     """
     return [(begin, min(begin + longest, length)) for begin in range(0, length - 1, longest - 1)]
 
 
 def splits_long(long_documents: str, layout: str) -> bool:
-    """Whether rows of ``layout`` that are too long are split, as ``data.long_documents`` says, and not cut."""
+    """Return whether rows of ``layout`` that are too long are split instead of cut (``data.long_documents``)."""
     return long_documents == "split" or (long_documents == "auto" and layout == "text")
 
 
 def tokenize_source(
     source: SourceSection, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, spool: Path
 ) -> TokenRows:
-    """Read ``source`` and encode each row; the tokens wait in files in the directory ``spool``.
+    """Read ``source`` and encode each row; the tokens are stored in files in the directory ``spool``.
 
     Raises:
-        RequestError: the source, its layout or a row is wrong (with the row's file and line), or no row has a
-        target.
+        RequestError: the source, its layout or a row is wrong (the message names the row's file and line), or no row
+        has a target.
     """
     name, documents = source.source, source.format == "documents"
     rows = read_rows(name, source.limit, key, documents)
@@ -256,7 +257,7 @@ def tokenize_source(
 
 
 def _batches(rows: Dataset) -> Iterator[list[Row]]:
-    """Rows to tokenise together: what a tokenizer returns is a hundred times its text."""
+    """Yield rows in batches of limited text: a tokenizer's output takes a hundred times the memory of its text."""
     for start in range(0, len(rows), _BATCH):
         batch: list[Row] = []
         characters = 0
@@ -278,9 +279,9 @@ def _take_in(
     encode: Callable[[list[Any]], list[Encoded]],
     place: Callable[[int], str],
 ) -> None:
-    """Encode some rows, the first of them row ``start`` of the source, into ``found``."""
+    """Encode rows into ``found``; the first of them is row ``start`` of the source."""
     texts: list[Any] = []
-    owners: list[int] = []  # of the texts: the row's index in the source
+    owners: list[int] = []  # for each text, the index of its row in the source
     roles: dict[int, list[int]] = {}
     for index, row in enumerate(rows, start):
         try:

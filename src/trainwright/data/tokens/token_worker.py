@@ -1,4 +1,4 @@
-"""What a process that tokenises does. Imports no more than it needs, as each process pays for it."""
+"""The code of a tokenization process, with few imports because every process pays for them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainwright.data.tokens.bounded import bounded
 from trainwright.data.tokens.word_tokens import WordTokens
 from trainwright.errors import RequestError
 
-Encoded = tuple[bytes, list[int]]  # the tokens of some pieces end to end, and how many each has
+Encoded = tuple[bytes, list[int]]  # concatenated tokens of pieces, and the number of tokens of each
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``prefix``, ``suffix``: tokens around every document. ``characters``: each token is a known character."""
+    """``prefix``, ``suffix``: tokens around every document. ``characters``: the vocabulary is single characters."""
 
     backend: str
     dtype: str
@@ -33,7 +33,7 @@ class Settings:
 
 
 class Encoder:
-    """Turns pieces of documents into tokens."""
+    """Tokenizes pieces of documents."""
 
     def __init__(self, settings: Settings) -> None:
         from tokenizers import Tokenizer
@@ -44,10 +44,10 @@ class Encoder:
         self._known = set(tokenizer.get_vocab()) if settings.characters else None
 
     def __call__(self, pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
-        """``(place, text, first, last)`` of each piece.
+        """Return the tokens of pieces ``(place, text, first, last)``.
 
         Raises:
-            RequestError: a character that the vocabulary does not have, or a tokenizer that fails.
+            RequestError: the vocabulary lacks a character, or the tokenizer fails.
         """
         if self._known is not None:
             for place, text, _, _ in pieces:
@@ -65,9 +65,9 @@ class Encoder:
 
 
 def work(settings: Settings, pipe: Connection) -> None:
-    """Answer chunks of pieces with their tokens, or with what is wrong with them, until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who waits for the answers decides
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
+    """Reply to chunks of pieces with their tokens, or with an error, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
     encoder = Encoder(settings)
     with suppress(EOFError, ConnectionError):
         while True:

@@ -1,8 +1,8 @@
-"""From texts to token shards, on several cores: ``trainwright data tokenize``, and what pretraining does by itself.
+"""Tokenize text into shards on several cores, for ``trainwright data tokenize`` and for pretraining.
 
-The text is read by one process in pieces, in order; others turn them into tokens; the first writes these in order. Only
-so many pieces are on their way at a time, so memory does not grow with the text. Every few seconds it is noted how
-many pieces are on the disk, and a run that was killed goes on there: what was written after is cut off and made again.
+One process reads the text in pieces, in order; others tokenize them; the first writes the tokens in order. The number
+of pieces in flight is limited, so memory does not grow with the text. Every few seconds the number of pieces written is
+saved, and a run that was killed resumes from there: later tokens are truncated and written again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SHARD_TOKENS = 100_000_000
 _PROGRESS = "progress.json"
-_CHUNK = 2**20  # characters that a process is given at a time
+_CHUNK = 2**20  # characters that a process gets at a time
 _SAVE_SECONDS = 3.0
 _COPY = 2**22
 
@@ -42,7 +42,7 @@ Report = Callable[[int, int, int], None]  # characters, tokens and documents so 
 
 @dataclass
 class Position:
-    """What is on the disk: how many pieces of the text, in which shards, and how much of the one being written."""
+    """The state on disk: pieces written, finished shards, and the size of the shard being written."""
 
     pieces: int = 0
     documents: int = 0
@@ -62,16 +62,16 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     report: Report = lambda characters, tokens, documents: None,
 ) -> dict[str, Any]:
-    """Write the shards of some sources into ``out``, or go on where an earlier call was stopped; what is in them.
+    """Write the token shards of ``sources`` into ``out``, or resume an interrupted call; return the corpus description.
 
     Args:
-        sources: with the key that names each in messages.
-        identity: what tells these sources from others, or from themselves before a change.
+        sources: pairs of a source and the recipe key that names it in messages.
+        identity: a value that changes whenever the sources or their content change.
 
     Raises:
-        RequestError: ``out`` has other files, or shards of something else, or another process writes there; a source
-            is empty or not text.
-        MachineError: one of the processes was ended from outside.
+        RequestError: ``out`` has other files or shards of other text, another process writes there, or a source is
+        empty or not text.
+        MachineError: a worker process was killed.
         OSError: ``out`` cannot be written.
     """
     fingerprint = tokenizer_fingerprint(tokenizer)
@@ -103,7 +103,7 @@ def tokenize(
 def _about(
     sources: Sequence[tuple[SourceSection, str]], tokenizer: PreTrainedTokenizerBase, settings: Settings, task: str
 ) -> dict[str, Any]:
-    """Return what is known of the shards before they are counted."""
+    """Return the part of the description that is known before the shards are written."""
     return {
         "version": VERSION,
         "source": " + ".join(source.source for source, _ in sources),
@@ -118,7 +118,7 @@ def _about(
 
 
 def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
-    """How this tokenizer turns documents into tokens: what opens one by its own rules, and its end-of-text token."""
+    """Return the settings of a tokenizer for worker processes, with its special tokens around a document."""
     backend: Any = tokenizer.backend_tokenizer
     end = tokenizer.eos_token_id
     opened = [token for token in backend.encode("", add_special_tokens=True).ids if token != end]
@@ -132,7 +132,7 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
 
 
 def _finished(out: Path, task: str) -> dict[str, Any] | None:
-    """Return what is said of the shards that are there already; None where they are to be made."""
+    """Return the description of finished shards in ``out``, or None if they are not finished."""
     if (out / ABOUT).is_file():
         about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
         if about.get("task") == task:
@@ -144,14 +144,14 @@ def _finished(out: Path, task: str) -> dict[str, Any] | None:
 
 
 class _Writer:
-    """Appends tokens to shards, in order, and notes what is safely there."""
+    """Appends tokens to shards, in order, and saves the position."""
 
     def __init__(self, out: Path, task: str, dtype: str, shard_tokens: int) -> None:
         self._out, self._task = out, task
         self._dtype = np.dtype(dtype)
         self._shard_tokens = shard_tokens
         self.position = self._earlier()
-        self._note()  # first, so that the files that follow are known for the beginning of a corpus
+        self._note()  # first, so that a later call recognizes the files as an unfinished corpus
         self._open()
 
     @property
@@ -174,13 +174,13 @@ class _Writer:
         return Position(**found)
 
     def _open(self) -> None:
-        """Open the files of the shard being written, at the recorded length."""
+        """Open the files of the shard being written, truncated to the saved length."""
         name = f"{len(self.position.shards):05d}"
         width = self._dtype.itemsize
         self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)
         self._index = _opened(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
         self._document = hashlib.blake2b(digest_size=8)
-        begun = 0  # where the document begins that is not at its end
+        begun = 0  # start of the unfinished document
         if self.position.index:
             self._index.seek(-INDEX.itemsize, os.SEEK_END)
             begun = int(np.frombuffer(self._index.read(INDEX.itemsize), INDEX)["end"][0])
@@ -189,7 +189,7 @@ class _Writer:
             self._document.update(part)
 
     def add(self, chunk: Sequence[Piece], encoded: Encoded) -> None:
-        """Write some pieces."""
+        """Write tokenized pieces."""
         tokens, lengths = encoded
         width, begin = self._dtype.itemsize, 0
         for piece, length in zip(chunk, lengths, strict=True):
@@ -234,7 +234,7 @@ class _Writer:
         self._note()
 
     def withdrew(self) -> bool:
-        """Where nothing was noted to go on from, take away what there is; whether that was so."""
+        """Remove the files if no piece was saved to resume from; return whether they were removed."""
         if self._noted:
             return False
         for file in (self._tokens, self._index):
@@ -251,7 +251,7 @@ class _Writer:
         self._saved = time.monotonic()
 
     def finish(self, about: dict[str, Any]) -> dict[str, Any]:
-        """All is written; the directory becomes a corpus."""
+        """Close the shards and write the corpus description."""
         if self.position.index:
             self._end_shard()
         else:

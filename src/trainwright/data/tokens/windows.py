@@ -1,8 +1,9 @@
-"""Token shards as examples of one context each: windows of documents, or of the stream of all tokens.
+"""Examples of one context length from token shards: windows of documents, or of the stream of all tokens.
 
-An example is n + 1 tokens, of which the first n go into the model and the last n are predicted; the next one begins
-with the last token of this one, so every token but the first is predicted once. ``documents``: no example has tokens of
-two documents. ``contiguous``: documents follow each other with the end-of-text token between them, as GPT-2 learnt.
+An example has n + 1 tokens: the first n are the model's input and the last n the targets. The next example starts with
+the last token of this one, so every token but the first is predicted once. ``documents``: no example crosses a document
+boundary. ``contiguous``: documents are concatenated with the end-of-text token between them, as in the training of
+GPT-2.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from trainwright.errors import RequestError
 
 Indices = npt.NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int64)
-_REMEMBERED = 4096  # examples: those of a global batch and of the next, as a rule
+_REMEMBERED = 4096  # usually the examples of two global batches
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Stretches of the tokens of ``shards`` that windows are cut from, each for itself: from ``begins`` to ``ends``."""
+    """Token ranges of ``shards``, from ``begins`` to ``ends``, each of which is divided into windows separately."""
 
     shards: Shards
     begins: Indices
     ends: Indices
-    length: int  # targets of a window at most
+    length: int  # most targets per window
 
     @property
     def tokens(self) -> int:
@@ -43,28 +44,28 @@ class Spans:
         return int((self.ends - self.begins).sum())
 
     def counts(self) -> Indices:
-        """Windows of each stretch; one of a single token has nothing to predict."""
+        """Return the number of windows of each span; a span of one token has none."""
         counts: Indices = -(-(self.ends - self.begins - 1) // self.length)
         return counts
 
 
 @dataclass(frozen=True)
 class WindowDataset(TokenDataset):
-    """Windows of several corpora, one after another; a dataset whose tokens stay where they are.
+    """A dataset of windows of several corpora; the tokens stay in the shards.
 
-    ``length`` and what is counted of an example are of what goes into the model, which is also what is predicted.
+    Lengths and counts of an example cover its n input tokens, which equals the number of targets.
     """
 
     parts: tuple[Spans, ...] = ()
-    # Where the tokens of an example are; asked for several times a step.
+    # Finds the tokens of an example; cached because it is called several times per step.
     _place: Callable[[int], tuple[Shards, int, int]] = field(init=False, repr=False)
-    # Of the stretches of all parts together: how many windows are before each, and where it begins and ends.
+    # Over the spans of all parts: the number of windows before each.
     _before: Indices = field(init=False, repr=False, default_factory=lambda: _NONE)
-    _first: Indices = field(init=False, repr=False, default_factory=lambda: _NONE)  # of each part: its first stretch
+    _first: Indices = field(init=False, repr=False, default_factory=lambda: _NONE)  # index of each part's first span
 
     @classmethod
     def of(cls, parts: Sequence[Spans], mixture: tuple[Part, ...] | None) -> WindowDataset:
-        """Return a dataset of the windows of some corpora, of which an epoch sees what ``mixture`` says."""
+        """Return a dataset of the windows of several corpora, sampled by the shares in ``mixture``."""
         nothing = {"tokens": _NONE.astype(np.int32), "targets": _NONE.astype(np.bool_), "offsets": _NONE}
         about = {"fingerprint": fingerprint_of(parts, mixture), "report": {"format": "text"}, "mixture": mixture}
         return cls(**nothing, **about, parts=tuple(parts))  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ class WindowDataset(TokenDataset):
 
     @property
     def token_count(self) -> int:
-        """Of all examples what goes into the model."""
+        """Return the number of input tokens of all examples."""
         return int(self.example_lengths().sum())
 
     def _find(self, index: int) -> tuple[Shards, int, int]:
@@ -92,7 +93,7 @@ class WindowDataset(TokenDataset):
         return part.shards, begin, min(begin + part.length + 1, int(part.ends[own]))
 
     def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """``(tokens [n + 1], targets [n + 1])`` of an example: all but the first are predicted."""
+        """Return ``(tokens [n + 1], targets [n + 1])`` of an example; all tokens but the first are targets."""
         shards, begin, end = self._place(document)
         targets = np.ones(end - begin, dtype=np.bool_)
         targets[0] = False
@@ -120,18 +121,18 @@ class WindowDataset(TokenDataset):
         return np.concatenate(lengths)
 
     def target_fraction(self) -> float:
-        """Of what goes into the model, how much is predicted."""
+        """Return the fraction of input tokens that are predicted."""
         return 1.0
 
     def will_need(self, examples: Iterable[int]) -> None:
-        """Have the system read examples ahead."""
+        """Ask the operating system to read examples ahead."""
         for example in examples:
             shards, begin, end = self._place(example)
             shards.will_need(begin, end)
 
 
 def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
-    """Tensors of one micro-batch: the last token of an example is predicted only."""
+    """Collate one micro-batch into tensors; the last token of an example is only a target."""
     tokens = [dataset.document(example)[0] for example in micro.examples]
     pairs = [(ids[:-1], np.ones(len(ids) - 1, dtype=np.bool_)) for ids in tokens]
     lengths = [len(ids) for ids, _ in pairs]
@@ -155,7 +156,7 @@ def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, 
 
 
 def everything(shards: Shards, length: int, *, contiguous: bool) -> Spans:
-    """All of a corpus."""
+    """Return all tokens of a corpus as spans."""
     if contiguous:
         return _stream(shards, 0, shards.token_count, length)
     begins = np.concatenate([np.zeros(1, np.int64), shards.ends[:-1]])
@@ -165,13 +166,13 @@ def everything(shards: Shards, length: int, *, contiguous: bool) -> Spans:
 def divided(
     shards: Shards, length: int, validation: float | int, seed: int, *, contiguous: bool, key: str
 ) -> tuple[Spans, Spans]:
-    """Return what is trained on and what is held back: of a stream its end, else documents, equal ones on one side.
+    """Split a corpus into training and validation spans: its end if contiguous, else random documents without overlap.
 
     Args:
-        validation: a fraction, or a number: of documents, or of windows of a stream.
+        validation: a fraction, or a number of documents (of windows if contiguous).
 
     Raises:
-        RequestError: nothing would be left on one side.
+        RequestError: one side would be empty.
     """
     if contiguous:
         total = shards.token_count
@@ -189,7 +190,7 @@ def divided(
 
 
 def fingerprint_of(parts: Sequence[Spans], mixture: tuple[Part, ...] | None) -> str:
-    """Of the tokens and how they are cut, wherever they lie."""
+    """Return a hash of the tokens and their division into windows, independent of file paths."""
     digest = hashlib.sha256(repr(mixture).encode())
     for part in parts:
         digest.update(f"{part.shards.fingerprint}/{part.length}/".encode())
@@ -202,7 +203,7 @@ def _stream(shards: Shards, begin: int, end: int, length: int) -> Spans:
 
 
 def _held_back(digests: npt.NDArray[np.uint64], validation: float | int, seed: int, key: str) -> npt.NDArray[np.bool_]:
-    """Which documents are held back: the first of an order that the seed and their tokens decide."""
+    """Return which documents are held out: the first in an order determined by the seed and their tokens."""
     total = len(digests)
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if wanted >= total:
@@ -212,7 +213,7 @@ def _held_back(digests: npt.NDArray[np.uint64], validation: float | int, seed: i
         )
     ranks = _mixed(digests, seed)
     order = np.argsort(ranks, kind="stable")
-    # Equal documents stay together, on the side of training.
+    # Equal documents stay together, on the training side.
     border = ranks[order[wanted]]
     held = ranks < border
     if not held.any():
@@ -221,7 +222,7 @@ def _held_back(digests: npt.NDArray[np.uint64], validation: float | int, seed: i
 
 
 def _mixed(digests: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
-    """Another order of the digests for every seed (the finaliser of splitmix64, Steele et al., OOPSLA 2014)."""
+    """Mix the digests with the seed (splitmix64 finalizer, Steele et al., OOPSLA 2014)."""
     salt = int.from_bytes(hashlib.sha256(f"{seed}/held back".encode()).digest()[:8], "little")
     mixed = digests ^ np.uint64(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

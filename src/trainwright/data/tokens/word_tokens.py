@@ -1,7 +1,8 @@
-"""Byte-level BPE with a memory: texts are cut into words as the tokenizer cuts them, and each word is encoded once.
+"""Byte-level BPE with a cache: texts are split into words as the tokenizer does, and each word is encoded once.
 
-A text has few different words, and a word's tokens do not depend on its neighbours; so most of a text is looked up. It
-is some three times as fast as encoding all of it, and gives the same tokens: that is seen on the first text of a run.
+A text has few different words, and the tokens of a word do not depend on its neighbors, so most words are looked up.
+This is about three times as fast as encoding the whole text. The tokens are the same, which is verified on the first
+text of a run.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# What tokenizers' ByteLevel cuts by, GPT-2's own (github.com/openai/gpt-2, src/encoder.py).
+# The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _MOST_WORDS = 1_000_000
 _CHECKED = 100_000  # characters
 
 
 class WordTokens:
-    """Encodes texts with a backend tokenizer, by words where that can be done."""
+    """Encodes texts with a backend tokenizer, word by word if possible."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -31,14 +32,14 @@ class WordTokens:
         self._checked = False
 
     def __call__(self, text: str) -> npt.NDArray[np.int64]:
-        """Tokens of a text, without special ones around it."""
+        """Return the token ids of a text, without special tokens around it."""
         if self._pattern is not None and not self._checked:
             self._check(text[:_CHECKED])
         found = None if self._pattern is None else self._by_words(text)
         return self._plain(text) if found is None else found
 
     def _plain(self, text: str) -> npt.NDArray[np.int64]:
-        # Without offsets into the text, which nobody asks for here.
+        # The fast method computes no offsets, which are not needed here.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
 
@@ -50,11 +51,11 @@ class WordTokens:
                 self._pattern = None
 
     def _by_words(self, text: str) -> npt.NDArray[np.int64] | None:
-        """None where the text has a token that is no word, or parts that the pattern leaves out."""
+        """Return the token ids, or None if the text has added tokens or parts that the pattern does not match."""
         assert self._pattern is not None
         if any(token in text for token in self._added):
             return None
-        words: list[str] = self._pattern.findall(text, concurrent=True)  # releases the interpreter
+        words: list[str] = self._pattern.findall(text, concurrent=True)  # releases the GIL
         if sum(map(len, words)) != len(text):
             return None
         known = self._known
@@ -68,7 +69,7 @@ class WordTokens:
 
 
 def _pattern(description: dict[str, Any]) -> Any:
-    """Return what words are found by, compiled; None for a tokenizer that is no byte-level BPE over them."""
+    """Return the compiled word pattern, or None if the tokenizer is not byte-level BPE over words."""
     import regex
 
     if description["normalizer"] is not None or description["model"].get("type") != "BPE":
