@@ -1,4 +1,4 @@
-"""Every way of running a workload that is worth judging on a machine. Imports no torch."""
+"""Enumerate the candidates for a workload on a machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import Choice, MixedPrecision, Recompute, Workload
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 
-# Into how many micro-batches a device's share is divided; the finest are single rows.
+# Numbers of micro-batches that a device's share is divided into, down to single rows.
 _DIVISIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**n for n in range(7, 40)))
-# No device holds more at once, and none is faster for it.
+# Upper limit of tokens in a micro-batch: no device holds more, and more would be no faster.
 _MOST_TOKENS = 2**24
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", 2, "full")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the model's numbers are: a strategy with all that it can be told."""
+    """How the model is distributed: a strategy and its options."""
 
     strategy: str
     replicate_size: int = 1
@@ -32,11 +32,11 @@ class Layout:
 
     @property
     def offloads(self) -> bool:
-        """Return whether anything is offloaded."""
+        """Whether anything is offloaded."""
         return self.offload_parameters or self.offload_optimizer
 
     def describe(self, processes: int) -> str:
-        """In a table: `fsdp 4x8` is four replicas, each over eight devices."""
+        """Return the name shown in tables: `fsdp 4x8` is four replicas, each over eight devices."""
         name = self.strategy
         if self.replicate_size > 1:
             name += f" {self.replicate_size}x{processes // self.replicate_size}"
@@ -47,11 +47,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user fixed, by names of Choice; whatever is not in it is free.
+    """Constraints: values that the recipe fixes, by field of Choice; all others are free.
 
-    ``allows_world``: whether the rest of what the user wrote, but for what is ``given_up``, goes with a number of
-    processes. ``bound``: what other keys ask for too, so that it stays as it is when it is set to ``auto``.
-    ``precision``: what has been found to be the fastest, where the user left it open.
+    ``allows_world``: whether the rest of the recipe, without the keys in ``given_up``, is valid with a number of
+    processes. ``bound``: keys that other keys imply, so that setting them to ``auto`` changes nothing. ``precision``:
+    the fastest precision found, if the recipe leaves it open.
     """
 
     fixed: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Wishes:
         return name not in self.fixed or self.fixed[name] == value
 
     def options(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``values``, or the one that was asked for."""
+        """Return ``values``, or only the one that the recipe fixes."""
         return (self.fixed[name],) if name in self.fixed else values
 
 
@@ -73,10 +73,10 @@ _LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "st
 
 
 def worlds(workload: Workload, cluster: Cluster, wishes: Wishes) -> tuple[int, ...]:
-    """Numbers of processes worth trying, the largest first; none where the user's number cannot be had.
+    """Return the numbers of processes to try, the largest first; empty if none is valid.
 
-    On GPUs one for each, as long as each has a row; fewer are worth it only where communication eats the gain. On a
-    CPU any number up to its cores.
+    On GPUs one per device, as long as each has a row; fewer are worthwhile only where communication costs more than it
+    gains. On a CPU any number up to its cores.
     """
     if "num_processes" in wishes.fixed:
         return (wishes.fixed["num_processes"],)
@@ -103,7 +103,7 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
 
 
 def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout]:
-    """Yield the simpler ones first: where two are as fast, the first is taken."""
+    """Yield the layouts to try, the simpler ones first, which are preferred where two are equally fast."""
     asked = wishes.fixed.get("strategy")
     found = [
         layout
@@ -111,7 +111,7 @@ def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout
         if wishes.allows("strategy", layout.strategy)
         and all(wishes.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS)
     ]
-    if not found and asked is not None and wishes.fixed.get("replicate_size", 1) == 1:  # not worth choosing, but meant
+    if not found and asked is not None and wishes.fixed.get("replicate_size", 1) == 1:  # requested explicitly
         found.append(Layout(asked, **{key: wishes.fixed[key] for key in _LAYOUT_KEYS if key in wishes.fixed}))
     yield from found
     if "replicate_size" in wishes.fixed and wishes.fixed["replicate_size"] > 1:
@@ -126,7 +126,7 @@ def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterato
         found = [Layout(name, **values) for values in spec.layouts]
         kept = [layout for layout in found if not layout.offloads]
         offloading += [layout for layout in found if layout.offloads]
-        # On one process those of several are worth it only to who asks for them.
+        # On one process the strategies for several are tried only if requested.
         if processes > 1 or spec.is_one_process or asked is not None:
             yield from kept
             for replicas in _replica_counts(processes, cluster) if "replicate_size" in spec.keys else ():
@@ -136,7 +136,7 @@ def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterato
 
 
 def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
-    """Replicas that keep their collectives inside a node, or inside a few nodes."""
+    """Return the numbers of replicas that keep collectives within one node or a few nodes."""
     node = cluster.devices_per_node
     if cluster.device == "cpu" or processes <= node or processes % node:
         return []
@@ -156,7 +156,7 @@ def _with_replicas(processes: int, wishes: Wishes) -> Iterator[Layout]:
 
 
 def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tuple[int, int]]:
-    """(micro-batch in rows, accumulation) that make the global batch, the largest micro-batch first."""
+    """Return pairs of rows per micro-batch and accumulation steps that make the global batch, the largest first."""
     total = max(1, math.ceil(workload.global_batch_rows))
     share = math.ceil(total / processes)
     steps = wishes.fixed.get("gradient_accumulation_steps")
@@ -166,7 +166,7 @@ def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tu
         return [(rows, made)] if steps is None or steps == made else []
     if steps is not None:
         rows = max(1, math.ceil(share / steps))
-        # A pack more or less makes no batch wrong: what has that many passes then is the batch that is there.
+        # A pack more or less does not change the result: the batch is what this number of passes holds.
         return [(rows, steps)] if workload.packed or _passes(total, rows, processes) == steps else []
     most = max(1, _MOST_TOKENS // workload.row_tokens)
     sizes = sorted({rows for n in _DIVISIONS if (rows := math.ceil(share / n)) <= most} | {1}, reverse=True)
@@ -174,14 +174,15 @@ def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tu
 
 
 def _passes(rows: int, micro_batch: int, processes: int) -> int:
-    """Micro-batches of the busiest process."""
+    """Return the number of micro-batches of the busiest process."""
     return math.ceil(math.ceil(rows / micro_batch) / processes)
 
 
 def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
-    """Return what may be computed again in the backward pass, the least first.
+    """Return the recomputation options, the least recomputation first.
 
-    Raises RequestError for every n-th of fewer than n blocks.
+    Raises:
+        RequestError: every n-th block is requested of fewer than n blocks.
     """
     options = wishes.options("activation_checkpointing", _RECOMPUTE)
     asked, layers = wishes.fixed.get("activation_checkpointing"), workload.architecture.layers
@@ -194,7 +195,7 @@ def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
 
 
 def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
-    """Return what to compute in where the user left it open and nothing was measured, and why."""
+    """Return the precision for this hardware if the recipe leaves it open and nothing was measured, and the reason."""
     rates = cluster.card.rates
     if "bf16" in rates or cluster.card.capability >= (8, 0):
         return "bf16", "the hardware multiplies in it"
@@ -204,13 +205,13 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
 
 
 def precision_for(wishes: Wishes, cluster: Cluster) -> MixedPrecision:
-    """Return the one that was asked for, else that which was found to be the fastest, else that of the hardware."""
+    """Return the precision of the recipe, or else the fastest one found, or else that of the hardware."""
     asked: MixedPrecision | None = wishes.fixed.get("mixed_precision")
     return asked or wishes.precision or precision_of(cluster)[0]
 
 
 def precisions(wishes: Wishes, rates: Rates) -> tuple[MixedPrecision, ...]:
-    """Return what to try where the user left it open: on a CPU that was measured both, the simpler one first."""
+    """Return the precisions to try; on a CPU with measured rates both, the simpler one first."""
     if "mixed_precision" in wishes.fixed or rates.cluster.device != "cpu" or not rates.are_measured:
         return (precision_for(wishes, rates.cluster),)
     return ("no", "bf16")
@@ -225,7 +226,7 @@ def choice_of(
     cluster: Cluster,
     threads: int | None = None,
 ) -> Choice:
-    """``threads``: of each process on a CPU, all that there are if it is not said."""
+    """Return the choice of these values; ``threads``: threads per process on a CPU, by default all available."""
     if cluster.device == "cpu" and threads is None:
         threads = max(1, cluster.cpu_cores // processes)
     return Choice(
@@ -246,5 +247,5 @@ def choice_of(
 
 
 def layout_of(choice: Choice) -> Layout:
-    """Return the layout that a choice has."""
+    """Return the layout of a choice."""
     return Layout(choice.strategy, **{key: getattr(choice, key) for key in _LAYOUT_KEYS})

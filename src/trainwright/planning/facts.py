@@ -1,4 +1,4 @@
-"""From a recipe to the workload that is planned: the model's numbers and how long its examples are."""
+"""Build the workload that a plan is made for from a recipe: the model's sizes and the lengths of its examples."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
-_RANK = 16  # of an adapter where the recipe leaves it open
-# What modules are called in the families, by what they do.
+_RANK = 16  # rank of an adapter when the recipe does not set one
+# Names of modules in the supported families, by purpose.
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",),
     "k_proj": ("key",),
@@ -56,17 +56,21 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 
 
 class Facts(NamedTuple):
-    """``assumptions``: what is not known yet and was taken for granted, in words."""
+    """A workload and the assumptions behind it.
+
+    ``assumptions``: messages about values that are not known yet.
+    """
 
     workload: Workload
     assumptions: tuple[str, ...]
 
 
 def facts_of(recipe: Recipe) -> Facts:
-    """Return what ``recipe`` asks for, as plans see it.
+    """Return the workload of ``recipe``.
 
-    Raises RequestError for a model whose numbers cannot be found, naming the nearest that are known, and for examples
-    longer than the model's positions.
+    Raises:
+        RequestError: the model's configuration cannot be found (the message names similar known models), or examples
+            are longer than the model's positions.
     """
     needs = recipe.spec.needs(recipe)
     if needs.own_model is not None:
@@ -104,7 +108,7 @@ def facts_of(recipe: Recipe) -> Facts:
             trained=trained(needs, architecture, assumptions) if adapter is None else None,
             first_blocks=None if needs.last_block is None else needs.last_block + 1,
             max_length=data.max_length,
-            # What is drawn at random has nothing yet that an adapter could stand on.
+            # A model that is initialized at random has no trained weights to adapt.
             takes_adapters=recipe.model.config is None
             and architecture.family != MODEL_TYPE
             and needs.trainable is None,
@@ -134,9 +138,10 @@ def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
 
 
 def architecture_of(model: ModelSection) -> Architecture:
-    """Return the numbers of the model that a recipe names, from its configuration; no weights are read.
+    """Return the architecture of the model that a recipe names, from its configuration; weights are not read.
 
-    Raises RequestError for a configuration that lacks some, and for a name that is nowhere to be found.
+    Raises:
+        RequestError: the configuration is incomplete, or the model cannot be found.
     """
     if model.config is not None:
         check_model(model)
@@ -150,11 +155,13 @@ def architecture_of(model: ModelSection) -> Architecture:
 
 
 def check_model(model: ModelSection, pack_length: int | None = None) -> None:
-    """Refuse a model that is no decoder-only language model, or cannot be trained on packs of ``pack_length``, by a
-    configuration that is at hand here without network.
+    """Raise an error if the model is not a decoder-only language model or cannot be trained on packs of
+    ``pack_length``.
+
+    Only configurations that are available without network access are checked.
 
     Raises:
-        RequestError: says what it is instead, or why packs would mix documents.
+        RequestError: states the type of the model, or why packing would mix documents.
     """
     if (found := _at_hand(model)) is not None:
         check_trainable(found[0], found[1], FAMILIES)
@@ -162,14 +169,14 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
 
 
 def packs(model: str, length: int) -> bool:
-    """Whether the model of a name, a directory or a config.json can be trained on packs of ``length`` tokens."""
+    """Return whether a model, given by name, directory or config.json, can be trained on packs of ``length`` tokens."""
     path = Path(model).expanduser()
     content = read_json(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
     return not isinstance(content, dict) or unpackable(content, length) is None
 
 
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
-    """Return a model's configuration where it is here, and what messages about it begin with."""
+    """Return a model's configuration, if available locally, and the prefix of error messages about it."""
     if model.config is not None:
         return model.config, "model.config"
     return None if model.name is None else _named(model.name)
@@ -188,7 +195,7 @@ def _catalogued(name: str) -> KnownModel | None:
 
 
 def _config_here(name: str) -> Path | None:
-    """Return the configuration file in the directory that a recipe names, or in the Hugging Face cache."""
+    """Return the path of config.json in the directory that a recipe names, or in the Hugging Face cache."""
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
         return path / "config.json"
@@ -196,7 +203,11 @@ def _config_here(name: str) -> Path | None:
 
 
 def architecture_named(name: str) -> Architecture:
-    """Of a known model, a directory with a config.json, or such a file. Raises RequestError naming what is near."""
+    """Return the architecture of a known model, a directory with a config.json, or such a file.
+
+    Raises:
+        RequestError: the model is unknown; the message names similar ones.
+    """
     path = Path(name).expanduser()
     if path.suffix == ".json":
         return architecture_of_file(path)
@@ -211,7 +222,9 @@ def architecture_named(name: str) -> Architecture:
 
 
 def full_rows(recipe: Recipe) -> Facts:
-    """As ``facts_of`` for a recipe whose data does not matter: every row is full, of documents as long as may be."""
+    """Return the workload of a recipe whose data is not read: every row is full, with documents of the maximum
+    length.
+    """
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
     check_model(recipe.model, data.pack_length)
@@ -237,8 +250,10 @@ def full_rows(recipe: Recipe) -> Facts:
 
 
 def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
-    """Return the numbers in a config.json. Raises RequestError naming the file, or ``where``, and what is wrong in
-    it.
+    """Return the architecture that a config.json describes.
+
+    Raises:
+        RequestError: names the file, or ``where``, and the invalid value.
     """
     content = read_json(file)
     if not isinstance(content, dict):
@@ -249,9 +264,13 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
 
 
 def _as_planned(architecture: Architecture, data: DataSection, assumptions: list[str]) -> Architecture:
-    """With what is assumed of a family that is not known. Raises RequestError for examples it has no positions for."""
+    """Return the architecture as it is planned, and append to ``assumptions`` if its family is unknown.
+
+    Raises:
+        RequestError: examples are longer than the model's positions.
+    """
     if architecture.family in (*FAMILIES, MODEL_TYPE):
-        check_length(data, architecture.positions)  # of others it is not known whether they are limited
+        check_length(data, architecture.positions)  # for unknown families it is not known whether positions are limited
         return architecture
     architecture, how = _unknown(architecture, data.pack_length is not None)
     assumptions.append(how)
@@ -259,7 +278,7 @@ def _as_planned(architecture: Architecture, data: DataSection, assumptions: list
 
 
 def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, str]:
-    """Return the architecture of a family that is not written down here, and how it is planned, in words."""
+    """Return the architecture to plan for an unknown family, and a message about how it is planned."""
     family, batch = architecture.family, MicroBatch(1, 64, ((32, 2),), 62, packed, masked=False)
     try:
         if architecture.config:
@@ -273,13 +292,13 @@ def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, st
 
 
 def _fresh(model: ModelSection) -> dict[str, Any]:
-    """Return a recipe's configuration with the vocabulary that its tokenizer gives it."""
+    """Return a recipe's model configuration with ``vocab_size`` filled in from its tokenizer."""
     config = dict(model.config or {})
     if "vocab_size" not in config:
         kind, _, rest = (model.tokenizer or "").partition(":")
         if model.tokenizer == "bytes":
             config["vocab_size"] = _BYTES_VOCABULARY
-        elif kind == "bpe" and rest.partition(":")[0].isdigit():  # as many as are asked for, as a rule
+        elif kind == "bpe" and rest.partition(":")[0].isdigit():  # usually reaches the requested size
             config["vocab_size"] = int(rest.partition(":")[0])
         else:
             from trainwright.models.load import load_tokenizer
@@ -300,7 +319,11 @@ def _cached_config(name: str) -> Path | None:
 
 
 def _located(model: ModelSection) -> Path:
-    """Where the model is after all, downloading its configuration; with the nearest known names where it is not."""
+    """Return the local path of the model's configuration, downloading it if needed.
+
+    Raises:
+        RequestError: the model cannot be found; the message names similar known models.
+    """
     from trainwright.models.source import locate
 
     assert model.name is not None
@@ -335,7 +358,7 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
 
 
 def _first_rows(data: DataSection) -> list[Row]:
-    """Of several as many of each source as its weight says."""
+    """Return sample rows of all sources, in proportion to their weights."""
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
 
@@ -360,7 +383,7 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
 
 
 def adapter_of(model: ModelSection) -> Adapter | None:
-    """Return what a recipe trains beside the frozen model; None where it trains the model itself."""
+    """Return the adapter that a recipe trains, or None if it trains the model itself."""
     section = model.adapter
     if section.type == "none":
         return None
@@ -380,7 +403,7 @@ def _quantisation(model: ModelSection) -> Quantisation:
 
 
 def _started(directory: str | None) -> dict[str, Any]:
-    """Return the configuration of the adapter that training goes on from."""
+    """Return the configuration of the adapter that training starts from."""
     if directory is None:
         return {}
     file = Path(directory).expanduser() / "adapter_config.json"
@@ -388,7 +411,7 @@ def _started(directory: str | None) -> dict[str, Any]:
         found = read_json(file)
         return found if isinstance(found, dict) else {}
     except RequestError:
-        return {}  # what is wrong with it is said where it is loaded
+        return {}  # the error is reported when the adapter is loaded
 
 
 def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:

@@ -1,4 +1,4 @@
-"""The plan of a run: what is chosen for a recipe on a machine, why, and what it is expected to need.
+"""Make the plan of a run: the choice for a recipe on a machine, its reasons, and its predicted memory and time.
 
 Imports no torch.
 """
@@ -26,10 +26,10 @@ from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.schema import ParallelSection, Recipe
 from trainwright.recipe.strategy_spec import spec_of
 
-# Compiling a block takes about this long on the machines it was measured on, and pays where it saves a few times that.
+# Typical compile time of a block on the measured machines; compiling must save several times that.
 _COMPILE_SECONDS = 60.0
 _WORTH_COMPILING = 3.0
-# A lower precision has to be so much faster to be taken: as fast, fp32 is the better one.
+# A lower precision is chosen only if its step takes at most this share of the fp32 step's time.
 _WORTH_ROUNDING = 0.97
 _NAMES: dict[MixedPrecision, str] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
@@ -37,9 +37,10 @@ _LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters",
 
 @dataclass(frozen=True)
 class Plan:
-    """``chosen``: what runs; with ``fits`` false the nearest to it, and then ``ways_out`` say what would fit.
+    """The chosen candidate of a run, with all others, reasons and assumptions.
 
-    ``rivals``: the best in every other precision that was looked at.
+    ``chosen``: the candidate that runs, or, if ``fits`` is false, the one nearest to fitting; ``ways_out`` then lists
+    suggestions. ``rivals``: the best candidate in each other precision that was considered.
     """
 
     workload: Workload
@@ -55,26 +56,26 @@ class Plan:
 
     @property
     def calibrated(self) -> bool:
-        """Whether times are from rates measured here by ``trainwright machine calibrate``."""
+        """Whether times are predicted from rates measured by ``trainwright machine calibrate``."""
         return self.basis.calibration is not None
 
     @property
     def correction(self) -> Correction:
-        """Of the step time, by what this machine's own runs took; it has been made."""
+        """The correction of the step time from this machine's own runs; it is already applied."""
         return corrections_of(self.basis.runs, self.workload, self.basis.kind).of(self.chosen.choice)
 
     @property
     def fits(self) -> bool:
-        """Return whether the chosen candidate runs."""
+        """Whether the chosen candidate fits and can run."""
         return self.chosen.runs
 
     @property
     def is_close(self) -> bool:
-        """Whether it is so near to the limit that it should be tried before it is trusted."""
+        """Whether the chosen candidate is close to the memory limit and should be tried first."""
         return self.chosen.is_close
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return what the plan puts in the place of ``auto``, by section and key of a recipe."""
+        """Return the values that replace ``auto``, by section and key of the recipe."""
         choice = self.chosen.choice
         train = {
             "mixed_precision": choice.mixed_precision,
@@ -87,10 +88,11 @@ class Plan:
         return {"train": train, "parallel": parallel}
 
     def predicted(self) -> dict[str, float]:
-        """Return what is compared with the run afterwards: bytes of a process, seconds of a step, threads of a process.
+        """Return the predictions that are compared with the run: bytes per process, seconds per step, threads per
+        process.
 
-        ``calibrated`` and ``measured`` are 1 where the times are from rates measured on this machine, in a minute and
-        in a few seconds. ``correction``: what the step's time was multiplied by, for what this machine's own runs took.
+        ``calibrated`` and ``measured`` are 1 if times are from rates that the calibration or the quick measurement
+        found on this machine. ``correction``: the factor on the step time from this machine's own runs.
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
@@ -109,7 +111,7 @@ class Plan:
         return predicted
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for plan.json and for other programs."""
+        """Return the whole plan as JSON values, as written to plan.json."""
         return {
             "machine": self.cluster.name,
             "planned_only": self.cluster.planned_only,
@@ -135,7 +137,7 @@ class Plan:
         }
 
     def refuse_shortage(self) -> None:
-        """Raise MachineError with the nearest miss and the ways out, where nothing fits."""
+        """Raise MachineError with the nearest candidate and the suggestions if nothing fits."""
         if not self.fits:
             raise MachineError(shortage(self.chosen, self.cluster, self.ways_out))
 
@@ -149,13 +151,13 @@ def make_plan(
     available: Callable[[str], str | None] = lambda strategy: None,
     own: Errors | None = None,
 ) -> Plan:
-    """Return the fastest way of doing ``workload`` on ``cluster`` that fits and keeps to ``wishes``.
+    """Return the plan with the fastest candidate for ``workload`` on ``cluster`` that fits and satisfies ``wishes``.
 
-    ``basis``: what was measured there. ``available``: asked for a strategy; gives None, or the reason why it does not
-    run there. ``own``: errors of plans of runs on that machine; None: those of runs of the same kind elsewhere.
+    ``basis``: measurements on that machine. ``available``: maps a strategy to None, or to the reason why it cannot run
+    there. ``own``: prediction errors of runs on that machine; None uses those of runs of the same kind elsewhere.
 
     Raises:
-        RequestError: wishes that no number of processes agrees with.
+        RequestError: no number of processes satisfies ``wishes``.
     """
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
@@ -185,8 +187,8 @@ _Chosen = tuple[Found, tuple[str, str] | None, tuple[Judged, ...]]
 
 
 def _in_precision(judge: Judge, wishes: Wishes) -> _Chosen:
-    """Return the search in the precision that is the fastest here; which that is and why, where it was left open;
-    and the best in others.
+    """Return the search in the fastest precision, that precision with its reason (None if the recipe sets it), and the
+    best candidates in other precisions.
     """
     options = precisions(wishes, judge.rates)
     tried = {precision: search(judge, replace(wishes, precision=precision)) for precision in options}
@@ -212,7 +214,7 @@ def _others(found: Mapping[MixedPrecision, Found], chosen: MixedPrecision) -> li
 
 
 def _why_precision(judge: Judge, chosen: MixedPrecision, plain: float, low: float) -> str:
-    """By the step, and by the matrix products alone."""
+    """Return the reason for a precision, from the times of a step and the measured rates of matrix products."""
     single, half = judge.rates.peak(1, "fp32"), judge.rates.peak(1, "bf16")
     products = f"bf16 {half / single:.2f} times fp32 here (measured), " if single and half else ""
     if chosen == "bf16":
@@ -228,7 +230,7 @@ def _rates(basis: Basis) -> tuple[str, ...]:
 
 
 def wishes_of(recipe: Recipe) -> Wishes:
-    """Return what a recipe fixes: every key that is not ``auto``, and what it says of a strategy that it names."""
+    """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
     named = {
         "strategy": parallel.strategy,
@@ -251,7 +253,7 @@ def wishes_of(recipe: Recipe) -> Wishes:
 
 
 def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
-    """Return the recipe with these keys left open."""
+    """Return the recipe with these keys set to ``auto``."""
     sections = {
         name: section.model_copy(update={key: "auto" for key in given_up if key in type(section).model_fields})
         for name, section in (("train", recipe.train), ("parallel", recipe.parallel))
@@ -260,8 +262,11 @@ def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
 
 
 def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
-    """Return a default that was written counts where the strategy was written too; of a resolved recipe all is."""
-    if parallel.deepspeed_config is not None:  # the file says where its numbers are
+    """Return the layout keys that are constraints.
+
+    A key with its default value counts only if it and the strategy are both written out, as in a resolved recipe.
+    """
+    if parallel.deepspeed_config is not None:  # the file defines these values
         return {key: getattr(parallel, key) for key in _LAYOUT_KEYS}
     fixed = {}
     for key in _LAYOUT_KEYS:
@@ -273,7 +278,7 @@ def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
 
 
 def _perhaps_compiled(judge: Judge, wishes: Wishes, chosen: Judged) -> Judged:
-    """Compiled, where the run is long enough for it to pay and the choice is free."""
+    """Return the compiled candidate if the run is long enough for that to pay off and the recipe leaves it open."""
     steps = judge.workload.steps
     if "compile" in wishes.fixed or steps is None or not _can_compile(judge.cluster):
         return chosen
@@ -288,12 +293,12 @@ def _can_compile(cluster: Cluster) -> bool:
     from shutil import which
 
     if cluster.device == "cuda":
-        return True  # torch for CUDA comes with Triton
+        return True  # PyTorch for CUDA includes Triton
     return any(which(name) for name in ("g++", "clang++"))
 
 
 def installed(strategy: str) -> str | None:
-    """Why a strategy does not run with what is installed here; None where it does."""
+    """Return why a strategy cannot run with the installed packages, or None if it can."""
     library = spec_of(strategy).library
     return f"{library.title} is not installed" if library is not None and library.is_missing else None
 
@@ -313,7 +318,7 @@ def _workload_json(workload: Workload) -> dict[str, Any]:
 
 
 def _errors_json(judged: Judged) -> dict[str, Any]:
-    """Those that plans of this kind have had: ``share`` of their runs lie in the intervals."""
+    """Return the intervals of the predictions; ``share`` of the measured runs of this kind lie within them."""
     errors, time = judged.errors, judged.time
     found: dict[str, Any] = {"kinds": list(errors.kinds), "share": SHARE}
     found["memory_bytes"] = [round(value) for value in errors.memory.of(judged.memory.total)]

@@ -1,4 +1,4 @@
-"""Why a plan is what it is, in words. Imports no torch."""
+"""Explain a plan in words. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def reasons_of(
     cluster: Cluster,
     precision: tuple[str, str] | None,
 ) -> Iterator[str]:
-    """Yield a line for every choice that the user left open: ``key value: why``."""
+    """Yield a line for every choice that the recipe left open: ``key value: reason``."""
     choice = chosen.choice
-    searched = found.best or chosen  # not compiled, as all that it is compared with
+    searched = found.best or chosen  # not compiled, like all candidates it is compared with
     if "num_processes" not in wishes.fixed:
         yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, found, workload, cluster)}"
     if "strategy" not in wishes.fixed:
@@ -39,7 +39,7 @@ def reasons_of(
 
 
 def verdict(judged: Judged, best: Judged | None) -> str:
-    """One candidate beside the best: why it was taken, or why it lost."""
+    """Return why a candidate was chosen or not, compared with the best."""
     if judged.missing is not None:
         return judged.missing
     if not judged.fits:
@@ -57,14 +57,14 @@ def verdict(judged: Judged, best: Judged | None) -> str:
 
 
 def same_place(one: Choice, other: Choice) -> bool:
-    """Whether two choices are the same but for being compiled."""
+    """Return whether two choices are equal except for compilation."""
     keys = ("strategy", "num_processes", "micro_batch_size", "activation_checkpointing", "replicate_size")
     more = ("reshard_after_forward", "offload_parameters", "offload_optimizer")
     return all(getattr(one, key) == getattr(other, key) for key in (*keys, *more))
 
 
 def shortage(nearest: Judged, cluster: Cluster, out: Sequence[WayOut]) -> str:
-    """Why nothing fits, by how much, and what would."""
+    """Return why nothing fits, by how much, and the suggestions."""
     choice = nearest.choice
     name = nearest.layout.describe(choice.num_processes)
     if nearest.missing is not None and nearest.fits:
@@ -96,13 +96,13 @@ def _size(judged: Judged) -> str:
 
 
 def between(judged: Judged) -> str:
-    """Return the interval of what such runs took."""
+    """Return the interval of the memory of such runs."""
     low, high = judged.needed_interval
     return f"{size(low)} to {size(high)}"
 
 
 def closeness(judged: Judged) -> str:
-    """Of what may fit and may not."""
+    """Describe a candidate that is close to the limit."""
     errors = judged.errors
     return f"close: {SHARE * 10:.0f} of 10 runs of this kind ({errors.words}) take {between(judged)}"
 
@@ -112,7 +112,7 @@ def _speed(judged: Judged) -> str:
 
 
 def _slower_part(judged: Judged, best: Judged) -> str:
-    """Return what the time goes into that the best does not spend."""
+    """Return the part of the step that explains most of the difference from the best."""
     assert judged.time is not None and best.time is not None
     differences = {
         name: seconds - best.time.parts.get(name, 0.0) for name, seconds in judged.time.parts.items() if seconds

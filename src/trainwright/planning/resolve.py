@@ -1,4 +1,4 @@
-"""Choose whatever a recipe leaves to `auto`, say why, and refuse what this machine cannot do."""
+"""Choose a value for every `auto` of a recipe, give reasons, and reject what this machine cannot run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from trainwright.text import say
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe without `auto`; for every choice that was made ``key value: why``, and ``key: …`` for a remark.
+    """A recipe without `auto`; ``reasons`` has ``key value: why`` for every choice and ``key: …`` for a remark.
 
     Attributes:
-        chosen: the keys (``section.key``) whose value was not asked for.
+        chosen: keys (``section.key``) whose value was not set in the recipe.
     """
 
     recipe: Recipe
@@ -42,13 +42,12 @@ class Resolved:
 def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
     """Fill in every `auto` for ``nodes`` machines like ``machine``.
 
-    Where nothing fits the recipe is resolved all the same, to what comes nearest; ``plan.refuse_shortage`` says so.
-    ``check_gpus`` is False where the processes' GPUs are counted in another way: a launcher may show each process its
-    own alone.
+    If nothing fits, the recipe is resolved to the nearest candidate; ``plan.refuse_shortage`` raises the error.
+    ``check_gpus`` is False if GPUs are counted elsewhere: a launcher may show each process only its own.
 
     Raises:
-        RequestError: more processes than GPUs, or batch sizes that no number of processes here goes with.
-        MachineError: a device that is not here or cannot be used, or a precision that it cannot compute in.
+        RequestError: more processes than GPUs, or batch sizes that no number of processes satisfies.
+        MachineError: a device that is not present or not usable, or a precision that it cannot compute in.
     """
     asked = recipe
     machine = with_device(machine, recipe.parallel.device)
@@ -66,9 +65,10 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
 
 
 def filled(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with what ``plan`` chose in the place of every `auto`.
+    """Return the recipe with every `auto` replaced by the plan's choice.
 
-    Raises RequestError: what was chosen contradicts what was written, in the recipe or in its file for DeepSpeed.
+    Raises:
+        RequestError: a choice contradicts the recipe or its DeepSpeed file.
     """
     values = recipe.model_dump()
     for section, chosen in plan.values().items():
@@ -89,11 +89,11 @@ def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
 
 
 def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:
-    """Return the recipe with the strategy that its keys ask for, and remarks on what it asks of ``cluster``.
+    """Return the recipe with the strategy that its keys imply, and remarks about running it on ``cluster``.
 
     Raises:
         RequestError: more processes than GPUs.
-        MachineError: a precision the devices cannot compute in, or an offload from where nothing is.
+        MachineError: a precision that the devices cannot compute in, or offloading without a GPU.
     """
     remarks: list[str] = []
     asked = recipe.parallel.device
@@ -110,7 +110,7 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
 
 
 def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
-    """Return a key that only one strategy reads asks for that strategy."""
+    """Return the recipe with the strategy that a strategy-specific key implies."""
     if (implied := implied_strategy(recipe.parallel)) is None:
         return recipe
     name, key = implied
@@ -127,7 +127,7 @@ def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:
 
 
 def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
-    """Validate the recipe again: what was chosen may contradict what was written."""
+    """Validate the recipe again, because choices may contradict its values."""
     try:
         return type(recipe).model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Judge every way of running a workload on a machine and take the fastest that fits. Imports no torch."""
+"""Evaluate all candidates for a workload on a machine and choose the fastest that fits. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from trainwright.planning.step_time.step import StepTime, least_seconds, step_ti
 from trainwright.planning.workload import Choice, Workload
 from trainwright.registries import STRATEGIES
 
-# Of a host's free memory this part is left to other programs, which take more and less of it.
+# Share of the host's free memory that is left to other programs, whose use varies.
 LEFT_ALONE = 0.15
-# Layouts whose fastest step is within this of the fastest of all count as equally fast, and the simplest one wins.
+# Layouts whose fastest step is within this share of the fastest of all count as equal; the simplest one is chosen.
 _AS_FAST = 0.02
-# The choice within that layout is the simplest whose step is within this of the fastest of all. On a CPU it is larger,
-# as every further micro-batch takes more time there than is predicted.
+# Within that layout, the simplest candidate is chosen whose step is within this share of the fastest of all. It is
+# larger on a CPU, where every further micro-batch takes more time than predicted.
 AS_FAST = {"cpu": 0.05, "cuda": _AS_FAST}
-# Keys of a recipe's section train that a strategy may take some values of alone.
+# Keys of the recipe's section ``train`` whose values a strategy may restrict.
 _LIMITED = ("mixed_precision", "compile", "activation_checkpointing", "activation_offload")
-# What is further from fitting than this with all recomputed does not fit with less of it.
+# If memory exceeds the limit by more than this factor with full recomputation, less recomputation is not tried.
 _NEAR = 1.1
-# Micro-batches that are timed for one layout: the largest ones that fit. Where small ones save padding, or stay in a
-# processor's caches, all are.
+# Number of micro-batch sizes, the largest that fit, that are timed per layout. All are timed where small ones reduce
+# padding or stay in a processor's caches.
 _PER_ROW = 4
 
 
@@ -48,11 +48,12 @@ Verdict = Literal["fits", "close", "too large"]
 
 @dataclass(frozen=True)
 class Judged:
-    """A choice with what it needs. ``available_bytes``: what a device has for it; on a CPU without ``LEFT_ALONE``.
+    """A choice with its predicted memory and time.
 
-    ``needed_bytes``: on one device; on a CPU of all processes together, which share its memory. ``errors``: that plans
-    of its kind have had. ``bold``: what could be too large by these is taken to fit where it is not expected to be.
-    ``time``: None where it does not fit, or where it does not run here (``missing`` says why).
+    ``available_bytes``: available memory of a device; on a CPU without ``LEFT_ALONE``. ``needed_bytes``: memory on one
+    device; on a CPU that of all processes together. ``errors``: errors of earlier predictions for this kind of run.
+    ``bold``: whether a choice that is close counts as fitting. ``time``: None if it does not fit or cannot run here
+    (``missing`` gives the reason).
     """
 
     choice: Choice
@@ -68,18 +69,18 @@ class Judged:
 
     @property
     def layout(self) -> Layout:
-        """Return the candidate's layout."""
+        """The candidate's layout."""
         return layout_of(self.choice)
 
     @property
     def needed_interval(self) -> tuple[int, int]:
-        """Bytes that such runs took, by what was predicted of them."""
+        """Bytes that runs with this prediction used, lowest and highest."""
         low, high = self.errors.memory.of(self.needed_bytes)
         return int(low), int(high)
 
     @property
     def verdict(self) -> Verdict:
-        """Close: the limit is within the interval."""
+        """Whether it fits; "close" if the limit lies within the interval."""
         low, high = self.needed_interval
         if low > self.available_bytes or self.host_needed_bytes > self.host_available_bytes:
             return "too large"
@@ -87,22 +88,22 @@ class Judged:
 
     @property
     def is_close(self) -> bool:
-        """Whether it is so near to the limit that it should be tried before it is trusted."""
+        """Whether it is close to the memory limit and should be tried first."""
         return self.verdict == "close"
 
     @property
     def fits(self) -> bool:
-        """Return whether the candidate fits."""
+        """Whether the candidate fits."""
         return self.verdict == "fits" or (self.bold and self.is_close and self.needed_bytes <= self.available_bytes)
 
     @property
     def runs(self) -> bool:
-        """Return whether the candidate fits and nothing is missing for it."""
+        """Whether the candidate fits and nothing that it requires is missing."""
         return self.fits and self.missing is None
 
     @property
     def shortfall(self) -> float:
-        """What it may need over what there is, of whichever is scarcer."""
+        """Needed memory divided by available memory, of the device or the host, whichever is larger."""
         host = self.host_needed_bytes / self.host_available_bytes if self.host_available_bytes else 0.0
         needed = self.needed_bytes if self.bold else self.needed_interval[1]
         return max(needed / max(1, self.available_bytes), host)
@@ -110,11 +111,12 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """``best``: the choice to run, None where nothing fits. ``judged``: the best of every layout and world.
+    """The result of a search.
 
-    ``fastest``: seconds of the fastest step of all that fits. ``best`` is within ``AS_FAST`` of it.
-    ``slower``: numbers of processes that were not looked at, as a step would take longer than the best even at the
-    devices' peak rate; with the seconds that it would take so.
+    ``best``: the choice to run; None if nothing fits. ``judged``: the best candidate of every layout and number of
+    processes. ``fastest``: seconds of the fastest step that fits; ``best`` is within ``AS_FAST`` of it. ``slower``:
+    numbers of processes that were skipped because even at the devices' peak rate a step would take longer than the
+    best; with that time in seconds.
     """
 
     best: Judged | None
@@ -124,16 +126,16 @@ class Found:
 
     @property
     def nearest(self) -> Judged:
-        """The one that comes nearest to fitting."""
+        """The candidate nearest to fitting."""
         return min(self.judged, key=lambda one: one.shortfall)
 
 
 class Judge:
-    """Judges choices for one workload on one machine.
+    """Evaluate choices for one workload on one machine.
 
-    ``available``: asked for a strategy; gives None, or the reason why it does not run here. ``own``: errors of plans of
-    runs on this machine, which tell more than those of other machines. ``bold``: as in ``Judged``.
-    ``corrections``: of the times, by what this machine's own runs took.
+    ``available``: maps a strategy to None, or to the reason why it cannot run here. ``own``: prediction errors of runs
+    on this machine, which are more precise than those of other machines. ``bold``: as in ``Judged``. ``corrections``:
+    factors on the times from this machine's own runs.
     """
 
     def __init__(
@@ -157,14 +159,14 @@ class Judge:
         self._times: dict[Choice, StepTime] = {}
 
     def bolder(self) -> Judge:
-        """One that also takes what is close where it is expected to fit, and knows all that is known here."""
+        """Return a judge that also accepts close candidates that are expected to fit; it shares the cached results."""
         other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, True, self.corrections)
         other._fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
         other._times = self._times
         return other
 
     def fit(self, choice: Choice) -> Judged:
-        """Return what a choice needs; not yet how long it takes."""
+        """Return the memory that a choice needs, without its time."""
         if choice not in self._fitted:
             self._fitted[choice] = self._fit(choice)
         return self._fitted[choice]
@@ -201,15 +203,15 @@ class Judge:
         return None if limit is None else limit.short
 
     def timed(self, judged: Judged) -> Judged:
-        """With how long it takes."""
+        """Return the candidate with its step time."""
         return replace(judged, time=self._time(judged.choice))
 
     def seconds(self, choice: Choice) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         return self._time(choice).seconds
 
     def least_seconds(self, processes: int, wishes: Wishes) -> float:
-        """Which no step takes less than on so many processes."""
+        """Return a lower bound of the seconds of a step on this number of processes."""
         return least_seconds(self.workload, processes, precision_for(wishes, self.cluster), self.rates)
 
     def _time(self, choice: Choice) -> StepTime:
@@ -222,7 +224,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A layout on a number of processes: the choices that fit, and the one that needs least where none does."""
+    """A layout on a number of processes: the choices that fit, and the one that needs least memory."""
 
     fitting: tuple[Choice, ...]
     least: Judged
@@ -234,10 +236,10 @@ class _Tried:
 
 
 def search(judge: Judge, wishes: Wishes, sure: bool = False) -> Found:
-    """Return the fastest choice that fits among those that ``wishes`` leave; the simpler where two are as fast.
+    """Return the fastest choice that fits and satisfies ``wishes``; of equally fast ones the simplest.
 
-    Where none does, the fastest that is close, but if it is to be ``sure``. Keeping numbers in the host's memory costs
-    time, so it is looked at where nothing fits, or is close, without.
+    If none fits, return the fastest that is close, unless ``sure``. Offloading costs time, so it is considered only if
+    nothing fits, or is close, without it.
     """
     for offloads in (False, True):
         found = _search(judge, wishes, offloads)
@@ -274,9 +276,10 @@ def _is_as_fast(one: _Tried, fastest: float) -> bool:
 
 
 def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
-    """Return the simplest of a layout's fastest choices; where none fits, the one that needs least.
+    """Return the simplest of a layout's fastest choices; if none fits, the one that needs least memory.
 
-    ``fastest``: of all layouts. It decides for those that are as fast, so that the differences do not add up.
+    ``fastest``: seconds of the fastest step of all layouts. Layouts that count as equally fast are compared with it, so
+    that tolerances do not add up.
     """
     if not one.fitting:
         return one.least
@@ -292,8 +295,8 @@ def _try(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -
 
 
 def _try_layout(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> _Tried | None:
-    """Return what fits of a layout and may be its fastest, with all threads or, where that was seen to be faster,
-    fewer.
+    """Return the fastest trial of a layout, with all threads or, where that measured faster, with fewer; None if no
+    micro-batch size is possible.
     """
     found = [_with_threads(judge, layout, processes, wishes, threads) for threads in judge.rates.threads(processes)]
     tried = [one for one in found if one is not None]
@@ -317,21 +320,22 @@ def _with_threads(judge: Judge, layout: Layout, processes: int, wishes: Wishes, 
     timed = _PER_ROW if judge.workload.packed and judge.cluster.device == "cuda" else len(sizes)
     whole = _fitting(judge, rows[options[0]])
     fitting = whole[:timed]
-    done = {choice.micro_batch_size for choice in whole}  # with recomputation they take longer
+    done = {choice.micro_batch_size for choice in whole}  # recomputation would only make these slower
     for option in options[1:]:
         fitting += _fitting(judge, [choice for choice in rows[option] if choice.micro_batch_size not in done])[:timed]
     return _Tried(tuple(fitting), least, min(map(judge.seconds, fitting)))
 
 
 def _least(judge: Judge, choices: list[Choice]) -> Judged:
-    """Return the one that needs least memory: the smallest micro-batch, or the one without accumulation."""
+    """Return the choice that needs least memory: the smallest micro-batch, or the one without accumulation."""
     return min((judge.fit(choices[0]), judge.fit(choices[-1])), key=lambda one: one.shortfall)
 
 
 def _fitting(judge: Judge, choices: list[Choice]) -> list[Choice]:
-    """Those of ``choices`` that fit; their micro-batches get smaller and smaller.
+    """Return those of ``choices`` that fit; they are sorted by decreasing micro-batch size.
 
-    With them the memory does, but for the first: without accumulation no gradients are kept between micro-batches.
+    Memory decreases with the size, except for the first: without accumulation no gradients are kept between
+    micro-batches.
     """
     once = [choice for choice in choices[:1] if choice.gradient_accumulation_steps == 1]
     low, high = len(once), len(choices)

@@ -1,4 +1,4 @@
-"""When nothing fits: the smallest changes of a workload or a machine that would. Imports no torch."""
+"""Suggest the smallest changes of a recipe or machine that make a run fit when nothing fits. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Adapter, Workload
 from trainwright.recipe.strategy_spec import spec_of
 
-# What to write or to get, and the judge and the wishes that are left with it.
+# The text of a suggestion, and the judge and the constraints after the change.
 _Change = tuple[str, Judge, Wishes]
-# What kinds of change they are, and changes of these kinds.
+# The kinds of a change, and the changes of these kinds.
 _Series = tuple[frozenset[str], Iterator[_Change]]
 
 _LENGTH, _DEVICES = "length", "devices"
@@ -26,21 +26,22 @@ _USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8
 
 @dataclass(frozen=True)
 class WayOut:
-    """``change``: what to write, or to get. ``judged``: the best choice there is with it."""
+    """A suggestion. ``change``: what to write or to use. ``judged``: the best candidate with it."""
 
     change: str
     judged: Judged
 
 
 def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> list[WayOut]:
-    """At most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: what comes nearest to it.
+    """Return at most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: the nearest
+    candidate.
 
-    What the user fixed is given up first, then what all parameters are trained for, then the length of the rows, then
-    more devices are got; at last two of these are done at once, where neither is enough.
+    Changes are tried in this order: drop constraints, train an adapter instead of all parameters, shorten the rows, add
+    devices; then two of these at once if neither is enough.
     """
     found: list[WayOut] = []
     enough: list[frozenset[str]] = []
-    # What fits already and is not installed needs no less memory.
+    # A candidate that fits but lacks a package does not need less memory.
     for kinds, series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
         if any(one <= kinds for one in enough):
             continue
@@ -54,7 +55,7 @@ def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> li
 
 
 def _series(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
-    """Of changes of one kind, the smallest first: of each, the first that helps is told."""
+    """Yield series of changes of one kind each, the smallest first; the first that helps is suggested."""
     yield from _without_wishes(judge, wishes)
     yield from _offloaded(judge, wishes)
     adapted = list(_adapted(judge))
@@ -74,7 +75,7 @@ def _series(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
 
 
 def _shorter_and_free(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
-    """Shorter rows with as few keys given up as they then need."""
+    """Yield shorter rows, each with as few dropped constraints as needed."""
     for change, other, _ in _shorter(judge, _drop(wishes, *_written(wishes))):
         if (dropped := _fewest(other, wishes)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
@@ -86,7 +87,7 @@ def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
 
 
 def _adapted(judge: Judge) -> Iterator[tuple[str, str, Judge]]:
-    """Kind, change and judge of every adapter that could be put on the model."""
+    """Yield kind, change and judge of every adapter that could be added to the model."""
     workload = judge.workload
     if not workload.takes_adapters:
         return
@@ -97,7 +98,7 @@ def _adapted(judge: Judge) -> Iterator[tuple[str, str, Judge]]:
         adapter = workload.adapter or Adapter("lora", _RANK)
         quantised = replace(workload, adapter=adapter, quantisation="nf4")
         change = f"model.adapter=qlora (4-bit base, rank {adapter.rank})"
-        if workload.adapter is not None:  # which stays what it is
+        if workload.adapter is not None:  # the adapter itself is unchanged
             change = "model.adapter.quantisation=nf4 (4-bit base)"
         yield "qlora", change, _with(judge, quantised)
 
@@ -117,7 +118,7 @@ def _written(wishes: Wishes) -> tuple[str, ...]:
 
 
 def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
-    """One key each, and where none is enough, as many of them as it takes."""
+    """Yield each constraint alone, and, if none is enough, the smallest set of them that is."""
     names = _written(wishes)
     for name in names:
         yield frozenset([name]), iter([(_RELAXED[name], judge, _drop(wishes, name))])
@@ -127,7 +128,7 @@ def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
 
 
 def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
-    """Numbers in the host's memory, where the user said that they are not to be there."""
+    """Yield offloading to the host's memory if the recipe forbids it."""
     asked = wishes.fixed.get("strategy")
     key = None if asked is None else next(iter(spec_of(asked).offloads), None)
     if key is not None and wishes.fixed.get(key) is False and judge.cluster.device != "cpu":
@@ -136,7 +137,7 @@ def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
 
 
 def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
-    """Keys without any of which it would not fit, once all of them are ``auto``; None where that is not enough."""
+    """Return the fewest constraints to drop so that the workload fits; None if dropping all is not enough."""
     dropped = _written(wishes)
     if not dropped or search(judge, _drop(wishes, *dropped), sure=True).best is None:
         return None
@@ -148,14 +149,14 @@ def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
 
 
 def _drop(wishes: Wishes, *names: str) -> Wishes:
-    # Keys of a strategy go with it.
+    # A strategy's own keys are dropped with it.
     gone = {*names, *(("replicate_size", "reshard_after_forward") if "strategy" in names else ())}
     fixed = {key: value for key, value in wishes.fixed.items() if key not in gone}
     return replace(wishes, fixed=fixed, given_up=wishes.given_up | frozenset(names))
 
 
 def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
-    """Half as long and so on."""
+    """Yield rows of half the length, a quarter, and so on."""
     workload = judge.workload
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
     lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
@@ -163,13 +164,13 @@ def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
         return
     for tokens in lengths:
         keys = ["data.pack_length"] if workload.packed else []
-        if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # no pack holds such a one
+        if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # packs hold none longer
             keys.append("data.max_length")
         yield " ".join(f"{key}={tokens}" for key in keys), _with(judge, _of_length(workload, tokens)), wishes
 
 
 def _of_length(workload: Workload, tokens: int) -> Workload:
-    """Rows of so many tokens, and where they are packed as many more of them."""
+    """Return the workload with rows of ``tokens`` tokens; packs become correspondingly more."""
     rows = workload.global_batch_rows
     if workload.packed:
         rows *= workload.row_tokens / tokens
@@ -180,7 +181,9 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
 
 
 def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
-    """Twice as many and so on, as long as each has a row of the global batch; of a machine without any, usual ones."""
+    """Yield twice as many devices, and so on, as long as each has a row of the global batch; without GPUs, common
+    machines.
+    """
     cluster = judge.cluster
     names = [name for name in _written(wishes) if name in ("num_processes", "strategy")]
     written = "".join(f" {_RELAXED[name]}" for name in names)

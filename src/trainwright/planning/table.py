@@ -1,4 +1,4 @@
-"""A plan for people to read: the candidates in a table, and the chosen one in words. Imports no torch."""
+"""Format a plan for people: a table of the candidates, and a description of the chosen one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.planning.reasons import between, closeness, same_place, shortag
 from trainwright.planning.search import Judged
 from trainwright.text import count, plural, size, span
 
-# Parts of the memory, from what is there from the beginning to what comes and goes, and what they are drawn with.
+# Groups of memory, from permanent to temporary, and the characters that draw them.
 _GROUPS = {
     "weights": "█",
     "optimizer": "▓",
@@ -34,13 +34,13 @@ _GROUP_OF = (  # by words in a part's name
 )
 _BAR = 24
 _MEMORY = f"  {'memory':<{_BAR}}"
-_WIDE = 120  # columns that a line with the bar and most verdicts takes
+_WIDE = 120  # columns that a line with the bar and most verdicts needs
 _LABEL = 14
 _SHOWN = 8
 
 
 def grouped(judged: Judged) -> dict[str, int]:
-    """Bytes at the fullest moment by ``_GROUPS``; what the process itself takes is in the rest."""
+    """Return the bytes at the peak by ``_GROUPS``; the overhead of the process counts as the rest."""
     sums = dict.fromkeys(_GROUPS, 0)
     for name, taken in judged.memory.parts.items():
         sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += taken
@@ -49,9 +49,9 @@ def grouped(judged: Judged) -> dict[str, int]:
 
 
 def table(plan: Plan, everything: bool = False, width: int | None = None) -> Iterator[str]:
-    """Yield a line for each candidate, the fastest first; without ``everything`` the best of each strategy only.
+    """Yield a line for each candidate, the fastest first; without ``everything`` only the best of each strategy.
 
-    On a terminal of a ``width`` that has no room for it, memory is not drawn and a verdict has a line of its own.
+    If ``width`` is too narrow, memory is not drawn and a verdict has a line of its own.
     """
     narrow = width is not None and width < _WIDE
     best = plan.chosen if plan.fits else None
@@ -74,7 +74,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
 
 
 def words(plan: Plan) -> Iterator[str]:
-    """Yield the chosen plan: what runs, why, what it needs and where its time goes."""
+    """Yield a description of the chosen plan: what runs, why, its memory, and the parts of its time."""
     if not plan.fits:
         yield shortage(plan.chosen, plan.cluster, plan.ways_out)
         return
@@ -96,7 +96,7 @@ def words(plan: Plan) -> Iterator[str]:
 
 
 def summary(plan: Plan) -> str:
-    """Return the chosen plan in a line."""
+    """Return the chosen plan in one line."""
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
     place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
@@ -143,7 +143,7 @@ def _chosen_words(one: Judged) -> str:
 
 
 def _bar(one: Judged, scale: int) -> str:
-    """As long as the memory needed, up to the end where it does not fit."""
+    """Return a bar as long as the needed memory, with an arrow at the end if it does not fit."""
     groups = grouped(one)
     total = max(1, sum(groups.values()))
     length = min(1.0, one.needed_bytes / scale) * _BAR
@@ -173,7 +173,7 @@ def _speed_interval(errors: Errors, predicted: float) -> str:
 
 
 def _of_runs(errors: Errors, count: int) -> str:
-    """Which runs an interval is of."""
+    """Return which runs an interval is from."""
     if not count:
         return f"{errors.words}: too few such runs are known, so all that are"
     return f"{errors.words}: {plural(count, 'run')} beside their plans"
@@ -200,7 +200,7 @@ def _rates_line(plan: Plan) -> str:
     if (measured := plan.basis.measurement) is not None:
         line = f"times from rates measured on this machine ({measured.measured}): {rates_in_words(measured)}"
         return f"{line}; `trainwright machine calibrate` measures more"
-    # Whatever else there is may be described, and is not at hand then.
+    # Any other machine may only be described, and not be present.
     here = plan.cluster.device == "cpu"
     return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
 

@@ -1,4 +1,4 @@
-"""The numbers of a causal language model that its memory and time follow from. Imports no torch."""
+"""The sizes of a causal language model that determine its memory and time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.planning.architectures.families import architecture_fields
 from trainwright.planning.architectures.gpt_family import gpt_fields
 
-# A hundred times the largest models there are. A plan goes over buckets and shards of parameters one by one, so what
-# is far beyond that would take it minutes.
+# A hundred times the largest existing models. A plan iterates over buckets and shards of parameters, so much larger
+# models would take it minutes.
 _MOST_PARAMETERS = 10**14
 
 
@@ -20,10 +20,10 @@ _MOST_PARAMETERS = 10**14
 class Parameters:
     """Parameter counts by part. ``attention``, ``norms``, ``mlp`` and ``sparse_mlp`` are those of one block.
 
-    ``mlp``: of a block with a plain MLP. ``sparse_mlp``: of a block with experts, all of them with the router
-    and what is shared; ``active_sparse_mlp`` without the experts that a token is not sent to.
-    ``head``: 0 where it is tied to the embedding, but for its bias. ``linear_attention``: what ``linear_blocks`` of the
-    blocks have in the place of ``attention``. ``rest``: of a traced family what all blocks have beyond all that.
+    ``mlp``: of a block with a plain MLP. ``sparse_mlp``: of a block with experts, including the router and shared
+    experts; ``active_sparse_mlp`` excludes the experts that a token is not routed to. ``head``: only its bias if it is
+    tied to the embedding. ``linear_attention``: replaces ``attention`` in ``linear_blocks`` of the blocks. ``rest``:
+    for a traced family, the parameters of all blocks that no other field counts.
     """
 
     embedding: int
@@ -43,37 +43,38 @@ class Parameters:
 
     @property
     def dense_block(self) -> int:
-        """Return the number of parameters of a block with a dense MLP."""
+        """The number of parameters of a block with a dense MLP."""
         return self.attention + self.norms + self.mlp
 
     @property
     def sparse_block(self) -> int:
-        """Return the number of parameters of a block with experts."""
+        """The number of parameters of a block with experts."""
         return self.attention + self.norms + self.sparse_mlp
 
     @property
     def blocks(self) -> int:
-        """Those of all blocks together."""
+        """The number of parameters of all blocks."""
         linear = self.linear_blocks * (self.linear_attention - self.attention)
         return self.dense_blocks * self.dense_block + self.sparse_blocks * self.sparse_block + linear + self.rest
 
     @property
     def total(self) -> int:
-        """As transformers counts: a tied head once."""
+        """The total number of parameters, with a tied head counted once, as transformers counts."""
         return self.embedding + self.positions + self.blocks + self.final_norm + self.head
 
     @property
     def active(self) -> int:
-        """Those that one token is meant to go through."""
+        """The number of parameters that one token uses."""
         return self.total - self.sparse_blocks * (self.sparse_mlp - self.active_sparse_mlp)
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): queries, keys and values come from narrow vectors.
+    """Multi-head latent attention (arXiv 2405.04434): queries, keys and values are projected from low-rank vectors.
 
-    ``query_rank``: of the queries', 0 where they come from the hidden states. ``rank``: of the keys' and values'.
-    ``rotated``: of each head's ``head_dim`` what is rotated, for keys one part for all heads. ``value``: of a head.
+    ``query_rank``: rank of the queries, 0 if they are projected from the hidden states. ``rank``: rank of the keys and
+    values. ``rotated``: the part of each head's ``head_dim`` that is rotated; all heads share that of the keys.
+    ``value``: width of a head's values.
     """
 
     query_rank: int
@@ -84,7 +85,9 @@ class Latent:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net (arXiv 2412.06464) in place of attention: heads and their widths, and the convolution's."""
+    """A gated delta net (arXiv 2412.06464) in place of attention: its heads, their widths, and the convolution's
+    width.
+    """
 
     key_heads: int
     value_heads: int
@@ -94,12 +97,12 @@ class DeltaNet:
 
     @property
     def keys(self) -> int:
-        """Return the width of all keys."""
+        """The width of all keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Return the width of all values."""
+        """The width of all values."""
         return self.value_heads * self.value_dim
 
     def parameters(self, hidden: int) -> int:
@@ -113,31 +116,24 @@ class DeltaNet:
 class Architecture:
     """A decoder of equal blocks.
 
-    ``family``: transformers' model_type. ``intermediate``: width of a plain MLP. ``positions``: the longest
-    sequence it is made for. ``tied``: embedding and head share weights.
-
-    ``gated``: the MLP multiplies two projections (three matrices), else it has two matrices.
-    ``norm``: the kind; ``norm_bias``: whether it has biases; ``block_norms``: how many of width ``hidden`` a
-    block has. ``parallel``: attention and MLP are added to the same input, side by side.
-    ``qk_norm``: of queries and keys; "head" has one weight of ``head_dim`` for all heads, "all" has weights
-    for every head. ``fused_qkv``, ``fused_gate_up``: one matrix product in place of three, or two.
-    ``rotary``: the part of ``head_dim`` that is rotated; ``rotary_layers``: in how many blocks.
-    ``window``: tokens that attention looks back in ``windowed_layers`` of the blocks.
-    ``attention_softcap``, ``logit_softcap``: bounds that scores and logits are squashed into.
-    ``scaled_embedding``, ``scaled_residual``, ``scaled_logits``: multiplied by a constant on the way.
-
-    ``experts``: per block, in ``sparse_layers`` of the blocks, of width ``expert_intermediate``; each token
-    goes to ``experts_per_token`` of them and through a shared one of width ``shared_intermediate`` (0: none),
-    which ``shared_gate`` weighs. ``first_dense``: the first blocks have none. ``expert_bias``, ``router_bias``: whether
-    they have biases. ``every_expert``: the code computes all of them for every token, zeros included.
-
-    ``post_norm``: norms come after attention and MLP only, and work in fp32. ``sinks``: attention has a learnt score
-    for each head that no value belongs to. ``alibi``: scores fall with distance, in plain operations. ``query_gate``:
-    the query matrix is twice as wide, and what attention gives is multiplied by a sigmoid of the other half.
-    ``latent``: see Latent. ``delta``: of ``linear_layers`` of the blocks, all but every so-many-th.
-
-    ``config``: of a family that is not written down here its configuration as JSON, which its blocks are traced from;
-    ``traced_parameters``: how many numbers the model has by that.
+    ``family``: transformers' model_type. ``intermediate``: width of a plain MLP. ``positions``: the maximum sequence
+    length. ``tied``: embedding and head share weights. ``gated``: the MLP multiplies two projections (three matrices);
+    otherwise it has two matrices. ``norm``: the kind; ``norm_bias``: whether it has biases; ``block_norms``: number of
+    norms of width ``hidden`` per block. ``parallel``: attention and MLP are added to the same input. ``qk_norm``: norm
+    of queries and keys; "head" has one weight of ``head_dim`` for all heads, "all" has weights for every head.
+    ``fused_qkv``, ``fused_gate_up``: one matrix product instead of three, or two. ``rotary``: the share of ``head_dim``
+    that is rotated; ``rotary_layers``: in how many blocks. ``window``: attention window in tokens in
+    ``windowed_layers`` of the blocks. ``attention_softcap``, ``logit_softcap``: soft caps of scores and logits.
+    ``scaled_embedding``, ``scaled_residual``, ``scaled_logits``: multiplied by a constant. ``experts``: number per
+    block, in ``sparse_layers`` of the blocks, of width ``expert_intermediate``; each token is routed to
+    ``experts_per_token`` of them and to a shared one of width ``shared_intermediate`` (0: none), which ``shared_gate``
+    weights. ``first_dense``: number of blocks without experts at the start. ``expert_bias``, ``router_bias``: whether
+    they have biases. ``every_expert``: the code computes all experts for every token, including zeros. ``post_norm``:
+    norms only follow attention and MLP, and compute in fp32. ``sinks``: attention has a learned score per head that
+    belongs to no value. ``alibi``: scores decrease with distance, in separate operations. ``query_gate``: the query
+    matrix is twice as wide, and the output of attention is multiplied by a sigmoid of the second half. ``latent``: see
+    Latent. ``delta``: of ``linear_layers`` of the blocks. ``config``: for an unknown family, its configuration as JSON,
+    from which its blocks are traced; ``traced_parameters``: the traced model's number of parameters.
     """
 
     family: str
@@ -198,16 +194,16 @@ class Architecture:
 
     @property
     def query_width(self) -> int:
-        """Return the width of all queries."""
+        """The width of all queries."""
         return self.heads * self.head_dim
 
     @property
     def key_value_width(self) -> int:
-        """Of the keys, and of the values again."""
+        """The width of the keys, and of the values."""
         return self.key_value_heads * self.head_dim
 
     def parameters(self) -> Parameters:
-        """Count parameters by part; their total is exactly that of transformers' model."""
+        """Count parameters by part; the total equals that of transformers' model."""
         norm = self.hidden * (1 + self.norm_bias)
         sparse, active = self._sparse_mlp()
         head = 0 if self.tied else self.vocabulary * self.hidden
@@ -252,7 +248,7 @@ class Architecture:
         return (inward + 1) * self.hidden * width + (inward * width + self.hidden) * bias
 
     def _sparse_mlp(self) -> tuple[int, int]:
-        """Parameters of a block's experts with all around them, and of those that a token goes through."""
+        """Return the parameters of a block's experts, router and shared experts: all, and those that a token uses."""
         if not self.experts:
             return 0, 0
         expert = self._mlp(self.expert_intermediate, self.expert_bias)
@@ -263,11 +259,13 @@ class Architecture:
 
 
 def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Architecture | None:
-    """Return the architecture that a transformers configuration describes; None for a model_type not known here.
+    """Return the architecture that a transformers configuration describes; None for an unknown model_type.
 
-    Of a model that also sees images (gemma3) it is the language model. Keys that are left out mean what they
-    mean to transformers, but those that make the model's size have to be there.
-    Raises RequestError, which begins with ``origin``, naming the keys that are missing or wrong.
+    For a model that also takes images (gemma3) it is that of the language model. Missing keys have transformers'
+    defaults, except those that determine the model's size, which are required.
+
+    Raises:
+        RequestError: keys are missing or invalid; the message starts with ``origin``.
     """
     ours = config.get("model_type") == MODEL_TYPE
     fields = gpt_fields(config, origin) if ours else architecture_fields(config, origin)

@@ -1,7 +1,7 @@
-"""What each family of models calls its numbers, what it takes for those left out, and what is fixed in it.
+"""Configuration keys, default values and fixed properties of each model family.
 
-The names and the values for what is left out are those of the configurations of transformers 5; what is fixed
-is read from its modelling code. Imports no torch.
+Keys and defaults are those of the configurations of transformers 5; fixed properties are those of its modelling code.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainwright.planning.architectures.family import (
     experts,
 )
 
-# Models that also see images, and what their language model is called.
+# Models that also take images, and the model_type of their language model.
 _OF_SEVERAL_PARTS = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 _OTHER_COUNTS = (
     "intermediate_size",
@@ -51,7 +51,8 @@ _COMMON: dict[str, Any] = {
 def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
     """Return the fields of planning.architecture.Architecture that ``config`` sets; None for an unknown model_type.
 
-    Raises RequestError naming the keys that are missing or wrong.
+    Raises:
+        RequestError: names the keys that are missing or invalid.
     """
     kind = config.get("model_type")
     if kind is None:
@@ -62,7 +63,7 @@ def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
         return None
     family = FAMILIES[kind]
     values = {**_COMMON, **family.absent, **{family.names.get(key, key): config[key] for key in config}}
-    values["sliding_window"] = values["sliding_window"] or None  # transformers itself writes 0 for none
+    values["sliding_window"] = values["sliding_window"] or None  # transformers also writes 0 for none
     _check_sizes(values, family, origin)
     return {"family": kind, **_fields(values, family, origin), **family.fixed, **family.more(values)}
 
@@ -143,7 +144,7 @@ def _smollm3(values: Values) -> dict[str, Any]:
 
 
 def _rotated(values: Values, block: int) -> bool:
-    written = values["no_rope_layers"]  # 1 where a block does rotate
+    written = values["no_rope_layers"]  # 1 for blocks with rotary positions
     return bool(written[block] if written else (block + 1) % values["no_rope_layer_interval"])
 
 
@@ -207,7 +208,7 @@ FAMILIES: dict[str, Family] = {
         sizes=(*SIZES, *EXPERT_SIZES),
     ),
     "qwen3_moe": Family(
-        names={"num_local_experts": "num_experts", "num_experts": "num_experts"},  # the last is the usual
+        names={"num_local_experts": "num_experts", "num_experts": "num_experts"},  # the last is the usual name
         absent={"num_key_value_heads": 4, "max_position_embeddings": 32768, **_QWEN_WINDOW},
         fixed={"qk_norm": "head"},
         windowed=lambda values, block: bool(values["use_sliding_window"]),
@@ -233,7 +234,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         names={"hidden_activation": "hidden_act"},
-        absent={  # published files leave out these too
+        absent={  # published files also omit these
             **_GEMMA,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,

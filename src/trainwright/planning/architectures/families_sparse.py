@@ -1,6 +1,6 @@
-"""Families of models with experts: what each calls its numbers, what it takes for those left out, what is fixed in it.
+"""Configuration keys, default values and fixed properties of families with experts.
 
-As families.py; the values are those of the configurations of transformers 5. Imports no torch.
+As in families.py; the values are those of the configurations of transformers 5. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head
 
 
 def _latent(values: Values) -> dict[str, Any]:
-    """Of DeepSeek's attention and experts; the multi-token prediction of the published weights is not trained."""
+    """Return the fields of DeepSeek's attention and experts; multi-token prediction is not trained."""
     from trainwright.planning.architectures.architecture import Latent
 
     return {
@@ -39,7 +39,7 @@ def _glm4_moe(values: Values) -> dict[str, Any]:
 
 
 def _after_dense(values: Values) -> dict[str, Any]:
-    """Experts in all blocks but the first, with shared ones beside them."""
+    """Return the fields of experts in all blocks except the first ones, with shared experts."""
     first, blocks = values["first_k_dense_replace"] or 0, values["num_hidden_layers"]
     return {
         **experts(values),
@@ -96,7 +96,9 @@ def _granitemoe(values: Values) -> dict[str, Any]:
 
 
 def _deepseek(positions: int, shared: int, dense: int) -> Family:
-    """Return what DeepSeek's families have in common. ``shared``: experts; ``dense``: blocks without any."""
+    """Return a family of DeepSeek. ``shared``: number of shared experts; ``dense``: number of blocks without
+    experts.
+    """
     return Family(
         names=_DEEPSEEK,
         absent={

@@ -1,4 +1,4 @@
-"""Runs a model's first block on fake tensors and writes down what is allocated and released, in order."""
+"""Trace a model's first block on fake tensors and record allocations and releases in order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trainwright.models.cut import cut_config, layer_count
 from trainwright.models.recompute import save_activation_memory
 from trainwright.planning.operations.traced import Event, TraceError
 
-_LAYERS = 2  # of a model whose first block is traced
+_LAYERS = 2  # number of layers of the model whose first block is traced
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def layout_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what a plan needs to know of the model: its sizes, and its parameters as [unit, name, rows, columns]."""
+    """Return the sizes of a model for a plan, and its parameters as [unit, name, rows, columns]."""
     with _fake(), _telling(config):
         model = _model(config, torch.float32)
         lm = CausalLM(model, packed=False)
@@ -70,12 +70,12 @@ def timeline(
     rows: int,
     length: int,
 ) -> dict[str, list[Event]]:
-    """Allocations, releases and gradients of the first block, without gradients, forwards, and backwards."""
+    """Return the allocations, releases and gradients of the first block: without gradients, forward, and backward."""
     with _fake(), _telling(config):
         lm = CausalLM(_model(config, _DTYPES[width], _LAYERS), packed=packed).train()
         block = lm.blocks()[0]
         hidden, arguments, named = _call(lm, block, _batch(lm, packed, masked, rows, length))
-        if not masked and "attention_mask" in named:  # transformers makes one where it cannot look at the tokens
+        if not masked and "attention_mask" in named:  # transformers makes a mask if it cannot inspect the tokens
             named["attention_mask"] = None
         save_activation_memory([block], recompute)
         recorder = _Recorder([*lm.parameters(), *lm.buffers(), *tree_leaves([hidden, arguments, named])])
@@ -111,7 +111,7 @@ def timeline(
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every storage that was not there ``before``, and its end."""
+    """Record the allocation and release of every storage that did not exist ``before``."""
 
     def __init__(self, before: Iterable[Any]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         self._events.append(["-", "", size])
 
     def gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Return a hook that takes the gradient of a parameter away."""
+        """Return a hook that records and drops the gradient of a parameter."""
 
         def take(parameter: torch.Tensor) -> None:
             grad = parameter.grad
@@ -195,7 +195,7 @@ def _batch(lm: CausalLM, packed: bool, masked: bool, rows: int, length: int) -> 
 
 
 def _call(lm: CausalLM, block: nn.Module, batch: Batch) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """Return what the block is called with: its input, and the rest."""
+    """Return the arguments that the block is called with: its input, and the others."""
     seen: dict[str, Any] = {}
 
     def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def _fake() -> Iterator[None]:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # what a model says of itself it says when it is trained
+    logging.set_verbosity_error()  # a model's own messages are shown when it is trained
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -228,7 +228,7 @@ def _fake() -> Iterator[None]:
 def _telling(config: dict[str, Any]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # code of any model at all
+    except Exception as error:  # code of any model
         raise TraceError(
             f"{config.get('model_type')}: {type(error).__name__}: {str(error).splitlines()[:1]}"
         ) from error

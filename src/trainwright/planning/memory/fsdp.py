@@ -1,9 +1,9 @@
-"""What `fsdp` holds (parallel/fsdp/fully_sharded.py; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
+"""Memory of `fsdp` (parallel/fsdp/fully_sharded.py; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and
 _fsdp_collectives.py).
 
-A block is gathered into one buffer and copied out of it into its parameters. Forwards the buffer stays until the next
-block is copied out; backwards the next block's buffer is filled while a block runs, and the buffer that a block's
-gradients are reduced from stays until the next block's are.
+A block is gathered into one buffer and copied out of it into its parameters. In the forward pass the buffer stays until
+the next block is copied out; in the backward pass the next block's buffer is filled while a block runs, and the buffer
+from which a block's gradients are reduced stays until the next block's are reduced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from trainwright.planning.stack import OWN, Stack
 
 @dataclass(frozen=True)
 class Unit:
-    """Numbers of a unit, each parameter padded to equal rows on every rank. ``own``: those of the fullest rank."""
+    """Element counts of a unit, each parameter padded to equal rows on every rank. ``own``: those of the fullest
+    rank.
+    """
 
     padded: int
     trained: int
@@ -30,7 +32,7 @@ class Unit:
 
 @lru_cache(maxsize=128)
 def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
-    """By number; OUTSIDE is the model itself."""
+    """Return the units by number; OUTSIDE is the model itself."""
     sums: dict[int, list[int]] = {}
     for weight in inventory.weights:
         unit = sums.setdefault(weight.unit, [0, 0, 0, 0])
@@ -44,10 +46,10 @@ def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
 
 
 class FsdpMemory(StrategyMemory):
-    """This rank's rows, which are masters where they are trained; gathered weights beside them."""
+    """Memory of this rank's shards, which are master weights where they are trained, and of gathered weights."""
 
     def lasting(self) -> Mapping[str, int]:
-        """Return what is held between steps."""
+        """Return the bytes held between steps, by purpose."""
         held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
         found = units(held, shards).values()
         own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
@@ -57,26 +59,29 @@ class FsdpMemory(StrategyMemory):
         }
 
     def flow(self) -> Flow:
-        """Return the flow of gathered parameters and gradients through a step."""
+        """Return the memory flow of gathered parameters and gradients through a step."""
         choice = self.choice
         offload = choice.offload_parameters and not self.on_cpu
         reshard, stack = choice.reshard_after_forward, self.setting.stack
         return FsdpFlow(self.held, self.width, choice.shards, reshard, self.on_cpu, offload, stack)
 
     def step(self) -> int:
-        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
+        """Return the bytes that the optimizer step needs in addition."""
         stack = self.setting.stack
         kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
         return kept * sum(unit.own_trained for unit in units(self.held, self.choice.shards).values())
 
     def gradients_on_host(self) -> int:
-        """Return the gradients that are in the host's memory."""
+        """Return the bytes of gradients in the host's memory."""
         return self.step()
 
 
 class FsdpFlow(Flow):
-    """``width``: bytes of a number of gathered weights. ``reshard``: they are freed after the forward pass.
-    ``offload``: reduced gradients go to the host's memory, where those of later micro-batches are added to them."""
+    """Memory of gathered parameters and gradients through a step.
+
+    ``width``: bytes per element of gathered weights. ``reshard``: they are freed after the forward pass. ``offload``:
+    reduced gradients go to the host's memory and are accumulated there.
+    """
 
     def __init__(
         self,
@@ -90,7 +95,7 @@ class FsdpFlow(Flow):
     ) -> None:
         self._kept, self._exchanged = max(width, stack.kept), max(width, stack.exchanged)
         self._units = units(inventory, shards)
-        self._on_cpu = on_cpu  # where gloo gathers and reduces by way of a copy
+        self._on_cpu = on_cpu  # gloo gathers and reduces through a copy
         self._last_block = max(self._units)
         self._width = width
         self._shards = shards
@@ -98,15 +103,15 @@ class FsdpFlow(Flow):
         self._sums_whole = stack.sums_whole
         self._offload = offload
         self._whole = 0  # bytes of gathered parameters
-        self._buffer = 0  # what a gathering has left, or has filled for the next unit
-        self._gradients = 0  # of whole parameters
-        self._summed = 0  # of shards
+        self._buffer = 0  # left from the last gathering, or filled for the next unit
+        self._gradients = 0  # bytes of gradients of full parameters
+        self._summed = 0  # bytes of gradients of shards
         self._reducing = 0
         self._first = self._last = True
 
     @property
     def held(self) -> Held:  # type: ignore[override]
-        """Return what is held now."""
+        """Memory that is held now."""
         return Held(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
 
     def begin(self, first: bool, last: bool) -> None:
@@ -116,7 +121,7 @@ class FsdpFlow(Flow):
             self._whole = self._buffer = self._gradients = self._summed = self._reducing = 0
 
     def forward(self, unit: int) -> Held:
-        """Run the forward pass."""
+        """Begin the forward pass of ``unit`` and return the most memory that was held."""
         if self._reshard or self._first:
             if self._reshard and unit > 0:
                 self._whole -= self._bytes(unit - 1)
@@ -124,7 +129,7 @@ class FsdpFlow(Flow):
         return self.held
 
     def head(self) -> Held:
-        """Return what the head runs with."""
+        """Return the memory held while the head runs."""
         if self._reshard and self._last_block != OUTSIDE:
             self._whole -= self._bytes(self._last_block)
         return self.held
@@ -134,7 +139,7 @@ class FsdpFlow(Flow):
         self._buffer = 0
 
     def backward(self, unit: int) -> Held:
-        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+        """Begin the backward pass of ``unit`` and return the most memory that was held."""
         if not self._reshard:
             return self.held
         if unit == OUTSIDE:
@@ -145,13 +150,13 @@ class FsdpFlow(Flow):
         return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """Take the gradient of a weight as it comes in the backward pass."""
+        """Add the gradient of a weight in the backward pass and return the memory held."""
         if self._reshard or self._first or self._width < self._kept:
             self._gradients += self._width * numel
         return self.held
 
     def unit_ended(self, unit: int) -> Held:
-        """End the backward pass of ``unit``."""
+        """End the backward pass of ``unit`` and return the most memory that was held."""
         if self._last or (self._reshard and not self._sums_whole):
             return self._reduce(unit)
         if self._reshard:
@@ -159,7 +164,7 @@ class FsdpFlow(Flow):
         return self._keep(unit)
 
     def end(self) -> Held:
-        """End the pass; return the most that was held."""
+        """End the pass and return the most memory that was held."""
         most = self.held
         self._reducing = 0
         return most
@@ -168,11 +173,11 @@ class FsdpFlow(Flow):
         return self._units[unit].padded * self._width
 
     def _gathering(self, unit: int) -> tuple[int, Held]:
-        """Bytes of the buffer that ``unit`` is gathered into, and what is held then."""
+        """Return the bytes of the buffer that ``unit`` is gathered into, and the memory held meanwhile."""
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._on_cpu else 0
         if self._width < self._kept:
-            copies += self._units[unit].own_trained * self._width  # frozen ones have that width already
+            copies += self._units[unit].own_trained * self._width  # frozen ones already have that width
         return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing)
 
     def _copied_out(self, unit: int, buffer: int, gathering: Held, keep: bool) -> Held:
@@ -191,12 +196,12 @@ class FsdpFlow(Flow):
         return most
 
     def _reduce(self, unit: int) -> Held:
-        """Sum a unit's gradients over the ranks, each of which keeps its rows."""
+        """Reduce a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
         self._whole -= self._bytes(unit)
         self._reducing = self._exchanged * sizes.trained
         most = self.held
-        sharded = self._reshard and not self._sums_whole  # what the micro-batches before have left
+        sharded = self._reshard and not self._sums_whole  # earlier micro-batches left sharded gradients
         kept = 0 if sharded or self._first else self._summed_in
         own = self._width if self._reshard or self._first or self._width < self._kept else 0
         self._gradients -= (own + kept) * sizes.trained
@@ -209,11 +214,11 @@ class FsdpFlow(Flow):
 
     @property
     def _summed_in(self) -> int:
-        """Bytes of a number of gradients that are summed where they are."""
+        """Bytes per element of gradients that are accumulated in place."""
         return self._exchanged if self._sums_whole else self._kept
 
     def _keep(self, unit: int) -> Held:
-        """Have a unit's gradients in fp32 until those of later micro-batches are added."""
+        """Keep a unit's gradients in fp32 until those of later micro-batches are added."""
         arrived = self._reshard or self._first or self._width < self._kept
         if self._width == self._summed_in and (self._first or not arrived):
             return self.held

@@ -1,7 +1,7 @@
-"""How much memory a choice needs on the fullest device, by what holds it and by phase. Imports no torch.
+"""Predict the memory that a choice needs on the fullest device, by part and by phase. Imports no torch.
 
-The live bytes of tensors follow from the operations of the model and from what the strategies do, moment by moment;
-what the process, the driver and the libraries take beside them are lines of their own.
+The live bytes of tensors follow from the model's operations and the strategy's tensors at each moment; the memory of
+the process, the driver and the libraries is listed separately.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
-# models/quantisation.py: numbers that are quantised at once, and about the bytes that each takes meanwhile.
+# models/quantisation.py: number of elements that are quantized at once, and the approximate bytes that each needs.
 _QUANTISED, _QUANTISING = 2**20, 23
-_PLACES = 256  # rows whose lengths are looked at one by one
+_PLACES = 256  # rows whose lengths are read one by one
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process; of the one that needs most.
+    """Bytes of the process that needs most.
 
-    ``parts``: live tensors at the fullest moment of the run, by what holds them. ``phases``: most live tensors of each
-    phase: load, forward, backward, optimizer, evaluation, checkpoint. ``overhead``: what is no tensor of the run.
-    ``host``: in the host's memory, for a process that computes on a GPU.
+    ``parts``: live tensors at the peak of the run, by purpose. ``phases``: the peak of live tensors in each phase:
+    load, forward, backward, optimizer, evaluation, checkpoint. ``overhead``: memory that is not in tensors of the run.
+    ``host``: memory on the host, for a process that computes on a GPU.
     """
 
     parts: Mapping[str, int]
@@ -42,25 +42,24 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Return the peak of live tensors."""
+        """The peak of live tensors."""
         return max(self.phases.values())
 
     @property
     def total(self) -> int:
-        """Return the peak of live tensors and what the device needs besides."""
+        """The peak of live tensors plus the overhead."""
         return self.tensors + sum(self.overhead.values())
 
 
 def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
-    """Return the largest micro-batch of a process; with ``later`` of those that come after the first of their step.
+    """Return the largest micro-batch of a process; with ``later``, of those after the first of their step.
 
-    Padded rows come sorted (data/stream/stream.py), the longest first; packs fill the last micro-batch as far
-    as they go.
+    Padded rows are sorted (data/stream/stream.py), the longest first; packs fill the last micro-batch only partly.
     """
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
     mean = max(1, round(workload.document))
     if not workload.packed:
-        # Neighbours in length share a micro-batch: the fullest one has the longest rows.
+        # Rows of similar length share a micro-batch: the fullest one has the longest rows.
         first = rows * choice.num_processes if later else 0
         longest = workload.length_at(first) or longest
         masked = rows > 1 and mean < longest
@@ -68,7 +67,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
         return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
     if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
-        # What the packs of the first pass have left over.
+        # The tokens that the packs of the first pass leave over.
         left = workload.most_batch_tokens - choice.num_processes * tokens
         tokens = min(tokens, max(round(left), mean))
     longest = min(longest, tokens)
@@ -79,7 +78,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
 
 
 def _filled(workload: Workload, first: int, rows: int) -> int:
-    """Tokens of ``rows`` padded rows from a place of the global batch on, padding not counted in."""
+    """Return the tokens, without padding, of ``rows`` padded rows from index ``first`` of the global batch."""
     lengths = [workload.length_at(first + row) for row in range(min(rows, _PLACES))]
     known = [length for length in lengths if length is not None]
     if known:
@@ -89,7 +88,7 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
 
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
-    """Return what ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: of another program."""
+    """Return the memory that ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: the program."""
     setting = _setting(workload, choice, cluster, stack)
     held = partly_trained(
         inventory(
@@ -115,7 +114,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     if workload.evaluates:
         walk.evaluate(flow)
     base, host = divided(choice, cluster, _lasting(model, workload))
-    updates_on_host = bool(host)  # before what is there of other things is added
+    updates_on_host = bool(host)  # read before other entries are added
     if updates_on_host and (gradients := model.gradients_on_host()):
         host["gradients"] = gradients
     between = sum(base.values())
@@ -147,7 +146,7 @@ def _moved(choice: Choice, cluster: Cluster) -> Moved:
 
 
 def _cached(setting: Setting) -> int:
-    """Bytes of a block's keys and values where a program keeps them as if it generated text."""
+    """Return the bytes of a block's keys and values if the program caches them as for generation."""
     each = 2 * setting.architecture.key_value_width * setting.width
     return setting.batch.tokens * each if setting.stack.caches_keys else 0
 
@@ -158,7 +157,7 @@ def _recomputed(choice: Choice, cluster: Cluster) -> str | int:
 
 
 def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
-    """Return what stays from step to step, by what it is."""
+    """Return the bytes that stay from step to step, by purpose."""
     held, setting, choice = model.held, model.setting, model.choice
     base = dict(model.lasting())
     if held.buffers:
@@ -180,23 +179,25 @@ def _setting(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack)
 
 
 def _orthogonalising(held: Inventory, setting: Setting) -> int:
-    """Most bytes while Muon works on a matrix, one after another, whole on every rank (engine/muon.py)."""
+    """Return the most bytes while Muon updates one matrix, which is in full on every rank (engine/muon.py)."""
     width = 2 if setting.device.is_gpu else 4
     most = 0
     for w in held.weights:
         if w.trainable and w.is_orthogonalised:
             square = min(w.rows, w.columns) ** 2
-            # The momentum ahead in fp32; then at the end of an iteration, or within it.
+            # The momentum in fp32; then the end of an iteration, or a moment within it.
             at_once = max(4 * w.numel + square, 2 * w.numel + 4 * square)
             most = max(most, 4 * w.numel + width * at_once)
     return most
 
 
 def _drawing(workload: Workload, choice: Choice) -> int:
-    """Bytes beside a fresh model, which is whole in fp32 before it is cast, quantised and adapted."""
+    """Return the additional bytes of a fresh model, which is in fp32 in full before it is cast, quantized and
+    adapted.
+    """
     a = workload.architecture
     embedding = a.vocabulary * a.hidden
-    head = 4 * embedding if a.tied else 0  # of its own until it is tied
+    head = 4 * embedding if a.tied else 0  # separate until it is tied
     if workload.quantisation != "none":
         return max(head, _QUANTISING * min(_QUANTISED, a.hidden * a.intermediate))
     return head if workload.adapter is None else max(head, (4 - _WIDTHS[choice.mixed_precision]) * embedding)
@@ -210,7 +211,7 @@ def _load(
     base: Mapping[str, int],
     host: dict[str, int],
 ) -> int:
-    """On a device while the weights come in; on a GPU machine they come by way of the host's memory."""
+    """Return the bytes on a device while weights are loaded; on a GPU machine they pass through the host's memory."""
     if cluster.device == "cpu":
         if not workload.fresh:
             return 4 * held.numel

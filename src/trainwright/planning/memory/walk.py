@@ -1,7 +1,8 @@
-"""The live bytes of an optimizer step, from one moment to the next: forwards over a model's parts, and back.
+"""Track the live bytes of an optimizer step through the forward and backward pass of a model's parts.
 
-What is alive is what the parts keep and work in (``operations.Pass``) and what a strategy holds of parameters and
-gradients meanwhile (``Flow``). The walk is over blocks, not over operations: those of equal blocks are looked at once.
+Live bytes are the activations and working memory of the parts (``operations.Pass``) plus the parameters and gradients
+of the strategy at that moment (``Flow``). The walk iterates over blocks, not operations: equal blocks are simulated
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Moved = Literal["nothing", "everything", "inputs"]
 
 
 class Held(NamedTuple):
-    """Bytes that a strategy holds beside what it holds between steps."""
+    """Bytes that a strategy holds in addition to those held between steps."""
 
     gradients: int = 0
     gathered: int = 0
@@ -24,15 +25,15 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
+        """The sum of all parts."""
         return self.gradients + self.gathered + self.buckets
 
 
 class Flow:
-    """What a strategy holds in the course of a pass. This one holds nothing; strategies say otherwise.
+    """The memory of a strategy in the course of a pass. The base class holds nothing; strategies override it.
 
-    Units are the blocks by their number, and -1, all that is outside of them. ``held``: now. What a method returns is
-    the most that is held while it runs.
+    Units are the block numbers, and -1 for everything outside the blocks. ``held``: memory that is held now. Methods
+    return the most memory that is held while they run.
     """
 
     held = Held()
@@ -41,49 +42,49 @@ class Flow:
         """Begin a pass over a micro-batch, the first or the last of its step."""
 
     def forward(self, unit: int) -> Held:
-        """Begin the forward pass of ``unit``; ``held`` is then what it runs with."""
+        """Begin the forward pass of ``unit``, which runs with ``held`` afterwards."""
         return self.held
 
     def head(self) -> Held:
-        """Return the blocks have run, and the loss is about to be computed."""
+        """Return the memory held before the loss is computed, after the blocks have run."""
         return self.held
 
     def forward_ended(self) -> None:
-        """End the forward passes: the loss is computed."""
+        """End the forward pass, after the loss is computed."""
 
     def backward(self, unit: int) -> Held:
         """Begin the backward pass of ``unit``."""
         return self.held
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """Take the gradient of a parameter as it is there; without a name, those of all of the unit's."""
+        """Add the gradient of a parameter; without a name, those of all parameters of the unit."""
         return self.held
 
     def unit_ended(self, unit: int) -> Held:
-        """All gradients of ``unit`` are there."""
+        """End the backward pass of ``unit``, when all its gradients are ready."""
         return self.held
 
     def end(self) -> Held:
-        """Return the backward pass has ended."""
+        """End the backward pass and return the most memory that was held."""
         return self.held
 
 
 class Peak:
-    """Most bytes of a phase, and what they were."""
+    """The most bytes of a phase, and their composition."""
 
     def __init__(self) -> None:
         self.total = 0
         self._what = (Held(), 0, 0, False)
 
     def note(self, held: Held, kept: int, work: int, loss: bool = False) -> None:
-        """Keep the moment if it needs the most so far."""
+        """Record the moment if it needs the most memory so far."""
         total = held.gradients + held.gathered + held.buckets + kept + work
         if total > self.total:
             self.total = total
             self._what = (held, kept, work, loss)
 
     def parts(self) -> dict[str, int]:
-        """By what holds them."""
+        """Return the bytes by purpose."""
         held, kept, work, loss = self._what
         return {
             "gradients": held.gradients,
@@ -96,9 +97,12 @@ class Peak:
 
 @dataclass
 class Walk:
-    """Goes over the passes of a step. ``parts``: those of its first micro-batch, ``later``: of all after it. ``width``:
-    bytes of a number of the gradients that autograd makes. ``moved``: what blocks keep is in the host's memory, but for
-    the results that selective recomputation keeps (models/recompute.py)."""
+    """Iterate over the passes of a step.
+
+    ``parts``: passes of its first micro-batch, ``later``: of all others. ``width``: bytes per element of the gradients
+    that autograd makes. ``moved``: saved activations of blocks are in the host's memory, except the results that
+    selective recomputation keeps (models/recompute.py).
+    """
 
     parts: Passes
     later: Passes
@@ -112,7 +116,7 @@ class Walk:
     evaluation: Peak = field(default_factory=Peak)
 
     def step(self, flow: Flow, micro_batches: int) -> None:
-        """All passes of a step; those in the middle are alike."""
+        """Run all passes of a step; those in the middle are equal and run once."""
         numbers = [0, 1, micro_batches - 1] if micro_batches > 2 else range(micro_batches)
         for number in numbers:
             flow.begin(number == 0, number == micro_batches - 1)
@@ -137,15 +141,17 @@ class Walk:
         flow.forward_ended()
 
     def _looked_at(self) -> range | list[int]:
-        """Blocks that are gone through moment by moment. In the middle of many, what is alive grows or shrinks evenly
-        from block to block, so that the most is at one of the ends."""
+        """Return the indices of the blocks that are recorded.
+
+        In the middle of many blocks live bytes grow or shrink evenly, so the peak is at one of the ends.
+        """
         count = len(self.parts.blocks)
         if count <= 3 * _ENDS:
             return range(count)
         return [*range(_ENDS), *range(count - _ENDS, count)]
 
     def _stays(self, block: Pass) -> int:
-        """Bytes of what ``block`` keeps that are on the device while others run."""
+        """Return the saved bytes of ``block`` that stay on the device while others run."""
         if self.moved == "nothing":
             return block.kept
         return 0 if self.moved == "everything" else max(0, block.kept - block.output)
@@ -163,7 +169,7 @@ class Walk:
         for unit, block in enumerate(parts.blocks):
             most = flow.forward(unit)
             if unit in looked_at:
-                # The first block's input is what is held already.
+                # The first block's input is already held.
                 work = held - embedding.output if unit == 0 and held >= embedding.output else held
                 peak.note(most, kept, held + block.output)
                 peak.note(flow.held, kept, work + block.forward_peak)
@@ -195,7 +201,7 @@ class Walk:
         peak.note(flow.end(), 0, 0)
 
     def _moments(self, flow: Flow, unit: int, part: Pass, kept: int, waiting: int, loss: bool = False) -> int:
-        """Add the gradients of a part as they come. Returns the bytes of what waits to be added to another gradient."""
+        """Add the gradients of a part one by one, and return the bytes that wait to be added to another gradient."""
         peak = self.backward
         for moment in part.moments:
             peak.note(_with(flow.held, waiting), kept, moment.peak, loss)

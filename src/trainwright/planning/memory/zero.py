@@ -1,4 +1,4 @@
-"""What `zero1`, `zero2` and `zero3` hold (parallel/zero/zero.py, parallel/zero/deepspeed_config.py; DeepSpeed 0.19's
+"""Memory of `zero1`, `zero2` and `zero3` (parallel/zero/zero.py, parallel/zero/deepspeed_config.py; DeepSpeed 0.19's
 runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py and runtime/bf16_optimizer.py).
 """
 
@@ -15,22 +15,23 @@ from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
 _SLOTS = 2  # AdamW's; no other optimizer is cut into flat pieces
-# Elements whose gradients DeepSpeed's engine sums over the ranks at a time, from a copy of them (runtime/engine.py).
+# Number of gradient elements that DeepSpeed's engine copies and all-reduces at a time (runtime/engine.py).
 _ALL_REDUCED = 5 * 10**8
-# DeepSpeed's stage3_max_reuse_distance: what is used again sooner than after so many elements stays gathered.
+# DeepSpeed's stage3_max_reuse_distance: parameters used again within this number of elements stay gathered.
 _REUSE = 10**9
 
 
 def bucket(inventory: Inventory, stack: Stack = OWN) -> int:
-    """Elements that are reduced, and with zero3 gathered, at a time."""
+    """Return the number of elements that are reduced, and with zero3 gathered, at a time."""
     return max(2, min(stack.bucket, inventory.numel))
 
 
 @lru_cache(maxsize=64)
 def _partition(inventory: Inventory, shards: int) -> tuple[int, int]:
-    """Elements of a rank's partition of zero1 and zero2, and of all parameters that lie in it with a part, at most.
+    """Return the elements of a rank's partition in zero1 and zero2, and the most elements of all parameters that
+    overlap it.
 
-    Matrices and vectors are partitioned apart (engine/optimizer.py), each kind laid end to end.
+    Matrices and vectors are partitioned separately (engine/optimizer.py), each group concatenated.
     """
     own = 0
     touched = [0] * shards
@@ -47,21 +48,21 @@ def _partition(inventory: Inventory, shards: int) -> tuple[int, int]:
 
 
 class ZeroMemory(StrategyMemory):
-    """DeepSpeed's flat partitions, and what its stage leaves whole."""
+    """Memory of DeepSpeed's flat partitions, and of the tensors that its stage does not partition."""
 
     def lasting(self) -> Mapping[str, int]:
-        """Return what is held between steps."""
+        """Return the bytes held between steps, by purpose."""
         return _lasting(self.held, self._stage, self.width, self.choice.shards, self.setting.stack)
 
     def flow(self) -> Flow:
-        """Return the flow of gathered parameters and gradients through a step."""
+        """Return the memory flow of gathered parameters and gradients through a step."""
         if self._stage == 3:
             return Stage3Flow(self.held, self.width, self.on_cpu, self.setting.stack)
         offload = self.choice.offload_optimizer and not self.on_cpu
         return Stage12Flow(self.held, self._stage, self.width, self.choice.shards, offload, self.setting.stack)
 
     def step(self) -> int:
-        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
+        """Return the bytes that the optimizer step needs in addition."""
         return _step(self.held, self._stage, self.width, self.choice.shards, self.on_cpu)
 
     @property
@@ -70,9 +71,12 @@ class ZeroMemory(StrategyMemory):
 
 
 class Stage12Flow(Flow):
-    """``width``: bytes of a number of weights and of the gradients that autograd makes. ``offload``: the optimizer's
-    numbers are in the host's memory. What is summed goes there bucket by bucket, but where it is summed in wider
-    numbers than the weights' own (stage_1_and_2.py: _use_compact_grad_partition_buffer), which are on the device."""
+    """Memory of gradients in stages 1 and 2.
+
+    ``width``: bytes per element of weights and of the gradients that autograd makes. ``offload``: the optimizer state
+    is in the host's memory. Reduced gradients move there bucket by bucket, unless they are summed in a wider dtype than
+    the weights' (stage_1_and_2.py: _use_compact_grad_partition_buffer); then they stay on the device.
+    """
 
     def __init__(
         self, inventory: Inventory, stage: int, width: int, shards: int, offload: bool = False, stack: Stack = OWN
@@ -84,17 +88,17 @@ class Stage12Flow(Flow):
         self._bucket = bucket(inventory, stack)
         self._leaves = offload and self._sums == width
         self._own, self._touched = _partition(inventory, shards)
-        self._gradients = 0  # in parameters' own
-        self._reduced = 0  # of this rank's partition
+        self._gradients = 0  # bytes in the parameters' own gradients
+        self._reduced = 0  # bytes of this rank's partition
         self._buffer = 0
-        self._filled = 0  # elements in it
-        self._loose = 0  # elements of a gradient that is larger than it
-        self._counted = False  # whether the micro-batch's part of the partition is in ``_reduced``
+        self._filled = 0  # elements in the buffer
+        self._loose = 0  # elements of a gradient that is larger than the buffer
+        self._counted = False  # whether ``_reduced`` includes the micro-batch's part of the partition
         self._first = self._last = True
 
     @property
     def held(self) -> Held:  # type: ignore[override]
-        """Return what is held now."""
+        """Memory that is held now."""
         reduced = 0 if self._leaves else self._reduced
         return Held(gradients=self._gradients + reduced, buckets=self._buffer)
 
@@ -105,12 +109,12 @@ class Stage12Flow(Flow):
             self._gradients = self._reduced = self._buffer = self._filled = self._loose = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """Take the gradient of a weight as it comes in the backward pass."""
-        if self._stage == 1 and self._width < self._sums:  # added to flat ones in the end (BF16_Optimizer)
+        """Add the gradient of a weight in the backward pass and return the memory held at most."""
+        if self._stage == 1 and self._width < self._sums:  # added to flat gradients at the end (BF16_Optimizer)
             self._gradients += self._width * numel * self._first
             return self.held
         self._buffer = self._bucket * self._width
-        if self._stage == 2 and not name:  # a block's: reduced as they come
+        if self._stage == 2 and not name:  # a whole block, reduced as its gradients arrive
             self._filled = numel % self._bucket
             self._reduced = max(self._reduced, self._sums * self._kept_of_partition())
             self._counted = True
@@ -120,14 +124,14 @@ class Stage12Flow(Flow):
         return self._into_bucket(numel) if self._stage == 2 else self.held
 
     def end(self) -> Held:
-        """End the pass; return the most that was held."""
+        """End the pass and return the most memory that was held."""
         most = self.held
         if self._stage == 1 and self._width < self._sums:
             return most._replace(buckets=_FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
         if self._stage == 1:
             if not self._last:
                 return most
-            # What is held falls from bucket to bucket, so those in the middle of many are not looked at.
+            # Memory falls from bucket to bucket, so all but two of the full buckets are skipped.
             full, rest = divmod(self._trained, self._bucket)
             passed_over = max(0, full - 2)
             for part in (*([self._bucket] * (full - passed_over)), *([rest] if rest else [])):
@@ -135,7 +139,7 @@ class Stage12Flow(Flow):
             self._gradients -= self._width * passed_over * self._bucket
         most = max(most, self._reduce(), key=_total)
         self._buffer = 0
-        if self._width == self._sums and not self._first:  # added to those of the micro-batches before
+        if self._width == self._sums and not self._first:  # added to those of earlier micro-batches
             self._reduced -= self._sums * self._touched if self._stage == 2 else 0
         return most
 
@@ -143,7 +147,7 @@ class Stage12Flow(Flow):
         return self._touched if self._width == self._sums else self._own
 
     def _into_bucket(self, numel: int) -> Held:
-        """Move a gradient to the buffer, which is reduced first if it has no room."""
+        """Move a gradient to the buffer, which is reduced first if it is full."""
         most = self.held
         if self._filled + numel > self._bucket:
             most = max(most, self._reduce(), key=_total)
@@ -155,7 +159,7 @@ class Stage12Flow(Flow):
         return most
 
     def _reduce(self) -> Held:
-        """Sum what is in the buffer over the ranks, by a copy of it, in fp32; this rank's part is kept."""
+        """Sum the buffer over the ranks, from a copy in fp32; this rank's part is kept."""
         if not self._filled:
             return self.held
         if self._width < self._sums:
@@ -171,7 +175,9 @@ class Stage12Flow(Flow):
 
 
 class Stage3Flow(Flow):
-    """Every parameter is cut into one chunk a rank; vectors are whole on all of them."""
+    """Memory of gathered parameters in stage 3: every parameter is cut into one chunk per rank, except vectors, which
+    all ranks hold in full.
+    """
 
     def __init__(self, inventory: Inventory, width: int, on_cpu: bool, stack: Stack = OWN) -> None:
         self._units, self._sharded = _sharded(inventory)
@@ -185,16 +191,16 @@ class Stage3Flow(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
-        """Return what is held now."""
+        """Memory that is held now."""
         return Held(self._gradients, self._whole + self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
         self._whole = self._buffer = self._gradients = self._filled = 0
-        self._ahead = OUTSIDE - 1  # the last unit that is gathered
+        self._ahead = OUTSIDE - 1  # the last gathered unit
 
     def forward(self, unit: int) -> Held:
-        """Run the forward pass."""
+        """Run the forward pass of ``unit`` and return the most memory that was held."""
         most = self.held
         if unit > self._ahead:
             most = self._gather(unit)
@@ -203,18 +209,18 @@ class Stage3Flow(Flow):
         return most
 
     def head(self) -> Held:
-        """Return what the head runs with."""
-        self._buffer = 0  # it went when the last weight in it was used
+        """Return the memory held while the head runs."""
+        self._buffer = 0  # it was freed when the last weight in it was used
         return self.held
 
     def backward(self, unit: int) -> Held:
-        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+        """Begin the backward pass of ``unit`` and return the memory held."""
         if self._units.get(unit, 0) * self._width > self._whole:
             self._whole = min(self._limit(), self._whole + self._bucket * self._width)
         return self.held
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """Take the gradient of a weight as it comes in the backward pass."""
+        """Add the gradient of a weight in the backward pass and return the most memory that was held."""
         most = Held(self._gradients + self._width * numel, self._whole + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
             most = max(most, self._reduce(), key=_total)
@@ -226,18 +232,18 @@ class Stage3Flow(Flow):
         return most
 
     def end(self) -> Held:
-        """End the pass; return the most that was held."""
+        """End the pass and return the most memory that was held."""
         most = self._reduce()
         self._whole = 0
         return most
 
     def _limit(self) -> int:
-        """Most bytes of gathered parameters: what is used again soon stays, forwards and on the way back."""
+        """Return the most bytes of gathered parameters; those that are used again soon stay gathered."""
         total = sum(self._units.values())
         return self._width * (total if 2 * total < _REUSE else min(total, _REUSE // 2 + self._bucket))
 
     def _gather(self, unit: int) -> Held:
-        """Gather ``unit`` and what follows it, up to a bucket, into a buffer, and copy the parameters out of it."""
+        """Gather ``unit`` and the units after it, up to a bucket, into a buffer, and copy the parameters out of it."""
         size = 0
         self._ahead = unit - 1
         for following in range(unit, self._last_block + 1):
@@ -252,7 +258,7 @@ class Stage3Flow(Flow):
         return max(gathering, self.held, key=_total)
 
     def _reduce(self) -> Held:
-        """Sum what is in the buffer over the ranks, from a copy of it; gloo makes one more."""
+        """Sum the buffer over the ranks from a copy of it; gloo makes one more copy."""
         copies = self._sums * self._filled * (2 if self._on_cpu else 1)
         most = Held(self._gradients, self._whole + self._buffer, copies)
         self._filled = self._gradients = 0
@@ -261,7 +267,7 @@ class Stage3Flow(Flow):
 
 @lru_cache(maxsize=64)
 def _sharded(inventory: Inventory) -> tuple[dict[int, int], dict[tuple[int, str], int]]:
-    """Elements of what is cut, by unit and by parameter."""
+    """Return the number of partitioned elements, by unit and by parameter."""
     units: dict[int, int] = {}
     cut = [w for w in inventory.weights if not persists(w, inventory)]
     for weight in cut:
@@ -270,7 +276,7 @@ def _sharded(inventory: Inventory) -> tuple[dict[int, int], dict[tuple[int, str]
 
 
 def _frozen_ends(inventory: Inventory) -> int:
-    """Elements of what is cut, frozen, and used before the blocks alone: no backward pass comes back to it."""
+    """Return the number of partitioned frozen elements that only run before the blocks and so have no backward pass."""
     tied = not any(w.name == "head" for w in inventory.weights)
     first = [w for w in inventory.weights if w.name == "positions" or (w.name == "embedding" and not tied)]
     return sum(w.numel for w in first if not w.trainable and not persists(w, inventory))
@@ -281,7 +287,7 @@ def _total(held: Held) -> int:
 
 
 def persists(weight: Weight, inventory: Inventory) -> bool:
-    """Whether zero3 leaves a parameter whole on every rank: one that is no larger than the largest vector."""
+    """Return whether zero3 keeps a parameter in full on every rank: if it is no larger than the largest vector."""
     return weight.numel <= _largest_vector(inventory)
 
 
@@ -292,7 +298,7 @@ def _largest_vector(inventory: Inventory) -> int:
 
 @lru_cache(maxsize=64)
 def _lasting(inventory: Inventory, stage: int, width: int, shards: int, stack: Stack = OWN) -> Mapping[str, int]:
-    """Return what is held between steps."""
+    """Return the bytes held between steps, by purpose."""
     trained = inventory.trained
     if stage < 3:
         own = _partition(inventory, shards)[0]
@@ -316,7 +322,7 @@ def _lasting(inventory: Inventory, stage: int, width: int, shards: int, stack: S
 
 @lru_cache(maxsize=64)
 def _step(inventory: Inventory, stage: int, width: int, shards: int, on_cpu: bool) -> int:
-    """Most bytes that an optimizer step takes beside what is held between steps."""
+    """Return the most bytes that an optimizer step needs in addition to those held between steps."""
     if stage == 3:
         return _FP32 * sum(-(-w.numel // shards) for w in inventory.weights if w.trainable and w.columns > 1)
     own, touched = _partition(inventory, shards)

@@ -1,7 +1,7 @@
-"""Attention as it runs: inside the documents of a pack, or under a mask over padded rows; by the kernel it takes.
+"""Attention by the kernel that runs: within the documents of a pack, or with a mask over padded rows.
 
-The paths are those of models/attention.py and of transformers' sdpa and eager attention; which kernel torch takes for
-them, and what it works in, is read from aten/src/ATen/native/transformers.
+The paths are those of models/attention.py and of transformers' sdpa and eager attention; the choice of torch's kernels
+and their working memory follow aten/src/ATen/native/transformers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainwright.planning.operations.shapes import Device, Heads, MicroBatch
 from trainwright.planning.operations.tape import Kernel, Parameter, Tape, Tensor
 
 _FP32 = 4
-# models/attention.py: packs of shorter documents are converted to fp32 for the flash kernel of a CPU.
+# models/attention.py: packs of shorter documents are converted to fp32 for the CPU's flash kernel.
 _BF16_FROM_LENGTH = 512
-# Documents that are gone through one by one; more of them are taken together.
+# Maximum number of documents that are simulated one by one; more are grouped.
 _MOST_DOCUMENTS = 12
 
 
@@ -39,7 +39,7 @@ def document_attention(
     device: Device,
     sinks: Parameter | None = None,
 ) -> Tensor:
-    """models/attention.py: inside each document of a pack. Gives [1, T, H, D]."""
+    """Apply models/attention.py within each document of a pack. Returns [1, T, H, D]."""
     windowed = heads.window is not None and heads.window < batch.longest
     plain = not heads.dropout and not heads.softcap and not heads.sinks
     if device.is_gpu and plain and q.width < _FP32:
@@ -52,7 +52,7 @@ def document_attention(
 def sdpa_attention(
     tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device, masked: bool
 ) -> Tensor:
-    """Apply transformers' sdpa over padded rows; ``masked``: by a mask of bytes, else causal. Returns [B, L, H, D]."""
+    """Apply transformers' sdpa to padded rows; ``masked``: with a mask of bytes, else causal. Returns [B, L, H, D]."""
     mask = batch.rows * batch.length**2 if masked else 0
     if heads.broadcast:
         return tokens_first(tape, _sdpa_math(tape, q, k, v, heads, batch.rows, batch.length, mask), heads)
@@ -81,9 +81,10 @@ def _flash(
     heads_first: bool = False,
     numel: int | None = None,
 ) -> Tensor:
-    """Return a kernel that keeps its inputs, its output and the ``sums`` logarithms of its sums, and works in ``room``.
+    """Run a kernel with ``room`` bytes of working memory that saves its inputs, output and ``sums`` log-sum-exp values.
 
-    ``numel``: of the output, where it is not that of the queries."""
+    ``numel``: elements of the output, if not those of the queries.
+    """
     recorded = tape.wants(q, k, v)
     width, masked, given = q.width, 0 if mask is None else mask.bytes, numel or q.numel
     kept = [tape.save(x) for x in (q, k, v, mask) if x is not None] if recorded else []
@@ -115,11 +116,11 @@ def _flash(
 def _document_flash(
     tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device
 ) -> Tensor:
-    """Return the flash kernel of a CPU, document by document, as one operator."""
+    """Run the CPU's flash kernel on each document, as one operator."""
     tokens, longest, before = batch.tokens, batch.longest, batch.second_longest
     work = _FP32 if longest < _BF16_FROM_LENGTH else q.width
     copied = q.numel + k.numel + v.numel if work != q.width else 0
-    # What a document gives is still there while the next one runs; equal ones that are converted run at once.
+    # The output of a document still exists while the next one runs; converted ones of equal length run at once.
     equal = copied and len({length for length, _ in batch.documents}) == 1
     together = tokens if equal else longest + before
     of_token = heads.queries * (heads.size * work + _FP32)
@@ -133,7 +134,9 @@ def _document_flash(
 
 
 def _flash_room(length: int, size: int, width: int, device: Device) -> int:
-    """Bytes that the flash kernel of a CPU works in (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    """Return the bytes of working memory of the CPU's flash kernel
+    (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+    """
     rows, columns = _flash_tile(length)
     room = 4 * (rows * columns + 2 * rows + rows * size) + (0 if width == _FP32 else width * rows * columns)
     return device.threads * room
@@ -149,9 +152,11 @@ def _flash_tile(length: int) -> tuple[int, int]:
 
 
 def _varlen(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch) -> Tensor:
-    """FlashAttention-2 over all documents of a pack. Backwards it adds up gradients of queries in fp32, and those of
-    keys and values for every query head."""
-    if heads.value_size != heads.size:  # what the kernel does not take: values are padded, and their zeros cut off
+    """Run FlashAttention-2 over all documents of a pack.
+
+    The backward pass accumulates gradients of queries in fp32, and those of keys and values for every query head.
+    """
+    if heads.value_size != heads.size:  # the kernel requires equal widths: values are padded, and the zeros cut off
         v = cat(tape, [v, tape.new(k.numel - v.numel, v.width)])
         whole = _varlen(tape, q, k, v, replace(heads, value=0), batch)
         return contiguous(tape, slices(tape, whole, [batch.tokens * heads.queries * heads.value_size])[0])
@@ -175,7 +180,7 @@ def _each_document(
     device: Device,
     sinks: Parameter | None = None,
 ) -> Tensor:
-    """Return the general case: windows, dropout, capped scores, sinks, values of another width."""
+    """Run the general case: windows, dropout, soft caps, sinks, values of another width than keys."""
     k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     outputs = []
     for length, count in batch.each_document(_MOST_DOCUMENTS):
@@ -204,8 +209,8 @@ def _sdpa(
     mask: int,
     device: Device,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention; ``mask``: bytes of a boolean mask, 0 where it is causal without one."""
-    # The kernels of a CPU have neither dropout nor values of another width than the keys'.
+    """Run torch's scaled_dot_product_attention; ``mask``: bytes of a boolean mask, 0 if it is causal without one."""
+    # The CPU's kernels support neither dropout nor values of another width than the keys.
     if not device.is_gpu and (heads.dropout or heads.value_size != heads.size):
         return _sdpa_math(tape, q, k, v, heads, rows, length, mask)
     numbers = tape.new(mask, q.width) if mask else None
@@ -221,10 +226,10 @@ def _sdpa(
 
 
 def _sdpa_math(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, rows: int, length: int, mask: int) -> Tensor:
-    """Attention in single operations, in fp32: what a CPU does where there is dropout."""
+    """Run attention in single operations in fp32, as a CPU does with dropout."""
     width, count = q.width, rows * heads.queries
     numbers = tape.new(mask or length**2, width)
-    one_view = heads.broadcast and rows == 1  # which products take as it is
+    one_view = heads.broadcast and rows == 1  # which products accept as it is
     if heads.group > 1 and k.numel != q.numel and not one_view:
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     q, k, v = (to(tape, x, _FP32) for x in (q, k, v))

@@ -1,6 +1,6 @@
 """A decoder block of each family as its modelling code runs it (transformers 5, models/*/modeling_*.py).
 
-Local names and the order of calls are those of the modelling code wherever it decides what is alive when.
+Local names and the order of calls follow the modelling code wherever they determine which tensors are alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FP32 = 4
 
 @dataclass
 class Block:
-    """A block on its tape. ``cos``, ``sin``: the rotary tables of the pass, in the dtype that the family uses."""
+    """A block on its tape. ``cos``, ``sin``: the rotary tables of the pass, in the family's dtype."""
 
     tape: Tape
     architecture: Architecture
@@ -52,7 +52,7 @@ class Block:
     sin: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run a block."""
+        """Run the block."""
         if self.architecture.post_norm:
             return self._norms_after(hidden)
         if self.architecture.block_norms == 4:
@@ -109,7 +109,7 @@ class Block:
 
     def _add(self, residual: Tensor, hidden: Tensor) -> Tensor:
         self.tape.operation = "residual"
-        if self.architecture.family == "granite":  # by 1 too
+        if self.architecture.family == "granite":  # even if the factor is 1
             hidden = scale(self.tape, hidden)
         return add(self.tape, residual, hidden)
 
@@ -165,8 +165,8 @@ class Block:
         return sdpa_attention(tape, q, k, v, heads, batch, self.device, masked or a.alibi)
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D]; and what gates the
-        result.
+        """Return queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D], and the gate of the
+        output, if any.
         """
         tape, a, weights, tokens = self.tape, self.architecture, self.weights, self.batch.tokens
         widths = (a.query_width, a.key_value_width, a.key_value_width)
@@ -192,7 +192,7 @@ class Block:
         return made[0], made[1], made[2], gate
 
     def _heads_of_falcon(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy into the order of heads; those that serve several heads are first repeated for each of them."""
+        """Copy into the order of heads; keys and values that several heads share are first repeated for each."""
         tape, a = self.tape, self.architecture
         if 1 < a.key_value_heads < a.heads:
             group = a.heads // a.key_value_heads
@@ -222,7 +222,7 @@ class Block:
         return to(tape, rotated[0], width), to(tape, rotated[1], width)
 
     def _turned(self, x: Tensor) -> Tensor:
-        """As complex numbers in fp32, and then normalised in fp32 without a weight (Llama4TextL2Norm)."""
+        """Rotate as complex numbers in fp32, then normalize in fp32 without a weight (Llama4TextL2Norm)."""
         tape, width, rows = self.tape, x.width, x.numel // self.architecture.head_dim
         x = to(tape, mul(tape, to(tape, x, _FP32), self.cos), width)
         x = to(tape, x, _FP32)

@@ -1,7 +1,7 @@
-"""The operations of torch that models are made of: what each allocates, saves, and does in the backward pass.
+"""Elementary torch operations of models: what each allocates, saves, and computes in the backward pass.
 
-Formulas of the backward pass are those of torch's derivatives.yaml and FunctionsManual.cpp, temporaries included.
-Scalars are left out. Shapes are in the callers' hands: a tensor here is a number of numbers.
+Formulas of the backward pass are those of torch's derivatives.yaml and FunctionsManual.cpp, including temporaries.
+Scalars are ignored. Callers track shapes; a tensor here has only a number of elements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _elementwise(tape: Tape, inputs: Sequence[Tensor | Parameter], like: Tensor,
 
 
 def _reduced(tape: Tape, grad: Tensor, like: Tensor | Parameter) -> Tensor:
-    """Return the gradient of something that was broadcast, or is of another dtype: autograd makes it fit."""
+    """Return a gradient reduced and cast to the size and dtype of ``like``, as autograd does after broadcasting."""
     if like.numel != grad.numel:
         total = tape.new(like.numel, grad.width)
         tape.launch("reduction", grad.bytes, total.bytes)
@@ -31,7 +31,7 @@ def _cast(tape: Tape, x: Tensor, width: int) -> Tensor:
 
 
 class _Like:
-    """Size and width of a tensor that is not kept."""
+    """The size and width of a tensor that is not kept."""
 
     __slots__ = ("bytes", "numel", "width")
 
@@ -42,7 +42,7 @@ class _Like:
 
 
 def view(tape: Tape, x: Tensor, numel: int | None = None) -> Tensor:
-    """Return the same memory in another shape; ``numel``: of a slice of it along a dimension that is not split in
+    """Return a view of the same memory; ``numel``: the size of a slice along a dimension that is contiguous in
     memory.
     """
     out = Tensor(tape, x.storage, x.numel if numel is None else numel, x.width, x.heads_first)
@@ -61,7 +61,7 @@ def view(tape: Tape, x: Tensor, numel: int | None = None) -> Tensor:
 
 
 def broadcast(tape: Tape, x: Tensor, numel: int) -> Tensor:
-    """``x`` seen as ``numel`` numbers, without memory of its own; gradients are summed up."""
+    """Broadcast ``x`` to ``numel`` elements without allocating memory; gradients are summed."""
     seen = Tensor(tape, x.storage, numel, x.width, x.heads_first)
     seen.base = x
     if tape.wants(x):
@@ -79,7 +79,7 @@ def broadcast(tape: Tape, x: Tensor, numel: int) -> Tensor:
 
 
 def slices(tape: Tape, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of ``x`` taken one by one (x[..., a:b]); each gives back a gradient of the whole size."""
+    """Return slices of ``x`` (x[..., a:b]); the gradient of each has the full size of ``x``."""
     return [_slice(tape, x, size) for size in sizes]
 
 
@@ -92,7 +92,7 @@ def _slice(tape: Tape, x: Tensor, numel: int) -> Tensor:
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
             grad = grads[0]
             assert grad is not None
-            full = tape.new(whole, grad.width, heads_first=True)  # zeros, then a copy into them
+            full = tape.new(whole, grad.width, heads_first=True)  # zeros, into which the gradient is copied
             tape.launch("copy", 0, full.bytes)
             tape.launch("copy", grad.bytes, grad.bytes)
             return [full]
@@ -102,7 +102,7 @@ def _slice(tape: Tape, x: Tensor, numel: int) -> Tensor:
 
 
 def split(tape: Tape, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of ``x`` taken at once (split, chunk); their gradients are put together."""
+    """Split ``x`` at once (split, chunk); the gradients are concatenated."""
     parts = [Tensor(tape, x.storage, size, x.width, x.heads_first) for size in sizes]
     for part in parts:
         part.base = x
@@ -143,7 +143,7 @@ def cat(tape: Tape, parts: Sequence[Tensor], heads_first: bool = False) -> Tenso
 
 
 def contiguous(tape: Tape, x: Tensor) -> Tensor:
-    """Return a copy in the order of the dimensions."""
+    """Return a contiguous copy."""
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
         tape.record([out], [x], lambda grads: [grads[0].alias()] if grads[0] is not None else [None])
@@ -151,7 +151,7 @@ def contiguous(tape: Tape, x: Tensor) -> Tensor:
 
 
 def to(tape: Tape, x: Tensor, width: int) -> Tensor:
-    """``x`` in another dtype; ``x`` itself when it has it."""
+    """Return ``x`` in another dtype, or ``x`` itself if it already has it."""
     if x.width == width:
         return x
     out = _elementwise(tape, [x], x, width)
@@ -168,7 +168,7 @@ def to(tape: Tape, x: Tensor, width: int) -> Tensor:
 
 
 def as_tensor(tape: Tape, weight: Parameter, width: int) -> Tensor:
-    """``weight`` in another dtype, or itself: for arithmetic with it."""
+    """Return ``weight`` as a tensor in another dtype, or without a copy if it already has it."""
     copied = width != weight.width
     out = tape.new(weight.numel, width) if copied else Tensor(tape, Storage(0), weight.numel, width)
     tape.launch("elementwise", weight.bytes, out.bytes)
@@ -199,7 +199,7 @@ def _fit(tape: Tape, grad: Tensor, like: _Like) -> Tensor:
 
 
 def scale(tape: Tape, x: Tensor) -> Tensor:
-    """Multiply by, or add, a Python number; a sum needs less in the backward pass, but keeps the same."""
+    """Multiply by, or add, a Python number; an addition needs less in the backward pass, but saves the same."""
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
 
@@ -213,7 +213,7 @@ def scale(tape: Tape, x: Tensor) -> Tensor:
 
 
 def plus(tape: Tape, x: Tensor, other: int) -> Tensor:
-    """Plus something of ``other`` bytes that no gradient goes to, such as a mask."""
+    """Add a tensor of ``other`` bytes that takes no gradient, such as a mask."""
     out = tape.new(x.numel, x.width, x.heads_first)
     tape.launch("elementwise", x.bytes + other, out.bytes)
     if tape.wants(x):
@@ -222,7 +222,7 @@ def plus(tape: Tape, x: Tensor, other: int) -> Tensor:
 
 
 def shift(tape: Tape, x: Tensor) -> Tensor:
-    """Plus a number of Python."""
+    """Add a Python number."""
     return plus(tape, x, 0)
 
 
@@ -232,7 +232,7 @@ def neg(tape: Tape, x: Tensor) -> Tensor:
 
 
 def mul(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
-    """Product of ``a`` and something that is as large, or is broadcast."""
+    """Multiply ``a`` by a tensor or parameter of the same size, or one that is broadcast."""
     wide = a if isinstance(b, Parameter) or a.numel >= b.numel else b
     saves_a, saves_b = tape.wants(b), tape.wants(a)
     kept_a = tape.save(a) if saves_a else None
@@ -264,7 +264,7 @@ def mul(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
 
 
 def square(tape: Tape, x: Tensor) -> Tensor:
-    """``x`` to the power of a number."""
+    """Raise ``x`` to a constant power."""
     kept = tape.save(x) if tape.wants(x) else None
     out = _elementwise(tape, [x], x)
     if kept is not None:
@@ -283,7 +283,7 @@ def square(tape: Tape, x: Tensor) -> Tensor:
 
 
 def mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
-    """Means of ``rows`` rows."""
+    """Return the means of ``rows`` rows."""
     out = tape.new(rows, x.width)
     tape.launch("reduction", x.bytes, out.bytes)
     if tape.wants(x):
@@ -301,8 +301,8 @@ def mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
 
 
 def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
-    """Return a function whose derivative is computed from its result (tanh, sigmoid, rsqrt), with so many
-    temporaries.
+    """Apply a function whose derivative is computed from its result (tanh, sigmoid, rsqrt) with ``temporaries``
+    temporary tensors.
     """
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
@@ -322,7 +322,7 @@ def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
 
 
 def from_input(tape: Tape, x: Tensor) -> Tensor:
-    """Return an activation whose derivative is one kernel on its input (silu, gelu, relu squared by halves)."""
+    """Apply an activation whose derivative is one kernel on its input (silu, gelu, or each half of relu squared)."""
     kept = tape.save(x) if tape.wants(x) else None
     out = _elementwise(tape, [x], x)
     if kept is not None:
@@ -337,7 +337,9 @@ def from_input(tape: Tape, x: Tensor) -> Tensor:
 
 
 def dropout(tape: Tape, x: Tensor, probability: float, fused: bool) -> Tensor:
-    """In training. ``fused``: as on a GPU, one kernel that keeps a mask of bytes; else a mask of numbers."""
+    """Apply dropout. ``fused``: one kernel with a mask of bytes, as on a GPU; otherwise a mask in the dtype of
+    ``x``.
+    """
     if not probability:
         return x
     mask = tape.new(x.numel, 1 if fused else x.width, x.heads_first)
@@ -358,7 +360,7 @@ def dropout(tape: Tape, x: Tensor, probability: float, fused: bool) -> Tensor:
 
 
 def gather(tape: Tape, x: Tensor, numel: int, indices: Tensor) -> Tensor:
-    """``numel`` numbers of ``x`` at ``indices``; the gradient is as large as ``x``."""
+    """Gather ``numel`` elements of ``x`` at ``indices``; the gradient has the size of ``x``."""
     kept = tape.save(indices) if tape.wants(x) else None
     out = tape.new(numel, x.width)
     tape.launch("copy", out.bytes + indices.bytes, out.bytes)

@@ -1,4 +1,4 @@
-"""What stands before and after the blocks: embeddings, masks and rotary tables; the final norm, the head, the loss."""
+"""The parts before and after the blocks: embeddings, masks and rotary tables; final norm, head and loss."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trainwright.planning.operations.weights import Weights
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
-# models/losses/linear_cross_entropy.py: bytes of the logits of a chunk, and of the fp32 logits a CPU works on at once.
+# models/losses/linear_cross_entropy.py: bytes of a chunk of logits, and of the fp32 logits that a CPU processes at
+# once.
 _CHUNK_BYTES = 128 * 2**20
 _BLOCK_BYTES = 2 * 2**20
 
 
 @dataclass
 class Beginning:
-    """What the blocks are given. ``held``: what the model's forward pass holds beside it until its end."""
+    """The inputs of the blocks. ``held``: other tensors that the model's forward pass holds until its end."""
 
     hidden: Tensor
     cos: Tensor
@@ -31,8 +32,10 @@ class Beginning:
 def begin(
     tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, device: Device, of_head: bool = False
 ) -> Beginning:
-    """Embeddings of the tokens, and the tables and masks that all blocks share. ``of_head``: their gradient is added to
-    that of the head (models/losses/tied_embedding.py)."""
+    """Compute the embeddings, and the tables and masks that all blocks share.
+
+    ``of_head``: the embedding's gradient is added to that of the head (models/losses/tied_embedding.py).
+    """
     tape.operation = "embedding"
     tokens = batch.tokens
     hidden = embedding(tape, weights["embedding"], tokens, of_head)
@@ -54,16 +57,16 @@ def begin(
     width = _FP32 if a.post_norm else hidden.width
     cos, sin = tape.new(numel, width), tape.new(numel, width)
     if a.family == "gemma3_text" and 0 < a.windowed_layers < a.layers:
-        held += [tape.new(numel, width), tape.new(numel, width)]  # the other kind of layers has a base of its own
+        held += [tape.new(numel, width), tape.new(numel, width)]  # each kind of layers has its own base
     return Beginning(hidden, cos, sin, held)
 
 
 def _masks(a: Architecture, batch: MicroBatch) -> list[int]:
-    """Sizes of the masks that transformers makes once for all layers."""
+    """Return the sizes of the masks that transformers makes once for all layers."""
     if batch.packed:
         return []
     size = batch.rows * batch.length**2
-    if a.attention_softcap is not None:  # eager attention adds numbers, and cannot do without
+    if a.attention_softcap is not None:  # eager attention adds numbers, and always needs a mask
         size *= _FP32
         return [size, size]
     windowed = a.window is not None and a.windowed_layers > 0 and a.window < batch.length
@@ -72,14 +75,14 @@ def _masks(a: Architecture, batch: MicroBatch) -> list[int]:
 
 
 def head_weight(weights: Weights) -> Parameter:
-    """Return that of the head, which may be the embedding."""
+    """Return the weight of the head, which may be the embedding."""
     return weights.parameters.get("head", weights["embedding"])
 
 
 def finish(
     tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch, stack: Stack = OWN
 ) -> Tensor:
-    """Apply the final norm and the summed loss (models/causal_lm.py), or what ``stack`` has."""
+    """Apply the final norm and the summed loss (models/causal_lm.py), or the loss of ``stack``."""
     tape.operation = "final_norm"
     hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
     if stack.loss != "chunked":
@@ -92,7 +95,7 @@ def finish(
 
 
 def chunk_rows(vocabulary: int, width: int, targets: int) -> tuple[int, int]:
-    """Rows of a chunk of logits, and how many chunks there are."""
+    """Return the rows of a chunk of logits, and the number of chunks."""
     size = max(1, _CHUNK_BYTES // (width * vocabulary))
     count = -(-targets // size)
     return -(-targets // count) if count else 0, count
@@ -101,7 +104,7 @@ def chunk_rows(vocabulary: int, width: int, targets: int) -> tuple[int, int]:
 def _loss(
     tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, targets: int
 ) -> Tensor:
-    """models/losses/linear_cross_entropy.py: the gradients are computed with the loss."""
+    """Run models/losses/linear_cross_entropy.py, which computes the gradients with the loss."""
     width, wants_hidden = hidden.width, tape.wants(hidden)
     of_weight: Tensor | None = None
     of_bias = tape.new(bias.n, _FP32) if tape.grad and bias is not None and bias.trainable else None
@@ -141,8 +144,11 @@ def _loss(
 def _whole_loss(
     tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, stack: Stack
 ) -> Tensor:
-    """Of the logits of all tokens. Full: in fp32, and their logarithms after the softmax (torch's cross_entropy), which
-    a compiler does not keep; fused: the gradient takes their place."""
+    """Compute the loss from the logits of all tokens.
+
+    "full": in fp32, with log-probabilities from the softmax (torch's cross_entropy), which a compiler does not keep.
+    "fused": the gradient overwrites the logits.
+    """
     tape.operation = "head"
     logits = linear(tape, hidden, weight, bias)
     tape.operation = "loss"
@@ -173,7 +179,7 @@ def _in_place(tape: Tape, logits: Tensor) -> Tensor:
 
 
 def _picked(tape: Tape, x: Tensor) -> Tensor:
-    """Return the sum of one number of each row; its gradient is as large as ``x``."""
+    """Return the sum of one element of each row; its gradient has the size of ``x``."""
     total = tape.new(1, _FP32)
     numel, width = x.numel, x.width
     if tape.wants(x):
@@ -188,38 +194,38 @@ def _picked(tape: Tape, x: Tensor) -> Tensor:
 
 
 def _logits(tape: Tape, weight: Parameter, rows: int, width: int) -> Tensor:
-    """Of one chunk, made while those of the chunk before are still there."""
+    """Return the logits of a chunk, computed while those of the previous chunk still exist."""
     made = tape.new(rows * weight.n, width)
     tape.product(rows, weight.n, weight.k, width)
     return made
 
 
 def _work_on(tape: Tape, a: Architecture, columns: int, rows: int, width: int) -> None:
-    """Softmax and its gradient of a chunk of logits: in fp32, on a CPU as many rows at a time as its cache holds."""
+    """Run softmax and its gradient on a chunk of logits in fp32; on a CPU in parts that fit its cache."""
     at_once = rows
     if not tape.device.is_gpu and rows:
         pieces = -(-rows // max(1, _BLOCK_BYTES // (_FP32 * columns)))
         at_once = -(-rows // pieces)
     copied, capped = width < _FP32, a.logit_softcap is not None
-    # A copy where the logits are not wide enough; of a bound its slope, made of a square.
+    # A copy if the logits are narrower than fp32; for a soft cap its derivative, computed from a square.
     tape.new((copied + 2 * capped) * at_once * columns, _FP32)
     numbers = rows * columns
     wide = numbers * _FP32
     if copied:
         tape.launch("elementwise", numbers * width, wide)
-    # Scaled; bounded (divided, tanh, multiplied), the slope (divided, squared, subtracted) and times it.
+    # Scaled; capped (divided, tanh, multiplied), the derivative (divided, squared, subtracted), multiplied by it.
     for _ in range(2 * a.scaled_logits + 7 * capped):
         tape.launch("elementwise", wide, wide)
-    for _ in range(2):  # their largest, and their sum
+    for _ in range(2):  # maximum and sum
         tape.launch("reduction", wide, 0)
-    for _ in range(3):  # difference, exponential, share
+    for _ in range(3):  # difference, exponential, probability
         tape.launch("elementwise", wide, wide)
     if copied:
         tape.launch("copy", wide, numbers * width)
 
 
 def _added(tape: Tape, before: Tensor | None, weight: Parameter, rows: int, width: int) -> Tensor:
-    """Return the gradient of the head with that of one more chunk; in fp32 as soon as there is more than one."""
+    """Add the gradient of the head from one more chunk; in fp32 from the second chunk on."""
     if before is not None and width == _FP32:
         tape.product(weight.n, weight.k, rows, width, transposed=True)
         return before

@@ -27,7 +27,7 @@ _FP32, _INT64 = 4, 8
 
 
 def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int, device: Device) -> Tensor:
-    """Return the experts that each token goes to, weighed, and what all tokens go through beside them."""
+    """Return the weighted output of the experts that each token is routed to, plus that of shared experts."""
     if a.every_expert:
         return view(tape, _every_expert(tape, a, hidden, weights, tokens))
     shared = mlp(tape, a, hidden, weights, "shared.") if a.shared_intermediate else None
@@ -44,7 +44,7 @@ def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, to
 
 
 def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of the experts of each token."""
+    """Return the weights and indices of the experts of each token."""
     tape.operation = "router"
     if a.latent is not None or a.family == "glm4_moe":
         return _route_in_fp32(tape, a, hidden, weights["router"], tokens)
@@ -62,7 +62,9 @@ def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens
 def _route_in_fp32(
     tape: Tape, a: Architecture, hidden: Tensor, router: Parameter, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """DeepSeek's: each expert's score by itself, the best of the best groups; normalised and scaled."""
+    """Route as DeepSeek does: score each expert independently, take the best of the best groups, normalize and
+    scale.
+    """
     wide = Parameter(router.name, router.n, router.k, _FP32, router.trainable)
     as_tensor(tape, router, _FP32)
     logits = linear(tape, to(tape, hidden, _FP32), wide)
@@ -75,7 +77,7 @@ def _route_in_fp32(
 
 
 def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> Tensor:
-    """Llama4TextMoe: every token goes through all experts, those that it is not sent to with zeros."""
+    """Run Llama4TextMoe: every token passes through all experts, with zeros for those it is not routed to."""
     tape.operation = "router"
     logits = linear(tape, hidden, weights["router"])
     kept = gather(tape, logits, logits.numel, tape.new(tokens * a.experts_per_token, _INT64))
@@ -93,7 +95,7 @@ def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights,
 
 
 def _gated(tape: Tape, a: Architecture, gate: Tensor, up: Tensor) -> Tensor:
-    """Activation and product; gpt_oss bounds both parts, and adds one to the second."""
+    """Apply the activation and the product; gpt_oss clamps both parts and adds one to the second."""
     if not a.expert_bias:
         return mul(tape, activation(tape, gate, a.activation), up)
     gate, up = from_input(tape, gate), from_input(tape, up)
@@ -103,7 +105,7 @@ def _gated(tape: Tape, a: Architecture, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _with_bias(tape: Tape, out: Tensor, bias: Parameter | None, indices: Tensor, experts: int) -> Tensor:
-    """Each row plus the bias of its expert, in place."""
+    """Add to each row the bias of its expert, in place."""
     if bias is None:
         return out
     rows = gather(tape, as_tensor(tape, bias, out.width), out.numel, indices)
@@ -146,7 +148,7 @@ def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
             grad = grads[0]
             assert grad is not None
-            seen = Tensor(tape, grad.storage, whole, grad.width)  # expanded, without memory of its own
+            seen = Tensor(tape, grad.storage, whole, grad.width)  # expanded, without allocating memory
             seen.base = grad
             return [seen]
 
@@ -155,7 +157,7 @@ def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
 
 
 def _expand_each(tape: Tape, weight: Parameter, experts: int, width: int) -> None:
-    """Quantised matrices, one expert's after another's."""
+    """Dequantize the experts' matrices one after another."""
     if weight.quantised != "none":
         one = Parameter(weight.name, weight.n // experts, weight.k, weight.width, False)
         one.quantised = weight.quantised
@@ -164,7 +166,7 @@ def _expand_each(tape: Tape, weight: Parameter, experts: int, width: int) -> Non
 
 
 def grouped_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Tensor:
-    """Each expert's rows of ``x`` times its own matrix; the gradient of the weights is that of all experts."""
+    """Multiply each expert's rows of ``x`` by its matrix; the weight gradient covers all experts."""
     n, k, width = weight.n // experts, weight.k, x.width
     rows = x.numel // k
     each = -(-rows // experts)

@@ -1,4 +1,4 @@
-"""The modules of decoders, as transformers writes them: products, norms, rotary positions, embeddings."""
+"""The modules of decoders as transformers implements them: projections, norms, rotary positions, embeddings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FP32 = 4
 
 
 def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
-    """``x`` [rows, k] times ``weight`` [n, k]; flattened to two dimensions, as torch does with three."""
+    """Multiply ``x`` [rows, k] by ``weight`` [n, k]; flattened to two dimensions, as torch does with three."""
     flat = view(tape, x)
     rows = x.numel // weight.k
     n, k, width = weight.n, weight.k, x.width
@@ -73,7 +73,7 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
 
 
 def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
-    """``x`` times the matrix called ``name``, with what an adapter adds to it (peft/tuners/lora)."""
+    """Multiply ``x`` by the matrix called ``name``, and add the output of its adapter, if any (peft/tuners/lora)."""
     weight, adapter = weights[name], weights.adapter
     base = linear if weight.quantised == "none" else partial(_expanded_linear, saves_x=weights.stack.saves_inputs)
     result = base(tape, x, weight, weights.bias(name))
@@ -93,9 +93,9 @@ def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
 
 
 def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> Tensor:
-    """DoRA (Liu et al., arXiv 2402.09353) as PEFT computes it: what is added to the result of the frozen weight."""
+    """Return DoRA's addition to the output of the frozen weight (Liu et al., arXiv 2402.09353), as PEFT computes it."""
     weight, narrow, wide = weights[name], weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
-    # The product of the two matrices comes from an identity, and its graph is there until the call returns.
+    # The product of the two matrices is computed from an identity; its graph exists until the call returns.
     product = linear(tape, linear(tape, tape.new(weight.k * weight.k, x.width), narrow), wide)
     with tape.no_grad():
         expanded = to(tape, expand(tape, weight, _FP32), x.width) if weight.quantised != "none" else None
@@ -108,7 +108,7 @@ def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> T
 
 
 def expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
-    """Return a quantised matrix in numbers (models/quantisation.py), by way of its scales in fp32."""
+    """Dequantize a matrix (models/quantisation.py), with its scales in fp32."""
     if weight.quantised == "int8":
         made = tape.new(weight.numel, width)
         tape.launch("elementwise", weight.numel, made.bytes)
@@ -130,7 +130,7 @@ def expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
 def _expanded_linear(
     tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = None, saves_x: bool = False
 ) -> Tensor:
-    """``x`` times a quantised matrix, which is expanded for the product, and once more backwards."""
+    """Multiply ``x`` by a quantized matrix, which is dequantized for the product and again in the backward pass."""
     n, k, width = weight.n, weight.k, x.width
     rows = x.numel // k
     recorded = tape.wants(x)
@@ -162,8 +162,10 @@ def _expanded_linear(
 
 
 def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int, in_fp32: bool = False) -> Tensor:
-    """LlamaRMSNorm: normalised in fp32, then in the dtype of ``x`` times the weight; ``in_fp32``: Olmo2RMSNorm, times
-    the weight before it goes back to the dtype of ``x``."""
+    """Apply LlamaRMSNorm: normalize in fp32, cast to the dtype of ``x``, multiply by the weight.
+
+    ``in_fp32``: Olmo2RMSNorm, which multiplies by the weight before the cast.
+    """
     width = x.width
     x = to(tape, x, _FP32)
     variance = mean(tape, square(tape, x), rows)
@@ -172,19 +174,19 @@ def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int, in_fp32: bool 
 
 
 def rms_norm_of_gemma(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
-    """GemmaRMSNorm: times one plus the weight, in fp32."""
+    """Apply GemmaRMSNorm: multiply by one plus the weight, in fp32."""
     output = normalised(tape, to(tape, x, _FP32), rows)
     output = mul(tape, output, shift(tape, as_tensor(tape, weight, _FP32)))
     return to(tape, output, x.width)
 
 
 def normalised(tape: Tape, x: Tensor, rows: int) -> Tensor:
-    """Each of ``rows`` over the root of its mean square."""
+    """Divide each of ``rows`` rows by the root of its mean square."""
     return mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
 
 
 def layer_norm_of_cohere(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
-    """CohereLayerNorm: in fp32, in single operations, without a bias."""
+    """Apply CohereLayerNorm: in fp32, in single operations, without a bias."""
     width = x.width
     x = to(tape, x, _FP32)
     middle = mean(tape, x, rows)
@@ -195,7 +197,7 @@ def layer_norm_of_cohere(tape: Tape, x: Tensor, weight: Parameter, rows: int) ->
 
 
 def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None, rows: int) -> Tensor:
-    """torch.nn.LayerNorm."""
+    """Apply torch.nn.LayerNorm."""
     recorded = tape.wants(x, weight)
     kept = tape.save(x) if recorded else None
     if recorded:
@@ -224,7 +226,7 @@ def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None,
 
 
 def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
-    """Return the norm of ``a``'s family, of ``rows`` rows."""
+    """Apply the norm of the family to ``rows`` rows."""
     weight = weights[name]
     if weights.stack.fused:
         return layer_norm(tape, x, weight, weights.bias(name), rows)
@@ -238,7 +240,7 @@ def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, ro
 
 
 def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:
-    """Return the plain MLP, or one of that form whose weights begin with ``prefix``."""
+    """Apply a plain MLP; ``prefix``: prefix of the names of its weights."""
 
     def through(x: Tensor, name: str) -> Tensor:
         tape.operation = name = f"{prefix}{name}"
@@ -275,7 +277,7 @@ def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = 
 
 
 def activation(tape: Tape, x: Tensor, name: str) -> Tensor:
-    """transformers.activations.ACT2FN."""
+    """Apply an activation of transformers.activations.ACT2FN."""
     if name == "gelu_new":
         half = scale(tape, x)
         return mul(
@@ -292,20 +294,18 @@ def softmax(tape: Tape, x: Tensor) -> Tensor:
 
 
 def rotate_half(tape: Tape, x: Tensor) -> Tensor:
-    """Rotate the halves of a head, as rotary positions do."""
+    """Rotate the halves of each head, as rotary positions do."""
     first, second = slices(tape, x, [x.numel // 2, x.numel // 2])
     return cat(tape, [neg(tape, second), first], heads_first=True)
 
 
 def rotate(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """apply_rotary_pos_emb of one of queries and keys."""
+    """Apply apply_rotary_pos_emb to queries or keys."""
     return add(tape, mul(tape, x, cos), mul(tape, rotate_half(tape, x), sin))
 
 
 def rotate_pairs(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the two halves of ``x`` turned against each other by tables of half its width: gpt_oss, and DeepSeek's
-    pairs.
-    """
+    """Rotate the two halves of ``x`` by tables of half its width, as gpt_oss and DeepSeek do."""
     first, second = split(tape, x, [x.numel // 2] * 2)
     left = add(tape, mul(tape, first, cos), mul(tape, second, sin))
     right = add(tape, mul(tape, second, cos), mul(tape, first, sin))
@@ -313,8 +313,10 @@ def rotate_pairs(tape: Tape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def embedding(tape: Tape, weight: Parameter, tokens: int, of_head: bool = False) -> Tensor:
-    """Rows of ``weight`` [V, H]; the gradient is as large as all of it. ``of_head``: it is that of the head, to whose
-    rows these are added."""
+    """Look up rows of ``weight`` [V, H]; the gradient has the size of ``weight``.
+
+    ``of_head``: the gradient is that of the head, to which the rows are added.
+    """
     out = tape.new(tokens * weight.k, weight.width)
     tape.launch("copy", out.bytes, out.bytes)
     if tape.grad and weight.trainable:

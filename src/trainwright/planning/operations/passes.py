@@ -1,4 +1,4 @@
-"""Passes over a part of a model: what they keep, how much memory they take beside it, which kernels they launch."""
+"""Passes over parts of a model: the activations they save, their working memory, and their kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainwright.planning.operations.weights import block_weights, end_weights
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, Quantisation
 
-# "compiled": what a compiler leaves of nothing recomputed.
+# "compiled": what a compiler saves without requested recomputation.
 Recompute = Literal["none", "full", "selective", "compiled"]
 _RESULTS = frozenset({"product", "attention", "grouped"})
-# A compiler computes again what lies between two products, as that costs no traffic of its own, but not what the
-# products of the backward pass read (torch/_functorch/config.py: ban_recompute_materialized_backward).
+# A compiler recomputes everything between two products, as that costs no memory traffic, except for the inputs of
+# products in the backward pass (torch/_functorch/config.py: ban_recompute_materialized_backward).
 _KEPT: dict[Recompute, frozenset[str]] = {
     "full": frozenset(),
     "selective": _RESULTS,
@@ -32,8 +32,11 @@ _EVERY_SECOND = frozenset({ALTERNATE, "product", "attention"})
 
 @dataclass(frozen=True)
 class Moment:
-    """A gradient that is ready. ``peak``: most bytes since the moment before; ``live``: bytes at it. Both without the
-    gradients of parameters, and beyond what there was before the part ran forwards."""
+    """The moment when a gradient is ready.
+
+    ``peak``: most bytes since the previous moment; ``live``: bytes at this one. Both exclude gradients of parameters
+    and bytes that existed before the part's forward pass.
+    """
 
     name: str
     numel: int
@@ -43,15 +46,15 @@ class Moment:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """A part of a model, run forwards and backwards. Bytes are of activations, not of parameters and their gradients.
+    """The forward and backward pass of a part of a model. Bytes are of activations, not of parameters and gradients.
 
-    ``forward_peak``: most bytes during the forward pass, the part's input counted in. ``kept``: bytes that wait for
-    the backward pass, without the output. ``keeps_input``: whether the input is among them. ``output``: its bytes.
-    ``moments``: of the gradients, in the order in which they come. ``backward_peak``: most bytes in the backward
-    pass, what was kept and the incoming gradient counted in. ``evaluation_peak``: most bytes without gradients.
-    ``gradients``: how many numbers those of the parameters are. ``held``: bytes that stay until the end of the
-    model's forward pass, and no longer; ``holds_output``: the output is among what does, if nothing keeps it longer.
-    ``forward``, ``backward``: the kernels, recomputation counted in the latter.
+    ``forward_peak``: most bytes in the forward pass, including the part's input. ``kept``: bytes saved for the backward
+    pass, without the output. ``keeps_input``: whether they include the input. ``output``: its bytes. ``moments``: one
+    per gradient, in order. ``backward_peak``: most bytes in the backward pass, including the saved bytes and the
+    incoming gradient. ``evaluation_peak``: most bytes in a forward-only pass. ``gradients``: number of gradient
+    elements of the parameters. ``held``: bytes that stay until the end of the model's forward pass; ``holds_output``:
+    they include the output, unless something keeps it longer. ``forward``, ``backward``: the kernels; recomputation
+    counts as backward.
     """
 
     forward_peak: int
@@ -68,15 +71,18 @@ class Pass:
 
     @cached_property
     def gradients(self) -> int:
-        """Return the number of elements of all gradients."""
+        """The number of elements of all gradients."""
         return sum(moment.numel for moment in self.moments)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What passes are run with. ``width``: bytes of a number of activations and weights that compute. ``trainable``:
-    whether the model's own weights are trained; with an ``adapter`` they are not. ``quantisation``: of its base.
-    ``stack``: the program that runs them. ``hooked``: a sharder has its hands on every module."""
+    """The settings of passes.
+
+    ``width``: bytes per element of activations and weights. ``trainable``: whether the model's own weights are trained;
+    with an ``adapter`` they are not. ``quantisation``: of the base model. ``stack``: the program that runs it.
+    ``hooked``: the strategy has hooks on every module.
+    """
 
     architecture: Architecture
     batch: MicroBatch
@@ -90,16 +96,16 @@ class Setting:
 
     @property
     def joins_gradients(self) -> bool:
-        """Whether a tied embedding's gradient is added to the head's where that is: models/losses/tied_embedding."""
+        """Whether a tied embedding's gradient is added to the head's in place: models/losses/tied_embedding."""
         exact = self.width == 4 and not self.device.is_gpu and not self.hooked
         return self.architecture.tied and self.trainable and exact and self.stack == OWN
 
 
 @lru_cache(maxsize=512)
 def block_pass(setting: Setting, kind: BlockKind, recompute: Recompute, input_wants: bool = True) -> Pass:
-    """One block. ``input_wants``: whether a gradient goes on to what is before it.
+    """Return the pass of a block. ``input_wants``: whether a gradient is passed to the part before it.
 
-    Of a family that is traced the memory is that of its first block, and the kernels are those of a llama of its sizes.
+    For a traced family the memory is that of its first block, and the kernels are those of a llama of its sizes.
     """
     made = _written_block(setting, kind, recompute, input_wants)
     a = setting.architecture
@@ -136,7 +142,7 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
 
 @lru_cache(maxsize=512)
 def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
-    """Return the final norm, the head and the loss."""
+    """Return the pass of the final norm, the head and the loss."""
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
         weights = end_weights(setting.architecture, setting.width, setting.trainable)
@@ -147,7 +153,7 @@ def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
 
 @lru_cache(maxsize=512)
 def embedding_pass(setting: Setting) -> Pass:
-    """Return what is before the blocks; the rotary tables are in what is kept."""
+    """Return the pass of everything before the blocks; saved bytes include the rotary tables."""
     a, batch = setting.architecture, setting.batch
     tape = Tape(setting.device)
     weights = end_weights(a, setting.width, setting.trainable)
@@ -220,8 +226,10 @@ def _run(setting: Setting, prepare: Callable[[Tape], Callable[[Tensor], Tensor]]
 
 
 def _backward(tape: Tape, output: list[Tensor]) -> tuple[Moment, ...]:
-    """Run the backward pass of the only tensor in ``output``, which is given up; ``tape.peak`` is then that since the
-    last gradient."""
+    """Run the backward pass of the only tensor in ``output``, which is released, and return the moments.
+
+    Afterwards ``tape.peak`` is the peak since the last gradient.
+    """
     moments: list[Moment] = []
 
     def receive(parameter: Parameter, grad: Tensor) -> None:

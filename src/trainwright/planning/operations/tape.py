@@ -1,10 +1,10 @@
-"""Eager tensors without numbers: the memory that PyTorch would hold, and the kernels that it would launch.
+"""Simulate eager tensors without data: the memory that PyTorch would allocate and the kernels it would launch.
 
-A block is written in this package as its modelling code is written, on tensors that know their size and nothing
-else. What is alive is then what reference counting keeps alive, as it is in torch: a tensor's bytes are freed when
-the last handle on its storage goes. Every operation leaves the node that autograd would record, with what it would
-save, and ``Tape.backward`` runs the nodes in autograd's order, adding gradients up in place where autograd does
-(torch/csrc/autograd: engine.cpp, input_buffer.cpp, functions/accumulate_grad.h). Imports no torch.
+A block is written in this package as its modelling code is, on tensors that have a size and no content. As in torch, a
+tensor's bytes are freed when the last handle on its storage is deleted. Every operation records the node that autograd
+would record, with the tensors it would save, and ``Tape.backward`` runs the nodes in autograd's order, accumulating
+gradients in place where autograd does (torch/csrc/autograd: engine.cpp, input_buffer.cpp, functions/accumulate_grad.h).
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Literal, NamedTuple
 
 from trainwright.planning.operations.shapes import Device
 
-# "expansion": of quantised numbers.
+# "expansion": dequantization.
 KernelKind = Literal["product", "attention", "elementwise", "reduction", "copy", "expansion"]
 Edge = tuple["Node", int]
 Apply = Callable[[list["Tensor | None"]], list["Tensor | None"]]
 
 
 class Kernel(NamedTuple):
-    """One launch on the device.
+    """One kernel launch on the device.
 
-    ``operation``: what it is part of. ``read``, ``written``: bytes of the tensors it reads and writes. ``flops``: of
-    products and attention. A product is ``times`` products of [m, k] with [k, n].
+    ``operation``: the operation it is part of. ``read``, ``written``: bytes of the tensors it reads and writes.
+    ``flops``: of products and attention. A product is ``times`` products of [m, k] with [k, n].
     """
 
     operation: str
@@ -46,7 +46,7 @@ ALTERNATE = "every second product"
 
 
 class Storage:
-    """Memory that handles share."""
+    """Memory that several handles share."""
 
     __slots__ = ("bytes", "handles")
 
@@ -58,9 +58,9 @@ class Storage:
 class Tensor:
     """A handle on a storage, or on a part of it.
 
-    ``width``: bytes of a number. ``heads_first``: of a tensor [B, H, L, D], whether its memory is in that order;
-    else it is in the order [B, L, H, D] that projections give. ``base``: what this is a view of, kept as torch
-    keeps it.
+    ``width``: bytes per element. ``heads_first``: whether the memory of a tensor [B, H, L, D] is in that order;
+    otherwise it is in the order [B, L, H, D] of projections. ``base``: the tensor that this is a view of, kept as in
+    torch.
     """
 
     __slots__ = ("base", "heads_first", "node", "numel", "slot", "storage", "tape", "width")
@@ -83,16 +83,16 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """Return the size in bytes."""
+        """The size in bytes."""
         return self.numel * self.width
 
     def alias(self) -> Tensor:
-        """Another handle, without a history."""
+        """Return another handle, without a history."""
         return Tensor(self.tape, self.storage, self.numel, self.width, self.heads_first)
 
 
 class Parameter:
-    """A weight [n, k] (k = 1: a vector), whose memory is accounted for elsewhere. ``quantised``: in which way."""
+    """A weight [n, k] (k = 1: a vector), whose memory is counted elsewhere. ``quantised``: its format."""
 
     __slots__ = ("k", "n", "name", "node", "quantised", "trainable", "width")
 
@@ -107,17 +107,17 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """The number of elements."""
         return self.n * self.k
 
     @property
     def bytes(self) -> int:
-        """Return the size in bytes."""
+        """The size in bytes."""
         return self.numel * self.width
 
 
 class Node:
-    """What autograd records of an operation: where gradients go on to, and how they are computed."""
+    """The autograd node of an operation: where its gradients go, and how they are computed."""
 
     __slots__ = ("__weakref__", "apply", "edges", "operation", "outputs", "sequence")
 
@@ -130,7 +130,7 @@ class Node:
 
 
 class Saved:
-    """A tensor saved for the backward pass, or the promise to compute it again."""
+    """A tensor saved for the backward pass, or a placeholder that is recomputed."""
 
     __slots__ = ("__weakref__", "_frame", "tensor")
 
@@ -148,14 +148,14 @@ class Saved:
 
 
 class _Stop(Exception):
-    """Everything that was saved has been computed again."""
+    """Raised when all saved tensors have been recomputed."""
 
 
 class Frame:
-    """A call whose saved tensors are computed again when the first of them is wanted (torch.utils.checkpoint).
+    """A call whose saved tensors are recomputed when the first of them is needed (torch.utils.checkpoint).
 
-    ``keep``: kinds of kernels whose results are kept all the same, in ``kept``; with ``ALTERNATE`` of products the
-    first, the third and so on.
+    ``keep``: kinds of kernels whose results are kept, in ``kept``; with ``ALTERNATE`` every second product, from the
+    first.
     """
 
     def __init__(self, tape: Tape, call: Callable[[], object], keep: frozenset[str]) -> None:
@@ -169,7 +169,7 @@ class Frame:
         self._position = 0
 
     def save(self, tensor: Tensor | None) -> Saved:
-        """Keep a tensor, or a promise to recompute it."""
+        """Keep a tensor, or a placeholder to recompute it."""
         if not self.filling:
             promise = Saved(None, self)
             self._promises.append(weakref.ref(promise))
@@ -183,14 +183,14 @@ class Frame:
         return Saved(tensor)
 
     def keeps(self, kind: str) -> bool:
-        """Whether the result of a kernel, the next one of its kind, is kept."""
+        """Return whether the result of the next kernel of this kind is kept."""
         if kind == "product" and ALTERNATE in self.keep:
             self._products += 1
             return self._products % 2 == 1
         return kind in self.keep
 
     def fill(self) -> None:
-        """Recompute what was not kept."""
+        """Recompute the tensors that were not kept."""
         self.filling, self._position, self._products = True, 0, 0
         outer, self.tape.frame = self.tape.frame, self
         try:
@@ -202,11 +202,11 @@ class Frame:
 
 
 class Tape:
-    """Counts what is alive, and the kernels that were launched, as a program runs on it.
+    """Track live tensors and launched kernels while a program runs on it.
 
-    ``live``, ``peak``: bytes. ``operation``: the name that kernels are recorded under. ``receive``: is given
-    the gradients of parameters, and lets them go unless it keeps a handle. ``held``: what a program has in its hands
-    until the step is over.
+    ``live``, ``peak``: bytes. ``operation``: the name that kernels are recorded under. ``receive``: called with each
+    parameter's gradient, which is freed unless it keeps a handle. ``held``: tensors that the program holds until the
+    end of the step.
     """
 
     def __init__(self, device: Device) -> None:
@@ -234,14 +234,14 @@ class Tape:
         self.kernels.append(Kernel(self.operation, kind, read, written))
 
     def product(self, m: int, n: int, k: int, width: int, times: int = 1, transposed: bool = False) -> None:
-        """``transposed``: the first of the two is [k, m] in memory."""
+        """Record a matrix product; ``transposed``: the first factor is stored as [k, m]."""
         if width < 4 and not self.device.is_gpu:
             self.new(self.device.threads * _product_room(m, n, k, transposed), 1)
         read, written = times * k * (m + n) * width, times * m * n * width
         self.kernels.append(Kernel(self.operation, "product", read, written, 2 * times * m * n * k, m, n, k, times))
 
     def result(self, kind: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return what ``make`` computes; taken from what was kept where selective recomputation has it."""
+        """Return the result of ``make``, or the kept one during selective recomputation."""
         frame = self.frame
         if frame is None or not frame.keeps(kind):
             return make()
@@ -252,17 +252,17 @@ class Tape:
         return made
 
     def save(self, tensor: Tensor | None) -> Saved:
-        """Keep ``tensor`` (None: a parameter) for the backward pass."""
+        """Save ``tensor`` (None: a parameter) for the backward pass."""
         return Saved(tensor) if self.frame is None else self.frame.save(tensor)
 
     def wants(self, *inputs: Tensor | Parameter) -> bool:
-        """Whether an operation on ``inputs`` is recorded."""
+        """Return whether an operation on ``inputs`` is recorded."""
         return self.grad and any(
             (value.trainable if isinstance(value, Parameter) else value.node is not None) for value in inputs
         )
 
     def record(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor | Parameter | None], apply: Apply) -> None:
-        """Make ``outputs`` those of a node that passes gradients on to ``inputs``."""
+        """Record a node with these ``outputs`` that passes gradients to ``inputs``."""
         self._sequence += 1
         edges = [None if value is None else self._edge(value) for value in inputs]
         node = Node(self._sequence, self.operation, edges, len(outputs), apply)
@@ -270,7 +270,7 @@ class Tape:
             output.node, output.slot = node, slot
 
     def leaf(self, tensor: Tensor) -> None:
-        """Make ``tensor`` the output of something before the tape, which takes its gradient."""
+        """Record a node without inputs that takes the gradient of ``tensor``."""
         self.record([tensor], [], lambda grads: [])
 
     def _edge(self, value: Tensor | Parameter) -> Edge | None:
@@ -296,7 +296,9 @@ class Tape:
         self.grad = outer
 
     def checkpoint(self, call: Callable[[], Tensor], keep: frozenset[str] = frozenset()) -> Tensor:
-        """``call`` with what it saves computed again in the backward pass, but for the results of ``keep``."""
+        """Run ``call`` with its saved tensors recomputed in the backward pass, except for results of the kinds in
+        ``keep``.
+        """
         assert self.frame is None, "recomputation inside recomputation"
         frame = self.frame = Frame(self, call, keep)
         try:
@@ -306,7 +308,7 @@ class Tape:
             del frame
 
     def backward(self, output: Tensor, grad: Tensor) -> None:
-        """Run the nodes behind ``output``; the only handles on it and on ``grad`` should be the caller's."""
+        """Run the nodes behind ``output``; the caller should hold the only handles on it and on ``grad``."""
         root = output.node
         assert root is not None
         waiting = _dependencies(root)
@@ -321,7 +323,7 @@ class Tape:
             grads = buffers.pop(node)
             assert node.apply is not None
             results = node.apply(grads)
-            # Saved tensors and incoming gradients go before outgoing ones are added up.
+            # Saved tensors and incoming gradients are freed before outgoing ones are accumulated.
             if node.sequence != float("inf"):
                 node.apply = None
             del grads
@@ -358,14 +360,17 @@ class Tape:
 
 
 def _product_room(m: int, n: int, k: int, transposed: bool) -> int:
-    """About the bytes that oneDNN's bf16 products take for each thread: a block of sums in fp32, the part of the second
-    matrix that is packed for it, and of the first where that is transposed (src/cpu/x64/matmul/brgemm_matmul_utils)."""
+    """Estimate the bytes that oneDNN's bf16 products use per thread.
+
+    They are a block of fp32 sums, the packed part of the second matrix, and of the first if it is transposed
+    (src/cpu/x64/matmul/brgemm_matmul_utils).
+    """
     rows, depth = min(m, 256), min(-(-k // 32) * 32, 1024)
     return rows * min(n, 64) * 4 + depth * 64 * 2 + (rows * depth * 2 if transposed else 0) + 1024
 
 
 def _dependencies(root: Node) -> dict[Node, int]:
-    """How many gradients each node behind ``root`` waits for."""
+    """Return the number of gradients that each node behind ``root`` waits for."""
     counts: dict[Node, int] = {root: 0}
     todo = [root]
     while todo:

@@ -1,4 +1,4 @@
-"""The parameters of a model by what they do, as matrices [n, k], trained or frozen."""
+"""The parameters of a model by purpose, as matrices [n, k], trained or frozen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, Quantisation, Target
 
-# The matrices of a block that are linear modules, by what they do; a family may have several of them in one.
+# The matrices of a block that are linear modules, by purpose; a family may fuse several into one.
 ADAPTED: dict[str, frozenset[Target]] = {
     "query": frozenset({"query"}),
     "key": frozenset({"key"}),
@@ -29,11 +29,11 @@ ADAPTED: dict[str, frozenset[Target]] = {
 
 
 class Weights:
-    """Parameters by name, in the order in which a model has them.
+    """Parameters by name, in the model's order.
 
-    ``width``: bytes of a number. ``trainable``: whether these are trained. ``adapter``: what is trained beside them,
-    in the matrices that it is for; its own are called after theirs, with .lora_A [r, k], .lora_B [n, r] and .magnitude.
-    ``stack``: the program that runs them.
+    ``width``: bytes per element. ``trainable``: whether they are trained. ``adapter``: the adapter on its target
+    matrices; its parameters have their names plus .lora_A [r, k], .lora_B [n, r] and .magnitude. ``stack``: the program
+    that runs the model.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Weights:
         return self.parameters[name]
 
     def bias(self, name: str) -> Parameter | None:
-        """Return the bias beside a weight, None where there is none."""
+        """Return the bias of a weight, or None."""
         return self.parameters.get(f"{name}.bias")
 
     def add(self, name: str, n: int, k: int = 1, bias: bool = False) -> None:
@@ -85,7 +85,7 @@ def block_weights(
     quantisation: Quantisation = "none",
     stack: Stack = OWN,
 ) -> Weights:
-    """Those of a block, in the order in which transformers registers them."""
+    """Return the parameters of a block, in the order in which transformers registers them."""
     weights = Weights(width, trainable, adapter, quantisation, stack)
     norms = _norm_names(a)
     if a.family in ("gpt2", "gpt_neox"):
@@ -108,7 +108,7 @@ def block_weights(
 
 
 def end_weights(a: Architecture, width: int, trainable: bool) -> Weights:
-    """Those outside the blocks."""
+    """Return the parameters outside the blocks."""
     weights = Weights(width, trainable)
     weights.add("embedding", a.vocabulary, a.hidden)
     if a.learned_positions:

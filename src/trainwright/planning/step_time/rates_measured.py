@@ -1,4 +1,6 @@
-"""Rates from the quick measurement of a machine: what it lacks is nominal, scaled by what it has. Imports no torch."""
+"""Rates from the quick measurement of a machine; missing ones are nominal, scaled by those measured. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from itertools import pairwise
 
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Sample, Setting
 
-# Curves that are as much faster or slower than nominal as another one, where they were not measured themselves.
+# Unmeasured curves, and the measured curve whose deviation from the nominal rate they share.
 _LIKE = {
     "traffic/fp32": "traffic/fp32/elementwise",
     "traffic/bf16": "traffic/bf16/elementwise",
@@ -20,11 +22,11 @@ _LIKE = {
     "loss/fp16": "loss/fp32",
     "collective": "collective/all_reduce",
 }
-# Seconds of a small kernel's start where the nominal host's time beside a kernel was seen.
+# Launch seconds of a small kernel on the machine where the nominal host time was measured.
 _LAUNCH = 2e-6
-# How the kernels of a step compare with the same ones alone, over and over: usual factors of calibrations
-# (doctor/calibrate_passes.py). Products several times as fast as those of fp32 wait for memory all the more, which they
-# do not find in the caches then: 1.1 as fast, 1.4 to 1.9 at 6.5 times the rate (AMX).
+# Factors of kernels in a step relative to the same kernels in a loop: typical factors of calibrations
+# (doctor/calibrate_passes.py). Products several times as fast as in fp32 depend more on memory, as their data is not in
+# the caches: 1.1 as fast, 1.4 to 1.9 at 6.5 times the rate (AMX).
 _IN_STEP = InStep(products=1.1, attention=1.1, traffic=2.5)
 _FAST, _FAST_PRODUCTS = 6.5, 1.5
 
@@ -32,10 +34,10 @@ Nominal = Callable[[int, int | None], Setting]
 
 
 def measured_setting(measured: Calibration, nominal: Nominal, processes: int, threads: int | None) -> Setting:
-    """Return what each of ``processes`` of so many ``threads`` does, all at once.
+    """Return the rates of each of ``processes`` with ``threads`` threads, all running at once.
 
-    Each curve is that of the nearest setting that it was measured in; otherwise nominal, scaled by how far nominal
-    rates are off there.
+    Each curve is that of the nearest setting in which it was measured; otherwise it is nominal, scaled by the deviation
+    of nominal rates in that setting.
     """
     by_distance = sorted(measured.settings, key=lambda setting: _apart(setting, processes, threads))
     own = nominal(processes, threads)
@@ -52,7 +54,7 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
 
 
 def _products(measured: Calibration, precision: str) -> float:
-    """How many times as long products take in a step."""
+    """Return the factor of the time of products in a step."""
     own, plain = peak(measured, precision), peak(measured, "fp32")
     if own is None or plain is None:
         return _IN_STEP.products
@@ -61,20 +63,20 @@ def _products(measured: Calibration, precision: str) -> float:
 
 
 def _apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:
-    """How far a setting is from so many processes, and then threads."""
+    """Return the distance of a setting from these numbers of processes and threads, and that of the threads alone."""
     of_threads = abs(math.log((setting.threads or 1) / (threads or 1)))
     return abs(math.log(setting.processes / processes)) + of_threads, of_threads
 
 
 def thread_counts(measured: Calibration | None, processes: int, cores: int) -> tuple[int, ...]:
-    """Threads of a process that are worth trying: all that there are, and fewer where that was measured."""
+    """Return the threads per process to try: all available, and fewer where they were measured."""
     share = max(1, cores // processes)
     known = [] if measured is None else [s.threads for s in measured.settings if s.processes == processes and s.threads]
     return tuple(dict.fromkeys([share, *sorted((n for n in known if n < share), reverse=True)]))
 
 
 def peak(measured: Calibration, precision: str) -> float | None:
-    """Return the most operations a second that all processes of a setting were measured to do; None where none was."""
+    """Return the highest measured operations per second of all processes of a setting; None if none was measured."""
     rates = [
         2 * math.prod(sample.sizes) / sample.seconds * setting.processes
         for setting in measured.settings
@@ -87,7 +89,7 @@ def peak(measured: Calibration, precision: str) -> float | None:
 
 @dataclass(frozen=True)
 class _Factors:
-    """How many times nominal seconds were measured, by size: one for all, or more the larger."""
+    """Ratios of measured to nominal seconds by size: one for all sizes, or several to interpolate."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -129,13 +131,13 @@ def _nearest_curve(name: str, own: Setting, by_distance: Sequence[Setting], nomi
 
 
 def _through(curve: Curve, samples: Sequence[Sample]) -> Curve:
-    """Return a table that has what was measured among its points."""
+    """Return a table with the measured points included."""
     known = {sample.sizes: sample for sample in (*curve.samples, *samples)}
     return replace(curve, samples=tuple(known[sizes] for sizes in sorted(known)))
 
 
 def _stand_in(name: str, known: Mapping[str, Curve]) -> str | None:
-    """Of the curves that were measured, one that is as far off its nominal rates."""
+    """Return the measured curve whose deviation from nominal rates applies to ``name``, or None."""
     prefix = next((prefix for prefix in _LIKE if name.startswith(prefix)), None)
     if prefix is None:
         return None

@@ -1,6 +1,6 @@
-"""Rates from datasheets: a card's peaks times the part of them that well-written kernels reach, as curves.
+"""Rates from datasheets, as curves: a card's peak rates times the share that well-written kernels reach.
 
-Every constant is a physical effect with its source beside it; none is fitted to a single run. Imports no torch.
+Every constant is a physical effect with its source next to it; none is fitted to a single run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 class _Units:
     """What the matrix units of a generation sustain on random numbers.
 
-    ``sustained``: of the peak, at ``watts`` for each 10^12 operations a second of it. ``attention``: the part of that
-    which flash attention keeps (forward, backward), on long documents.
+    ``sustained``: share of the peak, at ``watts`` per 10^12 operations per second of the peak. ``attention``: the share
+    of that which flash attention reaches (forward, backward) on long documents.
     """
 
     sustained: float
@@ -32,10 +32,10 @@ class _Units:
 # 1745 of 2250 on a B200, 1769 on a B300, 668 of 1307 on an MI300X, 785 on an MI325X, 1565 of 2517 on an MI355X, 419 of
 # 432 on a Gaudi 2, 1243 of 1678 on a Gaudi 3 (github.com/stas00/ml-engineering, Maximum Achievable Matmul FLOPS). Large
 # products on an RTX PRO 6000: 350 of 504 (github.com/zzc0721/torch-performance-test-data, issues 160 and 161); GeForce
-# cards have the power for twice the products that they are sold with.
-# Attention: figures of github.com/Dao-AILab/flash-attention for FlashAttention-2, which makes no use of what Hopper has
-# for it; on an MI300X 353 TFLOP/s forward and 194 to 207 backward (github.com/ROCm/flash-attention/issues/142), on a
-# die of an MI250X 47 to 55 forward (github.com/ROCm/triton/issues/507), backward in the same proportion.
+# cards have the power for twice the rate that they are sold with. Attention: figures of
+# github.com/Dao-AILab/flash-attention for FlashAttention-2, which does not use Hopper's own instructions; on an MI300X
+# 353 TFLOP/s forward and 194 to 207 backward (github.com/ROCm/flash-attention/issues/142), on a die of an MI250X 47 to
+# 55 forward (github.com/ROCm/triton/issues/507), backward in the same proportion.
 _UNITS: dict[tuple[str, int, int], _Units] = {
     ("NVIDIA", 7, 0): _Units(0.80, 2.4, (0.60, 0.50)),
     ("NVIDIA", 7, 5): _Units(0.60, 1.08, (0.60, 0.50)),
@@ -48,46 +48,47 @@ _UNITS: dict[tuple[str, int, int], _Units] = {
     ("NVIDIA", 12, 0): _Units(0.70, 1.19, (0.75, 0.68)),
     ("AMD", 9, 0): _Units(0.60, 1.46, (0.43, 0.25)),
     ("AMD", 9, 4): _Units(0.52, 0.57, (0.52, 0.30)),
-    ("AMD", 9, 5): _Units(0.62, 0.56, (0.52, 0.30)),  # attention: as on the generation before
-    ("Intel", 2, 0): _Units(0.92, 1.39, (0.50, 0.43)),  # attention: as on others
+    ("AMD", 9, 5): _Units(0.62, 0.56, (0.52, 0.30)),  # attention: as for the previous generation
+    ("Intel", 2, 0): _Units(0.92, 1.39, (0.50, 0.43)),  # attention: as for other cards
     ("Intel", 3, 0): _Units(0.74, 0.54, (0.50, 0.43)),
 }
-# Of FlashAttention-2's rates: FlashAttention's (30 to 50 % of the peak forward, 25 to 35 % backward, where the second
-# has 50 to 73 %: arXiv 2307.08691, section 1), and those of kernels written for a generation: FlashAttention-3 on
-# Hopper (648 TFLOP/s for 370 forward: arXiv 2407.08608, figure 5), cuDNN on Blackwell (1605 / 1.3 TFLOP/s forward:
-# together.ai/blog/flashattention-4).
+# Factors on FlashAttention-2's rates: FlashAttention's (30 to 50 % of the peak forward and 25 to 35 % backward,
+# compared with 50 to 73 %: arXiv 2307.08691, section 1), and those of kernels written for a generation:
+# FlashAttention-3 on Hopper (648 TFLOP/s compared with 370 forward: arXiv 2407.08608, figure 5), cuDNN on Blackwell
+# (1605 / 1.3 TFLOP/s forward: together.ai/blog/flashattention-4).
 _FIRST_ATTENTION = (0.62, 0.50)
 # torch's own kernels on AMD in 2024: 20 TFLOP/s backward on an MI300X (github.com/pytorch/pytorch/issues/135431).
 _EARLY_AMD_ATTENTION = (1.0, 0.10)
 _THIRD_ATTENTION = {(9, 0): (1.75, 1.7), (10, 0): (2.2, 2.2), (10, 3): (2.2, 2.2)}
 _OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
-# With less power the clock falls, and the voltage with it, so rates fall more slowly than power does.
+# With less power the clock and the voltage fall, so rates fall more slowly than power.
 _RATE_BY_POWER = 0.6
 _MOST_SUSTAINED = 0.92
-# Of what the best shapes reach, by the shapes of models: on an A100 235 to 255 TFLOP/s for 271.
+# Rate at the shapes of models, relative to the best shapes: on an A100 235 to 255 TFLOP/s of 271.
 _USUAL_SHAPES = 0.92
-# Where power does not limit the clock it goes above the one that datasheets count with, by about as much as usual
-# shapes lose (torch's products on an RTX 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
+# Where power does not limit the clock it exceeds the datasheet's, by about the share that usual shapes lose (torch's
+# products on an RTX 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
 _MORE_THAN_ENOUGH = 1.3
-_LENGTH_OF_HALF_RATE = 400  # tokens of a document at which attention runs at half its rate (ramps of the same figures)
-_STREAMED = 0.85  # of a card's memory bandwidth, by kernels that read and write once
-# Of that by the kernel that unpacks 4-bit numbers, where memory has more than it can make use of (bitsandbytes: 1.4 to
-# 2.1 times as fast on an A100 and an H100 once it was made so, and no faster on an RTX 4090 or an L40S, whose memory it
-# filled before: github.com/bitsandbytes-foundation/bitsandbytes/pull/1747).
+_LENGTH_OF_HALF_RATE = 400  # tokens of a document at which attention reaches half its rate (ramps of the same figures)
+_STREAMED = 0.85  # share of a card's memory bandwidth reached by kernels that read and write once
+# Share of that for the kernel that unpacks 4-bit numbers, on memory faster than it can use (bitsandbytes: an
+# optimization made it 1.4 to 2.1 times as fast on an A100 and an H100, but no faster on an RTX 4090 or an L40S, whose
+# memory it already saturated: github.com/bitsandbytes-foundation/bitsandbytes/pull/1747).
 _UNPACKED, _HBM = 0.6, 1.3e12
-_KERNEL = 3e-6  # seconds that a kernel takes on a GPU however small it is
-_COMPUTE_UNITS = 120  # of a server's GPU: 108 on an A100, 132 on an H100
+_KERNEL = 3e-6  # minimum seconds of a kernel on a GPU
+_COMPUTE_UNITS = 120  # of a server GPU: 108 on an A100, 132 on an H100
 _TILE = 128 * 128
-# Seconds between two kernels that Python starts: an operation with autograd takes 7 us (github.com/pytorch/pytorch,
+# Seconds between two kernels launched from Python: an operation with autograd takes 7 us (github.com/pytorch/pytorch,
 # issue 41383), and transformers' modules around it as much again.
 _LAUNCH = 15e-6
-_HOST_COPIES = 0.88  # of a slot's rate (nvbandwidth on a PCIe 5 slot: 55.4 of 63 GB/s)
-# Of a server's memory, by all its processes together (DeepSpeed's AdamW of 8e9 numbers in the memory of 8 H200: 1.8 s).
+_HOST_COPIES = 0.88  # share of a slot's rate (nvbandwidth on a PCIe 5 slot: 55.4 of 63 GB/s)
+# Bandwidth of a server's memory, shared by all its processes (DeepSpeed's AdamW of 8e9 elements in the memory of 8
+# H200: 1.8 s).
 _HOST_BYTES = 130e9
-_HIDDEN = 0.9  # of a collective, by computing beside it: the copy engines and a few units do it
+_HIDDEN = 0.9  # share of a collective that overlaps with computation: copy engines and a few units run it
 
-# A processor's cores. Bytes a second of one core on what lies in its caches, by kind of kernel; and what fresh memory
-# gives, whose pages the kernel clears first.
+# A processor's cores: bytes per second of one core on data in its caches, by kind of kernel; and the rate of newly
+# allocated memory, whose pages the kernel clears first.
 _CORE_BYTES = {"copy": 50e9, "elementwise": 30e9, "reduction": 25e9}
 _CACHED = 32e6
 _FRESH_BYTES = 5e9
@@ -95,18 +96,18 @@ _CORE_KERNEL = 4e-6
 _CPU_SUSTAINED = 0.85
 _CPU_ATTENTION = (0.35, 0.30)
 _CPU_LENGTH_OF_HALF_RATE = 60
-_LOGITS = 0.15e9  # a second and core, through a softmax in fp32
-_UPDATES = 0.6e9  # elements of AdamW a second and core, from memory
-# Beside each kernel of a step: the two that _LAUNCH counts, and threads that are woken; and what processes wait for
-# each other at a collective.
+_LOGITS = 0.15e9  # per second and core, through a softmax in fp32
+_UPDATES = 0.6e9  # elements of AdamW per second and core, from memory
+# Time in addition to each kernel of a step: the two that _LAUNCH counts, and waking threads; and the time that
+# processes wait for each other at a collective.
 _CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
 _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
 
 def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> Setting:
-    """Return what each of ``processes`` on a node of ``cluster`` does, all at once, by its datasheets.
+    """Return the rates of each of ``processes`` that run at once on a node of ``cluster``, from its datasheets.
 
-    ``threads``: of each on a CPU; without it they share the cores.
+    ``threads``: threads of each process on a CPU; None shares the cores among them.
     """
     if cluster.device == "cpu":
         return _of_cores(cluster, processes, threads)
@@ -123,7 +124,7 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
         if rate is None:
             continue
         per_byte = size / streamed
-        wave = 2 * _TILE / (rate / _COMPUTE_UNITS) / 2  # half a round of tiles is lost at the end, on average
+        wave = 2 * _TILE / (rate / _COMPUTE_UNITS) / 2  # half a wave of tiles is lost at the end, on average
         product = (_KERNEL, wave, 2 / (_USUAL_SHAPES * rate), per_byte, per_byte, per_byte)
         for layout in ("forward", "input", "weight"):
             curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
@@ -139,7 +140,7 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
         curves[f"traffic/{precision}/expansion"] = _line(_KERNEL, 1 / (unpacked * streamed))
         for kind in ("copy", "elementwise", "reduction"):
             curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
-        # Made fp32 where they are not; largest, differences, exponentials, sum, shares; the gradient written back.
+        # Cast to fp32 if needed; maximum, differences, exponentials, sum, probabilities; the gradient written back.
         copied = 2 * (size + 4) if size < 4 else 0
         curves[f"loss/{precision}"] = _line(_KERNEL, (copied + 4 + 8 + 8 + 4 + 8) / streamed)
     curves["optimizer"] = _line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
@@ -161,12 +162,12 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
 
 
 def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> Setting:
-    cores = cluster.cpu_cores / processes  # below 1 they take turns
+    cores = cluster.cpu_cores / processes  # below 1 processes take turns
     cores = cores if threads is None else min(cores, threads)
     share = cores / cluster.cpu_cores
     curves: dict[str, Curve] = {}
     for precision in ("fp32", "bf16", "fp16"):
-        # What a processor has no units for it computes through fp32, converting on the way.
+        # Without units for a precision, a processor computes through fp32, including conversions.
         peak = cluster.card.rates.get(precision, cluster.card.rates.get("fp32", 1e10) / 2) * share
         rate, size = _CPU_SUSTAINED * peak, _BYTES[precision]
         per_byte = size / (_CORE_BYTES["copy"] * cores)
@@ -198,7 +199,9 @@ def _traffic_of_cores(rate: float) -> Curve:
 def _add_attention(
     curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float, suffix: str = ""
 ) -> None:
-    """Of one token in one channel: products of 2 (forward) and 5 (backward) numbers with each token before it."""
+    """Add the time of one token and channel: products of 2 (forward) and 5 (backward) numbers with each earlier
+    token.
+    """
     lengths = [float(2**power) for power in range(4, 20)]
     for direction, products, rate in (("forward", 2, rates[0]), ("backward", 5, rates[1])):
         samples = tuple(Sample((length,), products * (length + half) / rate) for length in lengths)
@@ -206,8 +209,11 @@ def _add_attention(
 
 
 def steps_of(kind: str, ranks: int) -> tuple[float, float]:
-    """Of a ring of ``ranks``: how often the whole tensor's bytes go through each link, and how many messages follow
-    each other (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md)."""
+    """Return, for a ring of ``ranks``, how often the tensor's bytes pass each link, and the number of consecutive
+    messages.
+
+    See github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
     if ranks == 1:
         return 0.0, 0.0
     if kind == "all_reduce":

@@ -1,7 +1,7 @@
-"""How long an optimizer step takes: its kernels priced one by one, what is exchanged, and what hides what.
+"""Predict the time of an optimizer step from its kernels, its communication, and their overlap.
 
-On a GPU kernels follow each other while Python is ahead of them; where it is not, its launches decide. Collectives run
-beside the computing. On a CPU nothing does unless it was measured. Imports no torch.
+On a GPU kernels run back to back while Python launches them faster than they finish; otherwise the launches determine
+the time. Collectives overlap with computation; on a CPU only as far as measured. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16"
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step, evaluation and checkpoints left out.
+    """The time of one optimizer step, without evaluation and checkpoints.
 
-    ``parts``: seconds by what they go into, in order; they add up to the step. ``tokens``: of the step, over all
-    devices, padding not counted in. ``operations``: of the model's matrix products and attention on these tokens,
-    forwards and backwards, once each. ``peak``: operations a second of all devices, by what was measured, of GPUs
-    that are not here by their datasheet; None where nothing says. ``watts``: of all devices, at their full power.
+    ``parts``: seconds by purpose, in order; their sum is the step. ``tokens``: tokens of the step over all devices,
+    without padding. ``operations``: FLOPs of the model's matrix products and attention for these tokens, forward and
+    backward, without recomputation. ``peak``: FLOPs per second of all devices, measured, or from the datasheet for GPUs
+    that are not present; None if unknown. ``watts``: full power of all devices.
     """
 
     parts: Mapping[str, float]
@@ -48,30 +48,30 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a step."""
+        """The seconds of a step."""
         return sum(self.parts.values())
 
     def times(self, factor: float) -> StepTime:
-        """Return the same work in another time."""
+        """Return the step time multiplied by ``factor``."""
         return replace(self, parts={name: seconds * factor for name, seconds in self.parts.items()})
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all devices."""
+        """Tokens per second of all devices together."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """The model's operations over those that the devices could do meanwhile (arXiv 2204.02311, appendix B)."""
+        """Model FLOPs utilization (arXiv 2204.02311, appendix B); None if the peak is unknown."""
         return self.operations / self.seconds / self.peak if self.peak else None
 
     @property
     def joules(self) -> float:
-        """Of the devices, taken to draw their full power all the time: an upper bound."""
+        """Energy of the devices at full power: an upper bound."""
         return self.watts * self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """As a value that JSON has."""
+        """Return the step time as JSON values."""
         return {
             "seconds": self.seconds,
             "parts": dict(self.parts),
@@ -84,13 +84,15 @@ class StepTime:
 
 
 def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates, stack: Stack = OWN) -> StepTime:
-    """Predict one step of ``workload`` run as ``choice`` on ``cluster``; ``stack``: by another program."""
+    """Predict one step of ``workload`` with ``choice`` on ``cluster``; ``stack``: the program that runs it."""
     return _Step(workload, choice, cluster, rates, stack).time()
 
 
 def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, rates: Rates) -> float:
-    """Of a step at the peak rate of the devices, which is less than it can be; 0 where their peak is not known, as of
-    rates that were measured on a few sizes."""
+    """Return a lower bound of the seconds of a step: all operations at the devices' peak rate.
+
+    It is 0 if the peak is unknown, which includes rates measured at only a few sizes.
+    """
     if rates.are_measured:
         return 0.0
     peak = _nominal_peak(rates.cluster, processes, precision)
@@ -153,20 +155,20 @@ class _Step:
         )
 
     def _peak(self) -> float | None:
-        """Operations a second of all devices at work."""
+        """Return the FLOPs per second of all devices."""
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
         found = (self.rates.peak(devices, name) for name in _PEAK[self.choice.mixed_precision])
         return next((rate for rate in found if rate is not None), None)
 
     def _launches(self, computed: Work) -> float:
-        """Seconds in which a GPU waits for Python."""
+        """Return the seconds in which a GPU waits for Python."""
         return max(0.0, computed.launches * self.stack.launch * self.speeds.launch - computed.seconds)
 
     def _work(self, part: Pass, *, backward: bool) -> Work:
-        """Of a block."""
+        """Return the work of a block's forward or backward pass."""
         compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
-        # With the part itself, so that its id is not given to another one.
+        # The cached value holds the part, so that its id is not reused.
         found: tuple[Pass, Work] | None = self.rates.known.get(key)
         if found is None:
             kernels = part.backward if backward else part.forward
@@ -175,7 +177,7 @@ class _Step:
         return found[1]
 
     def _reference(self) -> Work:
-        """Return the forward pass of what runs beside the model, which has no adapter."""
+        """Return the forward pass of the model that runs in addition, which has no adapter."""
         beside = self.workload.beside
         if beside is None:
             return Work()
@@ -186,7 +188,7 @@ class _Step:
         return work * beside.share
 
     def _ends(self, run: Passes) -> Work:
-        """Embedding, final norm, head and loss, forwards and backwards."""
+        """Return the work of embedding, final norm, head and loss, forward and backward."""
         logits = self._logits_rows() * self.workload.architecture.vocabulary
         work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
         for part in (run.embedding, run.head):
@@ -197,7 +199,7 @@ class _Step:
         return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
 
     def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:
-        """Return what is outside the blocks, then the blocks."""
+        """Return a unit for the parts outside the blocks, then one per block."""
         counts = self._counts()
         embedding = (
             self.pricing.work(run.embedding.forward, backward=False),
@@ -208,7 +210,7 @@ class _Step:
         return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
 
     def _counts(self) -> tuple[tuple[int, int], ...]:
-        """Parameters, in numbers of what computes, and trained ones, outside the blocks and of each block."""
+        """Return the numbers of parameters and of trained parameters, outside the blocks and of each block."""
         return by_unit(self._inventory())
 
     def _inventory(self) -> Inventory:
@@ -240,14 +242,16 @@ class _Step:
         return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalised)
 
     def _data(self) -> float:
-        """On a GPU a batch is made while the one before it computes, but for the first of a step."""
+        """Return the seconds for preparing data; a GPU overlaps it with computation, except for the first batch of a
+        step.
+        """
         documents = sum(count for _, count in self.batch.documents)
         times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
         return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)
 
 
 def _nominal_peak(cluster: Cluster, processes: int, precision: MixedPrecision) -> float | None:
-    """Operations a second of all devices at work, by their datasheet."""
+    """Return the FLOPs per second of all devices by their datasheet."""
     rates = cluster.card.rates
     rate = next((rates[name] for name in _PEAK[precision] if name in rates), None)
     return None if rate is None else rate * (processes if cluster.device == "cuda" else cluster.nodes)
@@ -255,9 +259,11 @@ def _nominal_peak(cluster: Cluster, processes: int, precision: MixedPrecision) -
 
 @lru_cache(maxsize=8)
 def model_operations(workload: Workload) -> float:
-    """Operations of a step that the model needs, whoever does them: of each matrix 2 a token forwards and 4 backwards
-    (2 where it is frozen), of attention 12 a channel, block and pair of positions. What is padded, masked or computed
-    again is not counted."""
+    """Return the FLOPs of a step that the model needs, on any hardware.
+
+    A matrix takes 2 per element and token forward and 4 backward (2 if it is frozen); attention takes 12 per channel,
+    block and pair of positions. Padding, masked positions and recomputation are not counted.
+    """
     a, adapter, tokens = workload.architecture, workload.adapter, workload.tokens
     targets = tokens * workload.target_fraction
     base = 6 if adapter is None and workload.trained is None else 4
@@ -275,7 +281,7 @@ def model_operations(workload: Workload) -> float:
 
 
 def adapter_parameters(a: Architecture, kind: BlockKind, adapter: Adapter) -> int:
-    """Numbers that an adapter adds to a block."""
+    """Return the number of parameters that an adapter adds to a block."""
     weights = block_weights(a, kind, 4, True).parameters
     total = 0
     for name, weight in weights.items():
@@ -285,7 +291,7 @@ def adapter_parameters(a: Architecture, kind: BlockKind, adapter: Adapter) -> in
 
 
 def _matrices(a: Architecture, kind: BlockKind) -> float:
-    """Elements of the matrices of a block that a token goes through."""
+    """Return the number of matrix elements of a block that one token uses."""
     weights = block_weights(a, kind, 4, True).parameters
     active = a.experts_per_token / a.experts if a.experts else 1.0
     return sum(

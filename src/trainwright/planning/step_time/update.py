@@ -1,6 +1,6 @@
-"""What a step does beside its passes: gradients summed, copied and clipped, the optimizer, offloading, the data.
+"""Predict the time of a step besides its passes: gradient accumulation and clipping, the optimizer, offloading, data.
 
-As parallel/ does it: replicated.py and gradients.py (single, ddp), fsdp.py, zero.py. Imports no torch.
+Follows parallel/: replicated.py and gradients.py (single, ddp), fsdp.py, zero.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
 
 _FP32 = 4
-_ITERATIONS = 5  # engine/muon.py: of three products each
+_ITERATIONS = 5  # engine/muon.py: iterations of three products each
 
 
 @dataclass(frozen=True)
 class Update:
-    """Prices what a process does with ``trainable`` of the model's ``parameters``.
+    """Predict the time of a process's update of ``trainable`` of the model's ``parameters``.
 
-    ``matrices``: into how many tensors these are divided. ``width``: bytes of a number that computes.
-    ``orthogonalised``: rows and columns of those that Muon moves, and how many there are of each.
+    ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalised``: number of matrices
+    that Muon updates, by rows and columns.
     """
 
     choice: Choice
@@ -36,31 +36,31 @@ class Update:
 
     @property
     def kept(self) -> int:
-        """Bytes of a number of trained weights and summed gradients between steps."""
+        """Bytes per element of trained weights and accumulated gradients between steps."""
         return max(self.width, self.stack.kept)
 
     @property
     def owned(self) -> float:
-        """Elements whose optimizer state this process has."""
+        """Elements whose optimizer state this process holds."""
         return self.trainable / self.choice.shards
 
     @property
     def on_host(self) -> bool:
-        """Return whether the update runs in the host's memory."""
+        """Whether the update runs in the host's memory."""
         return "optimizer state" in self.choice.offloaded
 
     def optimizer(self) -> float:
-        """Seconds of a step from exchanged gradients to updated weights."""
+        """Return the seconds of a step from exchanged gradients to updated weights."""
         norm = self._norm(self.owned)
         clip = self._traffic("elementwise", 2 * self.kept * self.owned)
         numbers = self.owned
-        if self.stack != OWN:  # the curve is of 4-byte numbers: three of each weight and gradient, four of its state
+        if self.stack != OWN:  # the curve is of 4-byte numbers: three per weight and gradient, four of its state
             numbers *= (3 * self.kept + 4 * self.stack.state_bytes) / (7 * _FP32)
         update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(numbers)
         return norm + clip + update + self._casts() + self._orthogonalising()
 
     def _orthogonalising(self) -> float:
-        """Muon's products, of whole matrices on every rank (engine/muon.py)."""
+        """Return the seconds of Muon's products, which every rank computes on full matrices (engine/muon.py)."""
         curve = self.pricing.curve("product", "bf16" if self.pricing.on_gpu else "fp32", "forward")
         seconds = 0.0
         for (rows, columns), count in self.orthogonalised.items():
@@ -70,13 +70,13 @@ class Update:
         return seconds
 
     def keeping(self) -> float:
-        """Seconds of a step in which gradients of micro-batches are summed, copied to be exchanged, or laid out."""
+        """Return the seconds of a step for accumulating gradients and copying them for the exchange."""
         choice, passes = self.choice, self.choice.gradient_accumulation_steps
         whole, width = self.trainable, self.width
         kept = self.kept
         summed = self._traffic("elementwise", 3 * kept * whole)
         if not choice.spec.shards:
-            if width == kept:  # autograd adds up in place
+            if width == kept:  # autograd accumulates in place
                 seconds = (passes - 1) * summed
             else:
                 first = self._traffic("elementwise", (width + kept) * whole)
@@ -90,15 +90,15 @@ class Update:
         return passes * self._sharded_copies()
 
     def offload(self, kept: int, forward: float) -> float:
-        """Seconds that copies between the devices and the host's memory add to a step.
+        """Return the seconds that copies between the devices and the host's memory add to a step.
 
-        ``kept``: bytes of activations that are offloaded in a micro-batch, beside ``forward`` seconds of computing.
+        ``kept``: bytes of activations that are offloaded per micro-batch, during ``forward`` seconds of computation.
         """
         if not self.pricing.on_gpu:
             return 0.0
         choice, passes, seconds = self.choice, self.choice.gradient_accumulation_steps, 0.0
         if choice.activation_offload:
-            # Out beside the computing; back when they are wanted, before it.
+            # Copied out during the computation; copied back before they are needed.
             seconds += passes * (max(0.0, self._host("from", kept) - forward) + self._host("to", kept))
         if choice.offload_parameters:
             kept = self.width if choice.spec.separate_masters else self.kept
@@ -116,7 +116,7 @@ class Update:
         return self.on_host and self.pricing.on_gpu
 
     def _casts(self) -> float:
-        """Between fp32 masters and the weights that compute, where a process has both."""
+        """Return the seconds of casts between fp32 master weights and the computing weights, if a process has both."""
         spec = self.choice.spec
         if self.width == self.kept or not spec.separate_masters:
             return 0.0
@@ -129,14 +129,16 @@ class Update:
     def _norm(self, elements: float) -> float:
         if self.pricing.on_gpu:
             return self._traffic("reduction", self.kept * elements)
-        # In pieces that stay in the cache: copied, squared, added up.
+        # In pieces that stay in the cache: copied, squared, summed.
         piece = self.pricing.traffic("copy", 2 * _FP32 * NORM_ELEMENTS, "fp32")
         piece += self.pricing.traffic("elementwise", 2 * _FP32 * NORM_ELEMENTS, "fp32")
         piece += self.pricing.traffic("reduction", _FP32 * NORM_ELEMENTS, "fp32")
         return piece * elements / NORM_ELEMENTS
 
     def _sharded_copies(self) -> float:
-        """Of FSDP and ZeRO-3, a micro-batch: what was gathered put in its place, gradients laid out to be reduced."""
+        """Return the seconds of copies per micro-batch in FSDP and ZeRO-3: gathered parameters and gradients to
+        reduce.
+        """
         choice, width = self.choice, self.width
         gathers = 2 if choice.reshard_after_forward else 1
         kept = self.kept
@@ -147,7 +149,7 @@ class Update:
         return gathers * (cast + placed) + laid_out + added
 
     def _traffic(self, kind: str, size: float) -> float:
-        """Bytes read and written over all tensors, of mean size."""
+        """Return the seconds for ``size`` bytes read and written over all tensors, at their mean size."""
         each = self.pricing.traffic(kind, round(size / self.matrices), "fp32")
         return self.matrices * (each + self.pricing.in_step.host)
 

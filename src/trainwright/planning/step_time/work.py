@@ -1,4 +1,4 @@
-"""Seconds of a model's passes on one device: its kernels, priced one by one. Imports no torch."""
+"""Predict the seconds of a model's passes on one device from its kernels. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.rates import Layout
 from trainwright.planning.workload import MixedPrecision
 
-# A compiler makes one kernel of what is between two products, which reads and writes what goes in and comes out; the
-# rest stays in registers. Of a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers a token forwards and
-# backwards: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of what
-# its single kernels move.
+# A compiler fuses everything between two products into one kernel that reads its inputs and writes its outputs; the
+# rest stays in registers. In a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers per token forward and
+# backward: 11 for each number of the width, 2 of the keys and 3 of the MLP, then 12, 2 and 6. That is 22 % of the
+# traffic of its single kernels.
 _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
-# Bytes of a bf16 logit that other programs move, of the 44 of this one's chunks (rates_nominal.py): fused kernels read
-# it twice and write its gradient; torch's cross_entropy makes it fp32, and the logarithms, zeros, and two gradients.
+# Bytes per bf16 logit that other programs move, of the 44 of this program's chunks (rates_nominal.py): fused kernels
+# read it twice and write its gradient; torch's cross_entropy makes an fp32 copy, log-probabilities, zeros, and two
+# gradients.
 _FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
 _PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-# Where a precision was not measured: what computes it, or is as fast.
+# Precision to use instead if one was not measured: it computes it, or is equally fast.
 _INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds on the device by what they are for, and the number of kernels that the host starts for it.
+    """Seconds on the device by purpose, and the number of kernels that the host launches.
 
-    ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary. ``host``: what a CPU does between
-    its kernels.
+    ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary. ``host``: time of a CPU between its
+    kernels.
     """
 
     products: float = 0.0
@@ -42,7 +43,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """On the device, where a GPU's kernels follow each other without a gap."""
+        """Seconds on the device, if a GPU's kernels run back to back."""
         return self.products + self.attention + self.traffic + self.loss + self.host
 
     def __add__(self, other: Work) -> Work:
@@ -64,9 +65,9 @@ class Work:
 
 
 class Pricing:
-    """What kernels of one micro-batch take on one device.
+    """Predict the time of the kernels of one micro-batch on one device.
 
-    ``speeds``: of the device, with as many processes at work as there will be. ``compiled``: blocks are.
+    ``speeds``: of the device, with all its processes at work. ``compiled``: blocks are compiled.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Pricing:
         self._traffic: dict[tuple[str, int], float] = {}
 
     def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
-        """All of ``kernels``, which are those of a forward or of a backward pass."""
+        """Return the work of ``kernels``, all of a forward or all of a backward pass."""
         products = attention = traffic = whole = 0.0
         many = few = 0
         for kernel in kernels:
@@ -94,7 +95,7 @@ class Pricing:
                 attention += kernel.flops * self._attention["backward" if backward else "forward"]
                 many += 1
             elif kernel.operation == "loss":
-                few += 1  # priced as a whole, by the number of logits
+                few += 1  # counted as a whole, by the number of logits
             elif kernel.kind == "expansion":
                 whole += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
@@ -115,18 +116,18 @@ class Pricing:
         )
 
     def pass_and_back(self, part: Pass) -> Work:
-        """Both directions of a part of a model."""
+        """Return the work of both directions of a part of a model."""
         return self.work(part.forward, backward=False) + self.work(part.backward, backward=True)
 
     def traffic(self, kind: str, size: int, precision: str | None = None) -> float:
-        """Seconds of a kernel that reads and writes ``size`` bytes."""
+        """Return the seconds of a kernel that reads and writes ``size`` bytes."""
         key = kind, size
         if key not in self._traffic:
             self._traffic[key] = self.curve("traffic", precision or self.precision, kind).seconds(size)
         return self._traffic[key]
 
     def logits(self, count: float) -> float:
-        """Seconds of the loss of so many logits, with its gradient."""
+        """Return the seconds of the loss of ``count`` logits, with its gradient."""
         seconds = self.curve("loss", self.precision).seconds(count)
         if self.stack == OWN:
             return seconds
@@ -134,9 +135,9 @@ class Pricing:
         return seconds * (_FUSED_LOSS if one_kernel else 1.0 if self.stack.loss == "chunked" else _FULL_LOSS)
 
     def curve(self, group: str, precision: str, last: str | None = None) -> Curve:
-        """Return a curve of the device in ``precision``, or in what stands in for it."""
+        """Return a curve of the device in ``precision``, or in its substitute."""
         end = "" if last is None else f"/{last}"
-        if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured by itself
+        if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured separately
             end = "/elementwise"
         while (found := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
             assert precision != "fp32", f"no rates of {group}"
@@ -149,7 +150,7 @@ class Pricing:
         curve = self.curve("product", self._names.get(width, self.precision), self._layout(kernel, backward))
         if count == 1:
             return curve.seconds(m, n, k)
-        # Many small ones are one kernel.
+        # Many small products are one kernel.
         once = curve.seconds(0, 0, 0)
         return once + count * (curve.seconds(m, n, k) - once)
 
@@ -162,8 +163,10 @@ class Pricing:
         return "input" if backward else "forward"
 
     def _seconds_per_operation(self, direction: str) -> float:
-        """Attention kernels are told by their operations: 2 products of the pairs forward, 5 backward, 2 operations a
-        pair and channel each."""
+        """Return the seconds per operation of attention.
+
+        It has 2 products of the pairs forward and 5 backward, of 2 operations per pair and channel each.
+        """
         name = direction if self.stack.attention == 2 else f"{direction}{self.stack.attention}"
         curve = self.curve("attention", self.precision, name)
         products = 2 if direction == "forward" else 5
