@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -174,12 +174,20 @@ def _at(place: str) -> Any:
 
 
 def _entry_points(group: str) -> tuple[EntryPoint, ...]:
-    return tuple(_all_entry_points().select(group=group))
+    return tuple(point for point in _all_entry_points() if point.group == group)
 
 
 @cache
-def _all_entry_points() -> Any:
-    return entry_points()  # reads every installed package, which takes some 10 ms
+def _all_entry_points() -> tuple[EntryPoint, ...]:
+    """Return the entry points of Trainwright's groups.
+
+    As ``importlib.metadata.entry_points``, which takes ten times as long: it parses those of all packages.
+    """
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for distribution in distributions():
+        if "trainwright." in (distribution.read_text("entry_points.txt") or ""):
+            found.setdefault(distribution.name, tuple(distribution.entry_points))  # the first on the path counts
+    return tuple(point for points in found.values() for point in points)
 
 
 def _package_of(point: EntryPoint) -> str:
