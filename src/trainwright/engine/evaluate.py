@@ -1,4 +1,4 @@
-"""Evaluation and samples while training, shared out over all ranks under any strategy."""
+"""Evaluation and samples during training, shared among all ranks under any strategy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from trainwright.parallel.world import StopRequested
 def evaluate(
     task: Task, strategy: Strategy, again: Callable[[Shortage | None], bool], tell: Callable[[str], None]
 ) -> dict[str, float]:
-    """Metrics over the validation split, each example counted once, and of the answers that the recipe wants.
+    """Return metrics over the validation split, each example counted once, and of the answers that the recipe asks
+    for.
 
     Args:
-        again: told on every rank how memory ran out there, if it did; says whether all begin again.
+        again: called on every rank with its out-of-memory error, if any; returns whether all ranks start over.
         tell: as for ``generate``.
 
     Raises:
-        StopRequested: on every rank, when any of them was asked to stop; nothing of it is kept.
+        StopRequested: on every rank, if any of them was asked to stop; partial results are discarded.
     """
     while True:
         sums = _statistics(task, strategy)
@@ -39,7 +40,7 @@ def evaluate(
 
 
 def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
-    """Return this rank's part of the sums over the validation split; or how memory ran out here."""
+    """Return this rank's part of the sums over the validation split, or its out-of-memory error."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
     sums: torch.Tensor | None = None
@@ -48,7 +49,7 @@ def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
         for step in range(len(task.validation)):
             parts = attempt(lambda step=step: _batch_statistics(task, strategy, step))  # type: ignore[misc]
             if isinstance(parts, Shortage) and not isinstance(strategy, Independent):
-                return parts  # the other ranks wait for this one in passes of theirs
+                return parts  # the other ranks wait for this one in their passes
             stop = world.stop_requested is not None and world.stop_requested()
             ranks = world.gather_floats([float(stop), float(isinstance(parts, Shortage))])
             if any(stopped for stopped, _ in ranks):
@@ -58,7 +59,7 @@ def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
             for part in parts:
                 sums = part if sums is None else sums + part
             if any(short for _, short in ranks):
-                break  # another rank has to begin again, and so all do
+                break  # another rank has to start over, so all do
     finally:
         module.train()
     assert sums is not None
@@ -78,10 +79,10 @@ def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.T
 def generate(
     task: Task, strategy: Strategy, tell: Callable[[str], None], room: int | None = None
 ) -> list[tuple[str, str]]:
-    """``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
+    """Return ``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
 
     Args:
-        tell: gets the reason where the ranks generate in step, which is slower.
+        tell: called with the reason if the ranks generate together, which is slower.
         room: see ``Strategy.whole``.
 
     Raises:
@@ -93,7 +94,7 @@ def generate(
     with strategy.whole(room) as (module, in_step):
         if in_step is not None:
             tell(in_step)
-        # In step, ranks run the module equally often by answering the same.
+        # When generating together, all ranks answer the same prompts so that they run the module equally often.
         mine, every = (0, 1) if in_step is not None else (world.rank, world.size)
         texts = {}
         for first in range(0, len(prompts), every):

@@ -1,4 +1,4 @@
-"""Writes a run's events, one JSON object a line in ``events.jsonl``, and shows the same objects to the observers."""
+"""Write a run's events to ``events.jsonl``, one JSON object per line, and pass them to the observers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainwright.errors import TrainingError
 
 
 class EventLog:
-    """Appends events to a file and shows each to the observers. Only rank 0 has a path; elsewhere it is mute.
+    """Append events to a file and pass each to the observers. Only rank 0 has a path; other ranks write nothing.
 
-    A line is written in one call and flushed, so a killed run leaves at most one cut line, which is removed when
-    the run goes on. Floats are written with full precision; a number JSON does not have becomes its name.
+    A line is written in one call and flushed, so a killed run leaves at most one incomplete line, which is removed on
+    resume. Floats are written with full precision; numbers that JSON cannot represent are written by name.
     """
 
     def __init__(self, path: Path | None, observers: Sequence[Observer] = ()) -> None:
@@ -31,14 +31,14 @@ class EventLog:
             self._file = path.open("a", encoding="utf-8")
 
     def follow(self, observer: Observer) -> None:
-        """Show events to one more observer, which may emit some itself."""
+        """Add an observer, which may emit events itself."""
         self._observers.append(observer)
 
     def emit(self, event: Event) -> None:
         """Record an event, with the time in seconds since the epoch.
 
         Raises:
-            TrainingError: the file is not there any more, and with it, as a rule, the run's directory.
+            TrainingError: the file no longer exists, usually because the run directory was removed.
         """
         if self._file is None or self._path is None:
             return
@@ -52,22 +52,22 @@ class EventLog:
             self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            # A full disk must not end a run that can still train; the observers say so on the console.
+            # A full disk must not end a run that can still train; the observers report it on the console.
             record = {**record, "write_error": str(error)}
         self._show(record)
 
     def announce(self, doing: str, step: int | None = None) -> None:
-        """Tell the observers what is being done until the next event, which may be a while; nothing is recorded."""
+        """Tell the observers what the run does until the next event; nothing is recorded."""
         if self._file is not None:
             self._show({"event": "phase", "time": time.time(), "doing": doing, "step": step})
 
     def _show(self, event: Record) -> None:
         for observer in self._observers:
-            with suppress(OSError):  # curves, or a console that is a file, on a disk that is full
+            with suppress(OSError):  # observers may write to a full disk, too
                 observer(event)
 
     def close(self) -> None:
-        """Close the log; tell the observers that events which could not be written for lack of space are lost."""
+        """Close the log; report to the observers if events were lost because the disk was full."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -78,7 +78,7 @@ def _is_gone(path: Path) -> bool:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except OSError:  # a file system that does not answer now may do so later
+    except OSError:  # a file system that does not respond now may respond later
         return False
     return False
 

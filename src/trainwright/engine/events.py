@@ -1,7 +1,7 @@
-"""The events of a run: what a line of ``events.jsonl`` holds, by kind.
+"""The events of a run: the fields of each kind of line in ``events.jsonl``.
 
-This is the one place for their fields. ``FORMAT`` counts up whenever a field changes its meaning or goes; a field that
-is added leaves it as it is.
+This is the one place for their fields. ``FORMAT`` is increased when a field changes its meaning or is removed, but not
+when a field is added.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 FORMAT = 1
 
-# An event as it is written and read back: ``event`` (its kind), ``time``, and its fields.
+# An event as written and read back: ``event`` (its kind), ``time``, and its fields.
 Record = dict[str, Any]
-# What is shown every event of a run while it runs.
+# A function that receives every event of a run as it happens.
 Observer = Callable[[Record], None]
 
-_LEFT_OUT: dict[str, Any] = {"left out": True}  # where it is None or empty
+_LEFT_OUT: dict[str, Any] = {"left out": True}  # left out if None or empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Event:
     kind_of_event: ClassVar[str]
 
     def record(self) -> Record:
-        """Return the fields by name, without those that have nothing to say."""
+        """Return the fields by name, without empty ones."""
         found: Record = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -39,12 +39,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """A launch begins, or goes on from a checkpoint.
+    """A launch starts or resumes.
 
     Attributes:
         resumed_from: the step of the checkpoint; None: a fresh run.
-        pending: what the launch before broke off after that step, `evaluation` or `generation`.
-        details: fields that only the task has.
+        pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
+        details: fields specific to the task.
     """
 
     kind_of_event = "start"
@@ -74,7 +74,7 @@ class Start(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> Record:
-        """Return the fields by name, those of the task among them."""
+        """Return the fields by name, including those of the task."""
         found = super().record()
         predicted, layout, details = (found.pop(name) for name in ("predicted", "layout", "details"))
         return {**found, **details, "predicted": dict(predicted), "layout": layout}
@@ -82,11 +82,11 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Event):
-    """One optimizer step. ``tokens`` and ``target_tokens`` count from the beginning of the run, without padding.
+    """One optimizer step. ``tokens`` and ``target_tokens`` count from the start of the run, without padding.
 
     Attributes:
         step_time: seconds.
-        memory_bytes: the peak on the worst rank up to this step.
+        memory_bytes: the largest peak of any rank up to this step.
         metrics: of the task and of step policies.
     """
 
@@ -106,7 +106,7 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Event):
-    """The validation split was measured, in ``seconds``."""
+    """An evaluation on the validation split finished, in ``seconds``."""
 
     kind_of_event = "evaluate"
 
@@ -117,7 +117,7 @@ class Evaluate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Event):
-    """A sample: what the model answers to one of the recipe's prompts."""
+    """A sample: the model's answer to one of the recipe's prompts."""
 
     kind_of_event = "generate"
 
@@ -128,7 +128,7 @@ class Generate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """A checkpoint is whole on disk. ``blocked_seconds``: how long training waited for it."""
+    """A checkpoint was written. ``blocked_seconds``: how long training waited for it."""
 
     kind_of_event = "checkpoint"
 
@@ -140,7 +140,7 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Event):
-    """Something went wrong; ``action`` says what the run does about it. ``rank``: the first that met it."""
+    """Something went wrong; ``action`` says what the run does about it. ``rank``: the first rank that reported it."""
 
     kind_of_event = "fault"
 
@@ -153,7 +153,7 @@ class Fault(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice(Event):
-    """A line for the user. The other fields are of a plan that proved wrong (observe/plan_watch.py)."""
+    """A line for the user. The other fields belong to a plan that proved wrong (observe/plan_watch.py)."""
 
     kind_of_event = "notice"
 
@@ -162,7 +162,7 @@ class Notice(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> Record:
-        """Return the fields by name, the details among them."""
+        """Return the fields by name, including the details."""
         found = super().record()
         return {**found, **found.pop("details")}
 

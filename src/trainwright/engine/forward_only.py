@@ -1,4 +1,4 @@
-"""Passes without gradients over micro-batches of a stream, shared out over all ranks under any strategy."""
+"""Forward-only passes over micro-batches of a stream, shared among all ranks under any strategy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainwright.parallel.strategy import Independent, Strategy
 def look_at(strategy: Strategy, batches: Iterable[GlobalBatch], look: Callable[[nn.Module, MicroBatch], None]) -> None:
     """Call ``look`` with the model, in evaluation mode, and each of this rank's micro-batches. Every rank must call.
 
-    A micro-batch of weight 0 only keeps other ranks company; ``look`` runs the model on it and takes nothing from it.
+    For a micro-batch of weight 0, ``look`` runs a zero-weight pass so that collectives match, and ignores the result.
 
     Raises:
-        torch.OutOfMemoryError: memory ran out on some rank; on all ranks at once where they do not wait for each other
+        torch.OutOfMemoryError: memory ran out on some rank; raised on all ranks at once unless they wait for each other
             in the passes themselves.
     """
     world = strategy.world

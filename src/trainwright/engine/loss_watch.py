@@ -1,7 +1,7 @@
-"""What a run knows of its losses and gradients beside their size: spikes, and the noise of batches.
+"""Running statistics of losses and gradients: loss spikes and gradient noise.
 
-Both are sums that decay from step to step; they are part of a checkpoint, so that a run that is resumed decides as the
-one that was not.
+Both are exponentially decayed sums; they are saved in checkpoints, so that a resumed run decides as an uninterrupted
+one.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# A mean over about the last hundred steps; before so many steps a loss still falls too fast to be called odd.
+# A mean over about the last hundred steps; in the first steps the loss falls too fast to detect spikes.
 _DECAY = 0.99
 _FIRST = 50
-# So many in a row are no spike, but what the loss is now.
+# This many in a row are not a spike but a new level of the loss.
 _IN_A_ROW = 10
 
 
 @dataclass
 class Losses:
-    """Mean and variance of the losses of late; ``odd``: how many in a row were far above."""
+    """Running mean and variance of the loss; ``odd``: the number of consecutive losses far above the mean."""
 
     seen: int = 0
     mean: float = 0.0
@@ -26,7 +26,9 @@ class Losses:
     odd: int = 0
 
     def is_spike(self, loss: float, deviations: float) -> bool:
-        """Whether a loss is so many standard deviations above the mean; one that is not is taken in."""
+        """Return whether a loss is ``deviations`` standard deviations above the mean; if not, include it in the
+        mean.
+        """
         above = loss - self.mean
         far = self.seen >= _FIRST and above > deviations * math.sqrt(self.variance)
         self.odd = self.odd + 1 if far else 0
@@ -43,17 +45,18 @@ class Losses:
 class Noise:
     """The gradient noise scale of McCandlish et al. (arXiv 1812.06162, appendix A.1).
 
-    The squared norm of a batch's mean gradient is that of the true one and the noise over the batch's size; two sizes
-    give both.
+    The squared norm of a batch's mean gradient is that of the true gradient plus the noise divided by the batch size;
+    two batch sizes give both.
     """
 
-    squared: float = 0.0  # |G|^2, and what it is divided by cancels in the ratio
+    squared: float = 0.0  # |G|^2; common factors cancel in the ratio
     trace: float = 0.0  # tr(S)
 
     def add(self, small: tuple[float, float], large: tuple[float, float]) -> float | None:
-        """Take in the norms of the mean gradients of two batches, each with its size; the noise scale in that unit.
+        """Add the norms of the mean gradients of two batches, each with its size; return the noise scale in that
+        unit.
 
-        None while noise is all that is seen.
+        Return None while the estimate is only noise.
         """
         (norm, size), (whole_norm, whole_size) = small, large
         squared = (whole_size * whole_norm**2 - size * norm**2) / (whole_size - size)

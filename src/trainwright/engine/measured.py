@@ -1,4 +1,4 @@
-"""What a run took in time and memory, to be held against what was predicted of it."""
+"""The measured time and memory of a run, to compare with the plan's prediction."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from trainwright.machine.measured.waiting import Waiting, usable_cores
 
-# The first steps are slower than the rest: memory is had for the first time, kernels are chosen or compiled.
+# The first steps are slower than the rest: memory is allocated, kernels are chosen or compiled.
 _WARM_UP_STEPS = 2
 
 
 class Measured:
-    """Gathers what the steps of this process's run took."""
+    """Collect the measured time and memory of the steps in this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -24,7 +24,7 @@ class Measured:
         self._before: Waiting | None = None
 
     def step(self, seconds: float, tokens: int, memory_bytes: int) -> None:
-        """One step: its time, its tokens, and the peak on the worst rank up to it."""
+        """Record one step: its time, its tokens, and the largest peak of any rank so far."""
         if self._before is None or len(self._seconds) == _WARM_UP_STEPS - 1:
             self._before = Waiting.now()
         self._seconds.append(seconds)
@@ -32,11 +32,12 @@ class Measured:
         self._memory_bytes = max(self._memory_bytes, memory_bytes)
 
     def summary(self) -> dict[str, float]:
-        """Peak memory of the worst rank, and the medians of the steps after the first; empty where there was none.
+        """Return the largest peak memory of any rank, and the medians of the steps after the first; empty without such
+        steps.
 
-        ``tensors_bytes`` beside ``memory_bytes`` where the latter is of tensors alone, as it is on a GPU.
-        ``steps``: how many there were after the first, 0 where the medians are of those. ``threads`` of this process,
-        how many ``processes`` and ``cores`` there are beside it, and what kept it from computing: see `Waiting.since`.
+        ``tensors_bytes`` is added to ``memory_bytes`` if the latter counts only tensors, as on a GPU. ``steps``: the
+        number of steps after the first, 0 if the medians are of the first ones. ``threads`` of this process, the number
+        of ``processes`` and ``cores``, and what kept it from computing: see `Waiting.since`.
         """
         if not self._seconds or self._before is None:
             return {}

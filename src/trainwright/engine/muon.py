@@ -1,8 +1,8 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its update; what is no matrix of a block goes by AdamW.
+"""Muon: updates matrices by their orthogonalized momentum; all other parameters use AdamW.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024,
-https://kellerjordan.github.io/posts/muon/), with Nesterov momentum, and the scale that gives updates the size of
-AdamW's, so that one learning rate does for both (Liu et al., arXiv 2502.16982, section 2.2).
+https://kellerjordan.github.io/posts/muon/), with Nesterov momentum, and a scale that gives updates the size of AdamW's,
+so that one learning rate works for both (Liu et al., arXiv 2502.16982, section 2.2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainwright.recipe.schema import OptimizerSection
 
-# Of the quintic iteration towards an orthogonal matrix, and how often it is done.
+# Coefficients and number of iterations of the quintic Newton-Schulz iteration.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
 _LIKE_ADAMW = 0.2
@@ -25,11 +25,11 @@ _EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")
 
 
 class Muon(Optimizer):
-    """Muon for the matrices of blocks, AdamW for embeddings, the head and vectors.
+    """Use Muon for the matrices of blocks, and AdamW for embeddings, the head and vectors.
 
     Attributes:
-        gather: from a parameter and the part of a tensor of its shape that this process has to the whole tensor and the
-            row at which the part begins; set where parameters are cut by rows.
+        gather: returns the full tensor and the first row of this process's part, given a parameter and that part; set
+            when parameters are sharded by rows.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
@@ -47,11 +47,11 @@ class Muon(Optimizer):
         self._adamw: AdamW | None = None
         if plain := [group for group in self.param_groups if not group["muon"]]:
             self._adamw = AdamW(plain, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
-            self._adamw.state = self.state  # one state of all, to be saved; the groups are the same objects already
+            self._adamw.state = self.state  # one shared state to save; the groups are already shared
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         assert closure is None, "gradients are there already"
         if self._adamw is not None and any(p.grad is not None for g in self._adamw.param_groups for p in g["params"]):
             self._adamw.step()
@@ -78,7 +78,7 @@ class Muon(Optimizer):
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a matrix that a block multiplies by, and no embedding and no head."""
+    """Return whether a parameter is a weight matrix of a block, and not an embedding or the head."""
     parts = name.split(".")
     return parameter.dim() == 2 and not any("embed" in part or part in _EMBEDDINGS for part in parts)
 

@@ -13,10 +13,10 @@ from trainwright.recipe.schema import OptimizerSection
 
 
 def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
-    """How a strategy makes the recipe's optimizer over the parameters it holds.
+    """Return the function with which a strategy makes the recipe's optimizer over its parameters.
 
-    Vectors (norms, biases) are not decayed: they have no scale to shrink towards zero usefully. The learning rate
-    of each step is set by the engine.
+    Vectors (norms, biases) have no weight decay: shrinking them towards zero is not useful. The engine sets the
+    learning rate of each step.
     """
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:

@@ -1,4 +1,4 @@
-"""The end of memory: told apart from other errors, and freed after. What a run does about it is in halving.py."""
+"""Out of memory: distinguished from other errors, and cleaned up. halving.py decides how a run reacts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.text import size
 
 T = TypeVar("T")
 
-# What CUDA, its libraries, torch's CPU allocator, C++ and the kernel say.
+# Messages of CUDA, its libraries, torch's CPU allocator, C++ and the kernel.
 _SAID = re.compile(r"out of memory|can('t|not) allocate memory|not enough memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
 _ASKED_CUDA = re.compile(
     r"tried to allocate ([\d.]+ \w+).*?total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", re.I
@@ -31,9 +31,9 @@ class OutOfMemory(TrainingError):
     """Memory ran out in training on a rank that the others wait for, or with nothing left to halve.
 
     Attributes:
-        detail: what was asked for and what there was.
-        step: the one that was to be done, from 1.
-        rows: of the largest micro-batch in it.
+        detail: the requested and the available memory.
+        step: the step that failed, from 1.
+        rows: of its largest micro-batch.
     """
 
     def __init__(self, message: str, *, detail: str, step: int, rows: int) -> None:
@@ -45,33 +45,33 @@ class OutOfMemory(TrainingError):
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory ran out: what was asked for and what there was."""
+    """An out-of-memory error: the requested and the available memory."""
 
     detail: str
 
 
 def attempt(work: Callable[[], T]) -> T | Shortage:
-    """Return what ``work`` returns, or how memory ran out in it, once all that it held is free again."""
+    """Return the result of ``work``, or its out-of-memory error after freeing what it held."""
     try:
         return work()
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
         shortage = Shortage(_detail(error))
-    # Here, as the exception's frames have held every activation until now.
+    # Release here: until now the exception's frames held every activation.
     release()
     return shortage
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the exception says that memory could not be had, on a GPU or the host."""
+    """Return whether the exception is an out-of-memory error of a GPU or the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and _SAID.search(str(error)) is not None
 
 
 def release() -> None:
-    """Give back what nothing refers to any more, also what allocators keep for the next time."""
+    """Free unreferenced memory, including allocator caches."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ def release() -> None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak bytes of this process: allocated on a GPU, resident on a CPU."""
+    """Return the peak bytes of this process: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
@@ -95,7 +95,7 @@ def _detail(error: BaseException) -> str:
 
 
 def _limits() -> list[str]:
-    """Return what the user's or the system's limits leave to this process, where they are set."""
+    """Return the memory limits of the user or the system on this process, if set."""
     found = []
     for name, command in _LIMITS.items():
         limit = resource.getrlimit(getattr(resource, name))[0]

@@ -18,11 +18,11 @@ from trainwright.errors import TrainingError
 
 
 class Passes:
-    """Computes the gradients of global batches.
+    """Compute the gradients of global batches.
 
     Args:
-        policies: say whether a batch is to be done again.
-        asked: for a step, whether this rank was asked to stop, and whether a checkpoint is due after it.
+        policies: decide whether a batch is repeated.
+        asked: returns for a step whether this rank was asked to stop, and whether a checkpoint is due after it.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Passes:
         self._asked = asked
 
     def gradients(self, step: int, batch: GlobalBatch) -> Gradients:
-        """Return the gradients of a global batch, done again as often as a policy asks for it.
+        """Return the gradients of a global batch, repeated while a policy asks for it.
 
         Raises:
-            TrainingError: the loss or the norm is not a finite number, or memory ran out for good.
+            TrainingError: the loss or the norm is not finite, or memory ran out and nothing can be halved.
         """
         while True:
             found = self._attempt(step, batch)
@@ -69,8 +69,8 @@ class Passes:
         """Add the gradients of this rank's share of a global batch to the model.
 
         Returns:
-            The summed loss of each of the rank's micro-batches, the norm of what the ranks' gradients make together,
-            and the task's statistics of the share.
+            The summed loss of each of the rank's micro-batches, the norm of the full gradient over all ranks, and the
+            task's statistics of the share.
         """
         task, strategy, progress = self._training.task, self._training.strategy, self._training.progress
         world, seed = strategy.world, self._training.recipe.train.seed
@@ -78,11 +78,11 @@ class Passes:
         task.before_passes(strategy, batch, validation=False)
         totals, statistics = [], []
         for position, micro in enumerate(micro_batches, 1):
-            # By the micro-batch and not by the rank: dropout is the same on any number of processes.
+            # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
             seed_dropout(world.device, seed, step, micro.index)
             part = task.loss(strategy.module, micro, world.device)
             assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
-            # A zero-weight pass runs so that collectives match, and adds nothing.
+            # A zero-weight pass contributes no gradient; it runs so that collectives match.
             total = part.total if micro.weight else part.total * 0.0
             strategy.backward(total * (progress.loss_scale / batch.weight), last=position == len(micro_batches))
             totals.append(total.detach())
@@ -92,7 +92,7 @@ class Passes:
         return torch.stack(totals).tolist(), norm, torch.stack(statistics).sum(0).tolist() if statistics else []
 
     def _refuse(self, step: int, found: Gradients) -> None:
-        """Stop before a loss or gradient that is no number reaches the weights, naming the examples."""
+        """Raise before a non-finite loss or gradient reaches the weights, naming the examples."""
         task, strategy = self._training.task, self._training.strategy
         world, batch = strategy.world, found.batch
         share = batch.for_rank(world.rank, world.size)

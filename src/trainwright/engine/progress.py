@@ -1,4 +1,4 @@
-"""Where a run is: everything a checkpoint holds that is not a tensor."""
+"""The progress of a run: everything a checkpoint holds that is not a tensor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ EVALUATION, GENERATION = "evaluation", "generation"
 
 @dataclass
 class Progress:
-    """Where a run is: everything a checkpoint holds that is not a tensor."""
+    """The progress of a run: everything a checkpoint holds that is not a tensor."""
 
     step: int = 0  # also the position in the stream
     tokens: int = 0
     target_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
-    loss_scale: float = 1.0  # fp16 only: what losses are multiplied by so that small gradients do not vanish
+    loss_scale: float = 1.0  # fp16 only: factor on the loss so that small gradients do not vanish
     steps_at_scale: int = 0
     losses: Losses = field(default_factory=Losses)  # for train.skip_loss_spikes
     noise: Noise = field(default_factory=Noise)  # for train.gradient_noise_scale
-    pending: str | None = None  # what a stop has broken off after the step: EVALUATION, or GENERATION alone
+    pending: str | None = None  # what a stop interrupted after the step: EVALUATION, or GENERATION alone
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Progress:
-        """From what a checkpoint holds. Raises ValueError where that is something else."""
+        """Build from the content of a checkpoint. Raises ValueError if it is invalid."""
         saved = dict(saved)
         try:
             losses, noise = Losses(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that there is no schedule state to save or to get wrong."""
+"""The learning rate as a pure function of the step, so that there is no schedule state to save."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from trainwright.recipe.schema import OptimizerSection
 class Schedule:
     """Learning rates of a run of ``max_steps`` optimizer steps.
 
-    Warm-up rises linearly to ``learning_rate``, which step ``warmup`` + 1 is the first to use in full. What follows
-    falls to ``learning_rate * final_learning_rate_ratio``, reached at the last step: not at all (`constant`),
-    along a line, along a cosine, or along a line over the last ``decay_steps`` only (`warmup_stable_decay`,
-    arXiv 2404.06395).
+    Warm-up rises linearly to ``learning_rate``, which step ``warmup`` + 1 is the first to use in full. After it the
+    rate decays to ``learning_rate * final_learning_rate_ratio`` at the last step: not at all (`constant`), linearly, by
+    a cosine, or linearly over the last ``decay_steps`` only (`warmup_stable_decay`, arXiv 2404.06395).
     """
 
     def __init__(self, section: OptimizerSection, max_steps: int) -> None:
@@ -27,18 +26,18 @@ class Schedule:
             self._decay = min(self._decay, steps_of(section.decay_steps, max_steps))
 
     def __call__(self, step: int) -> float:
-        """Learning rate of optimizer step ``step``, counted from 1."""
+        """Return the learning rate of optimizer step ``step``, counted from 1."""
         if step <= self._warmup:
             return self._peak * step / (self._warmup + 1)
         remaining = self._last - step
         if self._kind == "constant" or remaining >= self._decay:
             return self._peak
-        # From 0 where the decay begins to 1 at the last step.
+        # From 0 at the start of the decay to 1 at the last step.
         progress = 1.0 - remaining / self._decay
         fall = 0.5 * (1.0 - math.cos(math.pi * progress)) if self._kind == "cosine" else progress
         return self._peak * (1.0 - (1.0 - self._floor) * fall)
 
 
 def steps_of(value: int | float, max_steps: int) -> int:
-    """Return a number of steps given as such (int) or as a fraction of the run (float below 1)."""
+    """Return a number of steps given as a count (int) or as a fraction of the run (float below 1)."""
     return round(value * max_steps) if isinstance(value, float) and value < 1 else int(value)

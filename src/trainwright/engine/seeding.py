@@ -1,4 +1,4 @@
-"""The random numbers of a pass, which are those of its micro-batch and not those of its rank."""
+"""The random state of a pass, which depends on its micro-batch and not on its rank."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 
 
 def seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
-    """Have the generators that a pass on ``device`` draws from start at a place of the micro-batch's own.
+    """Seed the generators that a pass on ``device`` uses, from the micro-batch.
 
-    Not by torch.manual_seed: that formats the stack of its caller for each kind of device that there could be, a
-    millisecond a call.
+    torch.manual_seed is not used: it formats the stack of its caller for every kind of device, a millisecond a call.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
     place = int.from_bytes(digest[:8], "little") >> 1

@@ -1,4 +1,4 @@
-"""What the engine asks of a kind of training. A task knows nothing of ranks, strategies or accumulation."""
+"""The interface between the engine and a task. A task does not depend on ranks, strategies or accumulation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trainwright.parallel.world import World
 class LossSum:
     """The sum of the per-target losses of a micro-batch, and the sum of the targets' weights.
 
-    The engine divides by the weight of the whole global batch, over all ranks and micro-batches. ``statistics``: sums
-    beside, as of a micro-batch that is evaluated, for metrics of the step.
+    The engine divides by the weight of the global batch, over all ranks and micro-batches. ``statistics``: additional
+    sums for metrics of the step.
     """
 
     total: torch.Tensor
@@ -30,18 +30,18 @@ class LossSum:
 
 
 class Task(Protocol):
-    """A model, the stream of its examples, and how they meet."""
+    """A model, the stream of its examples, and the loss that connects them."""
 
     module: nn.Module
-    weights: Weights | None  # what fills the module where its parameters are on the meta device; None: it is whole
+    weights: Weights | None  # fills the module if its parameters are on the meta device; None: the module is complete
     stream: Stream
     validation: Stream | None
     prompts: Sequence[str]
     answers: bool  # whether an evaluation has metrics of the model's answers
-    start: str | None  # fingerprint of the weights of the start, known once begun; None: no loss asks for them later
-    base: str | None  # fingerprint of the frozen weights that an adapter is trained on; None: all weights are trained
+    start: str | None  # fingerprint of the initial weights, known after begin(); None: no loss needs them later
+    base: str | None  # fingerprint of the frozen weights under an adapter; None: all weights are trained
 
-    state: dict[str, float]  # numbers of the task's own that training changes; they are kept in checkpoints
+    state: dict[str, float]  # numbers of the task that training changes; saved in checkpoints
 
     def blocks(self) -> list[nn.Module]:
         """Return the repeated units of the module, in order."""
@@ -54,58 +54,58 @@ class Task(Protocol):
         """
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """Prepare for the passes over a global batch; called on every rank, for what a loss needs to know of the whole
-        batch.
+        """Prepare for the passes over a global batch, for example if the loss needs statistics of the full batch.
+        Called on every rank.
 
         Args:
             validation: whether the batch is of the validation stream.
         """
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
-        """Losses of one micro-batch of the stream."""
+        """Return the losses of one micro-batch of the stream."""
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return a vector of sums over one micro-batch of the validation stream; 0 where its weight is 0."""
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Metrics of the validation split or a step, from statistics summed over it; `loss` is lower when better."""
+        """Return the metrics of the validation split or a step, from summed statistics; for `loss`, lower is better."""
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Follow an update of the weights; called on every rank with the metrics of the step."""
+        """Handle an update of the weights; called on every rank with the metrics of the step."""
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
-        """Metrics of the model's answers to validation rows, where ``answers`` says so. Every rank calls this.
+        """Return metrics of the model's answers to validation rows; called on every rank if ``answers`` is true.
 
         Args:
-            module: whole, for generation.
-            together: every rank answers everything, as each pass of the module takes all of them.
+            module: the full module, for generation.
+            together: whether every rank answers everything, because each pass of the module involves all ranks.
         """
 
     def generate(self, module: nn.Module, prompt: str) -> str:
-        """Return what the model answers to a prompt, greedily."""
+        """Return the model's greedy answer to a prompt."""
 
     def describe(self) -> dict[str, Any]:
-        """Fields of the `start` event that only the task knows."""
+        """Return the fields of the `start` event that are specific to the task."""
 
     def describe_example(self, index: int) -> str:
-        """Return an example of the stream in few words, for error messages."""
+        """Return a short description of an example of the stream, for error messages."""
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-        """Write the model for use outside, from its full parameters and buffers by name; an adapter, from its own.
+        """Write the model, given its full parameters and buffers by name; an adapter, given its own parameters.
 
         Raises:
-            TrainingError: something is missing, or it is not read as it was written.
+            TrainingError: something is missing, or reading it back gives other values.
         """
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether an adapter with these parts of its parameters would leave the model as it is."""
+        """Return whether an adapter with these parameters leaves the model unchanged."""
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
-        """See that an exported adapter, put on the base again, gives the trained model's logits.
+        """Check that an exported adapter, applied to the base model again, gives the trained model's logits.
 
         Args:
-            module: as for generation; where it is not ``whole``, all ranks do the same.
+            module: as for generation; if not ``whole``, all ranks run it together.
 
         Raises:
-            TrainingError: it does not.
+            TrainingError: the logits differ.
         """

@@ -27,26 +27,27 @@ from trainwright.parallel.world import StopRequested
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
-# Among how many steps, or examples, the fullest is looked for.
+# The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
 
 
 class _Said(NamedTuple):
-    """What all ranks agree on after a step: whether any was asked to stop, and whether a checkpoint is due."""
+    """The decisions that all ranks share after a step: whether to stop, and whether a checkpoint is due."""
 
     stop: bool
     save: bool
 
 
 class Trainer:
-    """Runs a task's stream through a strategy's model, step by step.
+    """Train a task's model with a strategy, step by step.
 
     Args:
-        stop_requested: asked after every step; true on any rank ends the run after a checkpoint.
-        keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
+        stop_requested: called after every step; true on any rank ends the run after a checkpoint.
+        keep_recipe: called on every rank with a changed recipe and the reason; returns its text.
         updating: called before the weights are changed.
-        change_asked: asked on rank 0 after a checkpoint; true ends the run there, to go on in another way. None: never.
-        policies: the recipe's own, asked after Trainwright's.
+        change_asked: called on rank 0 after a checkpoint; true ends the run there, to continue with another plan. None:
+            never.
+        policies: the step policies of the recipe, called after the built-in ones.
     """
 
     def __init__(
@@ -87,17 +88,17 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """Where the run is."""
+        """Return the progress of the run."""
         return self._training.progress
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Take up the state of a checkpoint. Raises RequestError: it is of other examples or frozen weights."""
+        """Load the state of a checkpoint. Raises RequestError if it has other examples or other frozen weights."""
         self._checkpointing.resume(checkpoint)
 
     def run(self, final: Path) -> bool:
-        """Train to the last step and write the model to ``final``; False when a signal ended it before.
+        """Train to the last step and write the model to ``final``; return False if a signal stopped the run first.
 
-        Where a stop comes in an evaluation or in the export, that is broken off and done again when the run is resumed.
+        A stop during an evaluation or the export interrupts it; it is repeated when the run is resumed.
         """
         begun = time.monotonic()
         try:
@@ -133,18 +134,19 @@ class Trainer:
                     raise StopRequested
 
     def _is_to_change(self) -> bool:
-        """Whether the run, which has just been saved, goes on in another way; the same on every rank."""
+        """Return whether the run, which has just been saved, continues with another plan; the same on every rank."""
         if self._change_asked is None or self._checkpointing.step != self.progress.step:
             return False
         return bool(self.world.broadcast(self.world.is_main and self._change_asked()))
 
     def rehearse(self, steps: int, *, fullest: bool = False) -> bool:
-        """Take the first steps of the run and keep nothing of them but their events; False when a signal ended it.
+        """Take the first steps of the run and keep only their events; return False if a signal stopped it first.
 
-        With ``fullest``, take the step with the largest micro-batch so many times instead: what fits then fits.
+        With ``fullest``, repeat the step with the largest micro-batch ``steps`` times instead: if it fits, all steps
+        fit.
 
         Raises:
-            OutOfMemory: where a run would go on with smaller micro-batches.
+            OutOfMemory: where a run would continue with smaller micro-batches.
         """
         self._halving.enabled = False
         self.strategy.module.train()
@@ -161,7 +163,7 @@ class Trainer:
         return self.task.stream.fullest(max(1, looked_at))
 
     def _step(self) -> _Said:
-        """One optimizer step; what follows from it on every rank."""
+        """Take one optimizer step; return the decisions that follow from it on every rank."""
         begun, step = time.perf_counter(), self.progress.step + 1
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
@@ -170,7 +172,7 @@ class Trainer:
         metrics = self._metrics(step, found)
         learning_rate = self.schedule(step)
         self._updating()
-        skipped = [policy.skips(step, found) for policy in self._policies]  # each is asked, and may count
+        skipped = [policy.skips(step, found) for policy in self._policies]  # every policy is called, as each may count
         if any(skipped):
             self.strategy.discard_gradients()
         else:
@@ -193,7 +195,7 @@ class Trainer:
         return metrics
 
     def _clip(self, norm: float) -> float:
-        """Return what gradients are multiplied by to have at most the recipe's norm."""
+        """Return the factor that clips the gradients to the recipe's maximum norm."""
         limit = self.recipe.optimizer.max_grad_norm
         return 1.0 if limit is None or norm <= limit else limit / norm
 
@@ -222,10 +224,10 @@ class Trainer:
         )
 
     def _evaluate(self) -> bool:
-        """Measure on the validation split and sample, as far as pending; whether this is a new best that is to be kept.
+        """Run the pending evaluation and samples; return whether the result is a new best to be kept.
 
         Raises:
-            StopRequested: on every rank; what was broken off is still pending.
+            StopRequested: on every rank; what was interrupted stays pending.
         """
         step, progress, improved = self.progress.step, self.progress, False
         if progress.pending == EVALUATION and self.task.validation is not None:

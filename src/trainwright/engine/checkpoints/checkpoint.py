@@ -1,4 +1,4 @@
-"""Checkpoints that are whole and verified, or not there.
+"""Checkpoints: written atomically, verified by checksum, and loaded on any number of ranks.
 
     checkpoints/step-00000040/
       rank-00000.safetensors …   each rank's part of the state; a tensor may be split over several files
@@ -7,8 +7,8 @@
       manifest.json              size and SHA-256 of every file and of itself, and which file holds which block of
                                  which tensor
 
-A checkpoint is written under another name, synced, given its manifest, and renamed. Blocks carry their place in the
-whole tensor, so a checkpoint loads on any number of ranks.
+A checkpoint is written under a temporary name, synced, given its manifest, and renamed. Each block records its offset
+in the full tensor, so a checkpoint loads on any number of ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
-_Stamps = tuple[tuple[str, int, int, int], ...]  # of every file: name, size, when it was changed, inode
+_Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, modification time, inode
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run. All methods that take a world are called by every rank."""
+    """Manage the checkpoints of one run. Every rank must call the methods that take a world."""
 
     def __init__(self, directory: Path, *, keep_last: int, keep_best: bool) -> None:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
-        # Of what this process has written or read: what its files looked like, and whether it can be used.
+        # For each checkpoint that this process wrote or read: the stamps of its files, and whether it is usable.
         self._known: dict[int, tuple[_Stamps, bool]] = {}
 
     def path(self, step: int) -> Path:
@@ -71,11 +71,11 @@ class Checkpoints:
         return checkpoint_path(self._directory, step)
 
     def save(self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str) -> Saved:
-        """Write the checkpoint of ``step``; ``state`` is the same on every rank.
+        """Write the checkpoint of ``step``; ``state`` must be the same on every rank.
 
         Raises:
-            CheckpointError: on every rank, when any of them could not write. Nothing of it is left behind and
-                earlier checkpoints are untouched.
+            CheckpointError: on every rank, if any rank could not write. The partial checkpoint is removed and earlier
+                checkpoints are untouched.
         """
         begun = time.monotonic()
         final, scratch = self.path(step), self._directory / f".writing-{self.path(step).name}"
@@ -96,28 +96,29 @@ class Checkpoints:
         return Saved(final, time.monotonic() - begun)
 
     def prune(self, best: int | None) -> None:
-        """Remove what is older than the last few that can be used, but the best. Called by rank 0 alone, after a save.
+        """Remove old checkpoints, except the last few usable ones and the best. Only rank 0 calls this, after a
+        save.
 
-        A checkpoint that cannot be used does not count, so the newest that can is never removed.
+        Unusable checkpoints do not count, so the newest usable one is never removed.
 
         Raises:
-            OSError: some of it could not be removed, and is still there.
+            OSError: some checkpoints could not be removed, and still exist.
         """
         steps, usable = self.steps(), 0
         while steps and usable < self._keep_last:
             if len(steps) <= self._keep_last - usable:
-                return  # all of them are kept, whatever they are
+                return  # all checkpoints are kept, usable or not
             usable += self._is_usable(steps.pop())
         for step in steps:
             if self._keep_best and step == best:
                 continue
-            # Renamed first: a kill between the two leaves no half checkpoint under a valid name.
+            # Rename first, so that a kill during removal leaves no partial checkpoint under a valid name.
             doomed = self._directory / f".removing-{self.path(step).name}"
             self.path(step).rename(doomed)
             _remove(doomed)
 
     def _is_usable(self, step: int) -> bool:
-        """Whether the checkpoint verifies; one that this process has written or read is not read again."""
+        """Return whether the checkpoint verifies; one that this process wrote or read is not read again."""
         path = self.path(step)
         if (known := self._known.get(step)) is not None and known[0] == _stamps(path):
             return known[1]
@@ -125,7 +126,7 @@ class Checkpoints:
         return self._known[step][1]
 
     def _open(self, step: int) -> Checkpoint | CheckpointError:
-        """Return the checkpoint, or why it cannot be used."""
+        """Return the checkpoint, or the reason why it cannot be used."""
         path = self.path(step)
         stamps = _stamps(path)
         try:
@@ -138,19 +139,17 @@ class Checkpoints:
         return found
 
     def _remove_leftovers(self) -> None:
-        """Remove what a kill left of a checkpoint that was being written or removed."""
+        """Remove what an interrupted save or removal left behind."""
         for pattern in (".writing-*", ".removing-*"):
             for path in self._directory.glob(pattern):
                 _remove(path)
 
     def steps(self) -> list[int]:
-        """Return the steps whose checkpoint has its place taken, ascending. What is there may still fail its
-        verification.
-        """
+        """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
         return sorted(checkpoints_in(self._directory))
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint that verifies, and why each newer one was refused."""
+        """Return the newest checkpoint that verifies, and why each newer one was rejected."""
         refused: list[str] = []
         for step in reversed(self.steps()):
             found = self._open(step)
@@ -170,16 +169,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
-        """Open a checkpoint and read every byte of it against its checksum, unless another rank just did.
+        """Open a checkpoint and verify every file against its checksum, unless another rank just did.
 
         Raises:
-            CheckpointError: naming the first file that is missing or not as the manifest has it.
+            CheckpointError: a file is missing or differs from the manifest; the message names the first one.
         """
         manifest = Manifest.read(path)
         for name, expected in manifest.files.items() if verify else ():
             try:
                 with open_inside(path, name) as file:
-                    # A file of another size need not be read to be refused.
+                    # A file of the wrong size is rejected without reading it.
                     found = checksum(file) if os.fstat(file.fileno()).st_size == expected[0] else None
             except OSError as error:
                 raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
@@ -190,12 +189,12 @@ class Checkpoint:
         return cls(path, manifest)
 
     def reader(self) -> Reader:
-        """Return a reader of tensors, each in any blocks. Use it as a context manager."""
+        """Return a reader of any blocks of any tensors. Use it as a context manager."""
         return Reader(self.path, self._manifest)
 
 
 class Reader:
-    """Gives any block of any tensor of a checkpoint, from whichever files hold it."""
+    """Read any block of any tensor of a checkpoint, across the files that hold it."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._path = path
@@ -213,8 +212,8 @@ class Reader:
         """Return the block of tensor ``name`` that ``shard`` describes.
 
         Raises:
-            RequestError: the checkpoint is of another model: no such tensor, or of another shape.
-            CheckpointError: a file does not hold what the manifest says.
+            RequestError: the checkpoint belongs to another model: the tensor is missing or has another shape.
+            CheckpointError: a file does not match the manifest.
         """
         blocks = self._manifest.tensors.get(name)
         if blocks is None:
@@ -236,7 +235,7 @@ class Reader:
 
 
 def _stamps(path: Path) -> _Stamps:
-    """Return what tells without reading it whether a checkpoint is still the one that was looked at before."""
+    """Return the stamps of a checkpoint's files, which show without reading them whether they have changed."""
     try:
         with os.scandir(path) as files:
             found = [(file.name, file.stat(follow_symlinks=False)) for file in files]
@@ -246,7 +245,7 @@ def _stamps(path: Path) -> _Stamps:
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:
-    """Copy what a stored block and the wanted block have in common."""
+    """Copy the overlap of a stored block and the requested block."""
     into, out_of = [], []
     for want, length, have, size in zip(offset, result.shape, block["offset"], block["size"], strict=True):
         begin, end = max(want, have), min(want + length, have + size)
@@ -259,8 +258,8 @@ def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str
 
 
 def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> dict[str, Any]:
-    """Write this rank's blocks; what its manifest needs to know of them."""
-    # Not its parents too: a run's directory that has been deleted is not to come back without the run.
+    """Write this rank's blocks; return their entries for the manifest."""
+    # Without parents: if the run directory was deleted, do not create it again.
     scratch.parent.mkdir(exist_ok=True)
     scratch.mkdir(exist_ok=True)
     mine = {name: shards[name] for name in _own(shards)}
@@ -274,10 +273,11 @@ def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> dict[s
 
 
 def _own(shards: Mapping[str, Shard]) -> list[str]:
-    """Which blocks this rank writes: replicas share the work, each next block going to the one with least so far.
+    """Return the names of the blocks that this rank writes. Replicas share the work: each next block goes to the
+    replica with the fewest bytes so far.
 
-    Ranks come to the same answer without speaking, as replicas of a block agree on the sizes of all blocks with
-    as many replicas.
+    All ranks compute the same result without communication, because replicas of a block agree on the sizes of all
+    blocks with the same number of replicas.
     """
     loads: dict[int, list[int]] = {}
     own = []
@@ -291,7 +291,7 @@ def _own(shards: Mapping[str, Shard]) -> list[str]:
 
 
 def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict[str, Any], recipe: str) -> None:
-    """Add what is not a tensor, then the manifest, and give the checkpoint its name."""
+    """Add the files other than tensors, then the manifest, and rename the checkpoint to its final name."""
     manifest: dict[str, Any] = {"format": FORMAT, "files": {}, "tensors": {}}
     for part in parts:
         manifest["files"].update(part["files"])
@@ -305,7 +305,7 @@ def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict
     _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
     sync_directory(scratch)
     old = final.with_name(f".removing-{final.name}")
-    if os.path.lexists(final):  # one that was refused when the run was resumed from an earlier step
+    if os.path.lexists(final):  # a checkpoint that was rejected when the run resumed from an earlier step
         final.rename(old)
     scratch.rename(final)
     sync_directory(final.parent)
@@ -313,7 +313,7 @@ def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with all that is in it, a file, or a link but nothing that it leads to; as far as possible."""
+    """Remove a directory with its contents, a file, or a link (never its target), as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -329,7 +329,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _attempt(action: Any, place: Path) -> Any:
-    """Return the action's result, or in words why it could not be done at ``place``: ranks agree before any of them
+    """Return the action's result, or a message saying why it failed at ``place``: ranks agree before any of them
     raises.
     """
     try:

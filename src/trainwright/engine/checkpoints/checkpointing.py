@@ -1,4 +1,4 @@
-"""When a run's state is saved and what of it, and how a run takes it up again."""
+"""When and what to save of a run, and how to resume it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainwright.errors import RequestError, TrainingError
 
 
 class Checkpointing:
-    """Saves a run, and resumes it.
+    """Save and resume a run.
 
     Attributes:
-        step: the one whose checkpoint is the newest; None: there is none.
+        step: the step of the newest checkpoint; None if there is none.
     """
 
     def __init__(self, training: Training, checkpoints: Checkpoints, policies: Sequence[StepPolicy]) -> None:
@@ -31,14 +31,14 @@ class Checkpointing:
         self._saving = Saving(training.recipe.checkpoint.every)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after ``step``, by rank 0's clock where it goes by time."""
+        """Return whether to save after ``step``; time intervals are measured by rank 0's clock."""
         return self._saving.is_due(step)
 
     def save(self, *, last_chance: bool) -> None:
-        """Write a checkpoint; when that fails the earlier ones are still there and training goes on.
+        """Write a checkpoint; if that fails, earlier ones still exist and training continues.
 
         Raises:
-            TrainingError: it failed at the ``last_chance``: the run ends here, and would be taken for saved.
+            TrainingError: it failed at the ``last_chance``, and the end of the run would go unsaved.
         """
         training, world = self._training, self._training.strategy.world
         step, begun = training.progress.step, time.monotonic()
@@ -67,10 +67,10 @@ class Checkpointing:
             self._prune()
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Take up the state of a checkpoint.
+        """Load the state of a checkpoint.
 
         Raises:
-            RequestError: the examples or the frozen weights are not those the run was trained on.
+            RequestError: the examples or the frozen weights differ from those that the run was trained on.
         """
         training, saved = self._training, checkpoint.state
         self._check(checkpoint)
@@ -120,7 +120,7 @@ class Checkpointing:
             )
 
     def _prune(self) -> None:
-        """Remove older checkpoints; those that cannot be removed stay, and training goes on."""
+        """Remove older checkpoints; if some cannot be removed they stay, and training continues."""
         try:
             self._checkpoints.prune(self._training.progress.best_step)
         except OSError as error:

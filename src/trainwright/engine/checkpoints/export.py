@@ -1,4 +1,4 @@
-"""The end of a run: the trained model is written as others read it."""
+"""Export the trained model at the end of a run, in the format that other programs read."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | None) -> None:
-    """Write the model to ``final``, whole or not at all. Every rank calls this.
+    """Write the model to ``final``, completely or not at all. Every rank must call this.
 
-    A stop breaks it off where it can be done again.
+    A stop request interrupts it if it can be repeated.
 
     Args:
-        step: the last one.
-        saved: that of the newest checkpoint.
+        step: the last step.
+        saved: the step of the newest checkpoint.
 
     Raises:
-        TrainingError: it could not be written, or is not read as it was written.
+        TrainingError: it could not be written, or reading it back gives other values.
         StopRequested: on every rank.
     """
     world = strategy.world
@@ -57,7 +57,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
 
 
 def _kept(step: int, saved: int | None) -> str:
-    """Return what of a run whose last step is done can be resumed."""
+    """Return what can be resumed of a run whose last step is done."""
     if saved == step:
         return "the training is done and checkpointed"
     if saved is None:

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: which files it has, and which file holds which block of which tensor.
 
-A checkpoint may come from anywhere. Nothing is believed before it is checked, and only regular files that lie in the
+A checkpoint may come from an untrusted source. Everything is checked before use, and only regular files inside the
 checkpoint's own directory are opened.
 """
 
@@ -24,7 +24,7 @@ from trainwright.models.files.safetensors_header import DamagedFile, read_header
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"
 
-# Far above what the largest runs need: 100,000 tensors in 64 parts have a manifest of some 700 MB.
+# Far above the largest runs: 100,000 tensors in 64 parts have a manifest of about 700 MB.
 _MANIFEST_BYTES = 2**30
 _TEXT_BYTES = 2**26
 _NAME = re.compile(r"rank-[0-9]{5,}\.safetensors|state\.json|recipe\.yaml")
@@ -34,11 +34,11 @@ Block = dict[str, Any]  # file: str, offset and size: list[int]
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint that could not be written, or that is not what its manifest says."""
+    """A checkpoint could not be written, or does not match its manifest."""
 
 
 class Manifest:
-    """A manifest that says what a checkpoint's can: file names without directories, blocks that make whole tensors."""
+    """A validated manifest: file names without directories, and blocks that make up full tensors."""
 
     def __init__(self, path: Path, content: Any) -> None:
         """Check ``content``, the JSON of the manifest of the checkpoint in ``path``. Raises CheckpointError."""
@@ -76,12 +76,12 @@ class Manifest:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` lies in the ``directory`` of all."""
+    """Return the path of the checkpoint of ``step`` in ``directory``."""
     return directory / f"step-{step:08d}"
 
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, ascending, whether they verify or not; empty where there is no such directory."""
+    """Return the checkpoints by step, ascending, verified or not; empty if the directory does not exist."""
     names = directory.iterdir() if directory.is_dir() else ()
     found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
     steps = sorted(step for one in found if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
@@ -89,12 +89,12 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
 
 
 def seal_of(manifest: dict[str, Any]) -> str:
-    """Return the manifest's own checksum: a byte that flips in it could send a tensor's block to another place."""
+    """Return the checksum of the manifest itself: a flipped byte in it could move a tensor's block."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """All that is not a tensor of the checkpoint in ``path``. Raises CheckpointError."""
+    """Return the state other than tensors of the checkpoint in ``path``. Raises CheckpointError."""
     try:
         state = json.loads(read_inside(path, STATE, _TEXT_BYTES))
     except (OSError, ValueError, RecursionError) as error:
@@ -109,14 +109,14 @@ def read_inside(directory: Path, name: str, limit: int) -> str:
     with open_inside(directory, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, more than any that is written")
-        return file.read(size).decode()  # not read(limit), which takes that memory before it reads
+        return file.read(size).decode()  # not read(limit), which allocates that much memory before reading
 
 
 def open_inside(directory: Path, name: str) -> BufferedReader:
-    """Open a regular file that lies in ``directory`` itself: no link is followed, and no pipe or device waited for.
+    """Open a regular file directly in ``directory``, without following links or blocking on pipes and devices.
 
     Raises:
-        OSError: there is no such file, or it is something else.
+        OSError: the file does not exist or is not a regular file.
     """
     path = directory / name
     try:
@@ -132,7 +132,7 @@ def open_inside(directory: Path, name: str) -> BufferedReader:
 
 
 def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the header of a tensor file has what the manifest says of it."""
+    """Raise CheckpointError unless the header of a tensor file matches the manifest."""
     expected = manifest.shapes_in(file)
     try:
         open_inside(path, file).close()
@@ -144,12 +144,12 @@ def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read, without its name."""
+    """Return why a file could not be read, without its name."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of every file, by name."""
+    """Return the size and SHA-256 of every file, by name."""
     found = {}
     for name, stated in files.items():
         if not _NAME.fullmatch(name):
@@ -178,13 +178,13 @@ def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]])
 
 
 def whole_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
-    """Return the shape of the tensor that these blocks make."""
+    """Return the shape of the tensor that these blocks make up."""
     ends = [[o + s for o, s in zip(block["offset"], block["size"], strict=True)] for block in blocks]
     return tuple(max(dimension) for dimension in zip(*ends, strict=True))
 
 
 def _check_whole(name: str, blocks: list[Block]) -> None:
-    """Blocks fill their tensor: each has a file and a place of its own, and together as many elements as the tensor."""
+    """Check that blocks fill their tensor: distinct files and offsets, and together the tensor's number of elements."""
     places = {tuple(block["offset"]) for block in blocks}
     files = {block["file"] for block in blocks}
     stored = sum(math.prod(block["size"]) for block in blocks)

@@ -1,7 +1,7 @@
-"""What was saved of an adapter is read again, and compared with what every rank holds of it.
+"""Read a saved adapter back and compare it with the parameters of every rank.
 
-An adapter is so small that this costs nothing, and its loss is not seen until it is used: one that was gathered from
-one shard, or is empty, has the right names and the right settings.
+An adapter is small, so this costs little, and a faulty one would go unnoticed until it is used: if it was gathered from
+one shard, or is empty, it still has the right names and settings.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainwright.parallel.world import World
 
 
 def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the trained parameters, whole; ``different`` gets those that are not what this rank has a part of.
+    """Yield the full trained parameters; add to ``different`` the names of those that do not match this rank's part.
 
-    Every rank iterates.
+    Every rank must iterate.
     """
     shards = strategy.state()
     for name, tensor in strategy.parameters(frozen=False):
@@ -34,10 +34,10 @@ def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, to
 
 
 def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, Shard]) -> None:
-    """Compare the checkpoint in ``path`` with the state it was made from; remove it if it is another.
+    """Compare the checkpoint in ``path`` with the state it was made from; remove it if they differ.
 
     Raises:
-        CheckpointError: on every rank, when any of them finds it otherwise.
+        CheckpointError: on every rank, if any of them finds a difference.
     """
     problem, adapter = None, {}
     try:
@@ -60,14 +60,14 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
 
 
 def check_export(task: Task, strategy: Strategy, final: Path, different: list[str], room: int | None = None) -> None:
-    """Compare what was exported to ``final`` with what the ranks hold, and what it makes of the model.
+    """Compare the model exported to ``final`` with the ranks' parameters and its logits with the trained model's.
 
     Args:
-        different: what ``gathered`` found.
+        different: the names that ``gathered`` found.
         room: see ``Strategy.whole``.
 
     Raises:
-        TrainingError: on every rank, when any of them finds it otherwise; then there is nothing in ``final``.
+        TrainingError: on every rank, if any of them finds a difference; ``final`` is then empty.
     """
     world, problem = strategy.world, None
     if different:

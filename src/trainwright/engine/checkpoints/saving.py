@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from trainwright.recipe.sections.fields import seconds_of
 
-# What ``checkpoint.every: auto`` means.
+# The meaning of ``checkpoint.every: auto``.
 _FIRST_SECONDS, _SECONDS, _SHARE = 120.0, 600.0, 0.02
 
 
 class Saving:
-    """Says after each step whether a checkpoint is due. By time it is rank 0's clock that counts, for all ranks.
+    """Decide after each step whether a checkpoint is due. Time is measured by rank 0's clock for all ranks.
 
     Args:
         every: ``checkpoint.every`` of the recipe.
@@ -25,20 +25,20 @@ class Saving:
         self._interval = _FIRST_SECONDS if every == "auto" else seconds_of(every) if isinstance(every, str) else None
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after ``step``."""
+        """Return whether to save after ``step``."""
         if isinstance(self._every, int):
             return step % self._every == 0
         return self._interval is not None and self._clock() - self._since >= self._interval
 
     def saved(self, seconds: float) -> None:
-        """Record that a checkpoint was written now, or could not be; training waited ``seconds`` for it."""
+        """Record that a checkpoint was written now, or failed; training waited ``seconds`` for it."""
         self._since = self._clock()
         if self._every == "auto":
             self._interval = max(_SECONDS, seconds / _SHARE)
 
 
 def auto_reason() -> str:
-    """Return what ``checkpoint.every: auto`` does, as a plan says it."""
+    """Return the description of ``checkpoint.every: auto`` for a plan."""
     return (
         f"checkpoint.every auto: after {_FIRST_SECONDS / 60:.0f} min, then every {_SECONDS / 60:.0f} min, or less "
         f"often so that saving takes at most {_SHARE:.0%} of the time"

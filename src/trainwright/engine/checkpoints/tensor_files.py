@@ -1,7 +1,7 @@
-"""safetensors files written tensor by tensor, with their checksum, and read slice by slice.
+"""safetensors files written tensor by tensor with their checksum, and read slice by slice.
 
 Why not `safetensors.torch.save_file` or `torch.distributed.checkpoint`: both hold a second copy of all tensors in
-memory while they write, and the latter keeps its index as a pickle. Any safetensors reader reads these files
+memory while they write, and the latter stores its index as a pickle. Any safetensors reader reads these files
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -31,13 +31,13 @@ _NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Write ``tensors`` to ``path`` and have them on disk when this returns.
+    """Write ``tensors`` to ``path`` and sync it to disk.
 
     Returns:
         The file's size in bytes and its SHA-256.
 
     Raises:
-        OSError: the disk is full or cannot be written; the file may be left in part.
+        OSError: the disk is full or not writable; a partial file may remain.
     """
     header: dict[str, object] = {}
     end = 0
@@ -70,13 +70,13 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def checksum(file: BufferedReader) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of an open file."""
+    """Return the size in bytes and SHA-256 of an open file."""
     digest = hashlib.file_digest(file, "sha256")
     return os.fstat(file.fileno()).st_size, digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in a directory on disk, not only the files they lead to."""
+    """Sync the entries of a directory to disk, not only the files they refer to."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

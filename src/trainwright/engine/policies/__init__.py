@@ -1,1 +1,1 @@
-"""Step policies: what is decided about an optimizer step beside its gradients."""
+"""Step policies: decisions about an optimizer step."""

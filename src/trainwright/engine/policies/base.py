@@ -1,7 +1,7 @@
-"""Step policies: what is decided about an optimizer step beside its gradients, each in a small class of its own.
+"""Step policies: decisions about an optimizer step, each in a small class.
 
-The training loop asks them in the order of ``policies_of``. Ours are the out-of-memory halving, the loss scale of
-fp16, the noise scale of batches, and the guard against spikes of the loss.
+The training loop calls them in the order of ``policies_of``. The built-in ones handle out-of-memory halving, the loss
+scale of fp16, the gradient noise scale, and loss spikes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainwright.recipe.schema import Recipe
 
 
 class Report(NamedTuple):
-    """What a rank tells all others after its passes of a step, as floats."""
+    """What a rank sends to all others after its passes of a step, as floats."""
 
-    loss: float  # summed over its micro-batches
+    loss: float  # sum over its micro-batches
     stop: float  # whether it was asked to stop
     memory: float  # peak bytes
     short: float  # whether memory ran out
@@ -32,15 +32,15 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a global batch, which the strategy holds, in numbers.
+    """Numbers about the gradients of a global batch; the strategy holds the gradients.
 
     Attributes:
         loss: mean over the global batch, the same on every rank.
-        norm: of the gradient of the whole model, the same on every rank.
-        reports: of every rank.
+        norm: of the gradient of the full model, the same on every rank.
+        reports: one of each rank.
         losses: summed loss of each of this rank's micro-batches.
-        statistics: sums for the task's metrics of the step, of this rank.
-        shortage: how memory ran out on this rank; the other numbers then mean nothing.
+        statistics: this rank's sums for the task's metrics of the step.
+        shortage: the out-of-memory error of this rank; if set, the other numbers are meaningless.
     """
 
     batch: GlobalBatch
@@ -54,11 +54,11 @@ class Gradients:
 
 @dataclass
 class Training:
-    """A run under way: what a policy may look at, and ``progress``, which it may change.
+    """A run in progress: what a policy may read, and ``progress``, which it may change.
 
     Attributes:
-        recipe_text: goes into checkpoints.
-        keep_recipe: called on every rank with a recipe that the run goes on with, and why; gives its text.
+        recipe_text: saved in checkpoints.
+        keep_recipe: called on every rank with a changed recipe and the reason; returns its text.
     """
 
     recipe: Recipe
@@ -71,10 +71,10 @@ class Training:
 
 
 class StepPolicy:
-    """The base of step policies, which does nothing. Every rank calls every method, in one order.
+    """The base class of step policies, which does nothing. Every rank calls every method in the same order.
 
     Attributes:
-        state: numbers that a checkpoint keeps under the policy's name.
+        state: numbers that a checkpoint saves under the policy's name.
     """
 
     def __init__(self, training: Training) -> None:
@@ -82,17 +82,17 @@ class StepPolicy:
         self.state: dict[str, float] = {}
 
     def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], Gradients]) -> None:
-        """Look at a batch before its gradients are computed.
+        """Inspect a batch before its gradients are computed.
 
         Args:
-            gradients: computes those of another batch; the strategy is to have none when this returns.
+            gradients: computes those of another batch; the strategy must have none when this returns.
         """
 
     def again(self, step: int, found: Gradients) -> GlobalBatch | None:
-        """Return the batch to compute gradients of once more, in place of ``found``; None: take those.
+        """Return the batch to compute gradients of again, replacing ``found``, or None to accept them.
 
         Raises:
-            TrainingError: training cannot go on.
+            TrainingError: training cannot continue.
         """
         return None
 
@@ -101,8 +101,8 @@ class StepPolicy:
         return {}
 
     def skips(self, step: int, found: Gradients) -> bool:
-        """Return whether the step's update is to be left out; the same on every rank."""
+        """Return whether to skip the step's update; the same on every rank."""
         return False
 
     def after(self, step: int) -> None:
-        """Take note that a step is done."""
+        """Handle the end of a step."""

@@ -1,4 +1,4 @@
-"""Trainwright's own step policies: loss scale of fp16, gradient noise, loss spikes."""
+"""Built-in step policies: loss scale of fp16, gradient noise, loss spikes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.policies.base import Gradients, StepPolicy, Training
 
-# As torch.amp.GradScaler has them.
+# The values of torch.amp.GradScaler.
 _FIRST_LOSS_SCALE = 2.0**16
 _GROW_LOSS_SCALE_EVERY = 2000
 
 
 class LossScale(StepPolicy):
-    """Halve the loss scale of fp16 where gradients overflow, and double it after many steps without that.
+    """Halve the loss scale of fp16 when gradients overflow, and double it after many steps without overflow.
 
-    A step whose gradients overflow is done again at half the scale, so no example is lost to it.
+    A step whose gradients overflow is repeated at half the scale, so no example is lost.
     """
 
     def __init__(self, training: Training) -> None:
@@ -27,7 +27,7 @@ class LossScale(StepPolicy):
             training.progress.loss_scale = _FIRST_LOSS_SCALE
 
     def again(self, step: int, found: Gradients) -> GlobalBatch | None:
-        """Return the batch itself where its gradients overflowed and the scale can be smaller."""
+        """Return the batch itself if its gradients overflowed and the scale can be reduced."""
         progress = self.training.progress
         overflowed = math.isfinite(found.loss) and not math.isfinite(found.norm)
         if not (self._scaled and overflowed and progress.loss_scale > 1):
@@ -40,7 +40,7 @@ class LossScale(StepPolicy):
         return found.batch
 
     def after(self, step: int) -> None:
-        """Count the step, and double the scale where there were enough."""
+        """Count the step, and double the scale after enough steps."""
         progress = self.training.progress
         progress.steps_at_scale += 1
         if self._scaled and progress.steps_at_scale >= _GROW_LOSS_SCALE_EVERY:
@@ -57,7 +57,7 @@ class GradientNoise(StepPolicy):
         self._small: tuple[float, float] | None = None
 
     def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], Gradients]) -> None:
-        """Take the norm of the mean gradient of the first half of the batch."""
+        """Compute the norm of the mean gradient of the first half of the batch."""
         self._small, size = None, batch.examples // 2
         if self._every is None or step % self._every or not size:
             return
@@ -68,7 +68,7 @@ class GradientNoise(StepPolicy):
         self._small = norm, float(half.examples)
 
     def metrics(self, step: int, found: Gradients) -> dict[str, float]:
-        """Return the noise scale, where there is one yet."""
+        """Return the noise scale, once there is an estimate."""
         if self._small is None:
             return {}
         noise = self.training.progress.noise.add(self._small, (found.norm, float(found.batch.examples)))
@@ -76,7 +76,7 @@ class GradientNoise(StepPolicy):
 
 
 class LossSpikes(StepPolicy):
-    """Leave out updates whose loss is far above the mean of the steps before (train.skip_loss_spikes)."""
+    """Skip updates whose loss is far above the mean of the previous steps (train.skip_loss_spikes)."""
 
     def skips(self, step: int, found: Gradients) -> bool:
         """Return whether the loss is a spike."""

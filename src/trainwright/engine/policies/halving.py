@@ -1,7 +1,7 @@
-"""Smaller micro-batches where memory runs out: the step is done again, and the run goes on as the same run.
+"""Smaller micro-batches after an out-of-memory error: the step is repeated, and the run continues.
 
-The content of a global batch does not depend on its division, so half the rows at once and twice the accumulation
-give the same loss and gradient. They stay halved; the run's recipe is changed to say so.
+The content of a global batch does not depend on how it is divided, so half the rows per micro-batch with twice the
+accumulation give the same loss and gradient. Micro-batches stay halved, and the run's recipe is updated.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Halving(StepPolicy):
-    """Does a step in which memory ran out on some rank again in micro-batches of half the rows.
+    """Repeat a step that ran out of memory on any rank, with half the rows per micro-batch.
 
     Attributes:
-        enabled: whether a step may be done again; false where it is to be known whether it fits.
+        enabled: whether a step may be repeated; false to test whether it fits.
     """
 
     def __init__(self, training: Training) -> None:
@@ -34,10 +34,10 @@ class Halving(StepPolicy):
         self._strategy = training.strategy
 
     def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | Shortage:
-        """Return what ``work``, this rank's passes of a step, returns; or how memory ran out in it.
+        """Return the result of ``work``, this rank's passes of a step, or the out-of-memory error in it.
 
         Raises:
-            OutOfMemory: it did, and the other ranks wait for this one in passes of theirs.
+            OutOfMemory: memory ran out, and the other ranks wait for this one in their passes.
         """
         done = attempt(work)
         if not isinstance(done, Shortage):
@@ -49,15 +49,15 @@ class Halving(StepPolicy):
         return done
 
     def update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
-        """Do ``work``, the optimizer's part of a step. Raises OutOfMemory: what is half updated is not to be used."""
+        """Run ``work``, the optimizer's part of a step. Raises OutOfMemory: a partial update must not be used."""
         if isinstance(done := attempt(work), Shortage):
             raise self._error(step, batch, self._world.rank, done)
 
     def again(self, step: int, found: Gradients) -> GlobalBatch | None:
-        """Return the batch of a step in which memory ran out on some rank, in micro-batches of half the rows.
+        """Return the batch divided into micro-batches of half the rows, if memory ran out on any rank.
 
         Raises:
-            OutOfMemory: they have one row each.
+            OutOfMemory: the micro-batches already have one row each.
         """
         if not any(rank.short for rank in found.reports):
             return None
@@ -82,10 +82,10 @@ class Halving(StepPolicy):
         return divided
 
     def evaluation(self, step: int, own: Shortage | None) -> bool:
-        """Whether the validation split is to be measured again, in halved batches, as memory ran out on some rank.
+        """Return whether to repeat the evaluation in halved batches, because memory ran out on some rank.
 
         Raises:
-            OutOfMemory: the ranks cannot do it again, or have one row each already.
+            OutOfMemory: the ranks cannot repeat it, or the batches already have one row each.
         """
         assert self._task.validation is not None
         if not isinstance(self._strategy, Independent):
@@ -114,7 +114,7 @@ class Halving(StepPolicy):
         self.training.events.emit(fault)
 
     def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
-        """Return the lowest rank where memory ran out, and how."""
+        """Return the lowest rank that ran out of memory, and its error."""
         found: list[Shortage | None] = self._world.gather(own)
         return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
 
@@ -129,7 +129,7 @@ class Halving(StepPolicy):
 
 
 def rows_of(recipe: Recipe, found: int | None = None) -> int:
-    """Rows of the largest micro-batches: those ``found`` in a step, or as many as there can be by the recipe."""
+    """Return the rows of the largest micro-batches: ``found`` in a step, or else the maximum by the recipe."""
     train, processes = recipe.train, recipe.parallel.num_processes
     most = train.global_batch_size
     if train.micro_batch_size != "auto":
@@ -145,19 +145,19 @@ def halved(rows: int) -> int:
 
 
 def with_rows(recipe: Recipe, rows: int) -> Recipe:
-    """Return the recipe with micro-batches of so many rows, accumulated as often as it takes."""
+    """Return the recipe with micro-batches of ``rows`` rows and the gradient accumulation to match."""
     train = recipe.train.model_copy(update={"micro_batch_size": rows, "gradient_accumulation_steps": "auto"})
     return recipe.model_copy(update={"train": train})
 
 
 def reason(rows: int, before: int, step: int | None) -> str:
-    """Why a run goes on with micro-batches of so many rows, as its plan says it."""
+    """Return the reason for the plan why a run continues with micro-batches of ``rows`` rows."""
     where = "" if step is None else f" at step {step}"
     return f"train.micro_batch_size {rows}: {before} ran out of memory{where}"
 
 
 def remedy(recipe: Recipe, rows: int) -> str:
-    """Return what to do where so many rows are too many: what a resumed run can take, and what makes a new one."""
+    """Return how to fix micro-batches that are too large: what a resumed run can change, and what needs a new run."""
     if rows > 1:
         return f"try train.micro_batch_size={halved(rows)}, which a resumed run can take"
     keys = []
