@@ -1,4 +1,4 @@
-"""A launcher that is a line of a batch system's job script: its shell is ended first, and it may not hear of that."""
+"""A launcher in a batch system's job script: its shell is ended first, and the launcher may get no signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stop_with_shell() -> None:
 
 
 def warning() -> str | None:
-    """Return what to say of a command that Slurm will not leave the time for a last checkpoint; None for any other."""
+    """Return a warning about a command to which Slurm leaves no time for a last checkpoint, or None."""
     if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not _is_shell(os.getppid()):
         return None
     return (

@@ -1,4 +1,4 @@
-"""What a process may use of the system beside memory and devices: too little of it is said before anything starts."""
+"""System limits other than memory and devices: a limit that is too low is reported before anything starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from trainwright.errors import MachineError
 
 _SHARED = Path("/dev/shm")
-# Files that a process has open with its libraries, those that a launcher needs for each worker, and the connections
-# of a rank to each of the others: measured with gloo, and doubled.
+# Files that a process opens for its libraries, those that a launcher needs for each worker, and the connections of a
+# rank to each other rank: measured with gloo, and doubled.
 _FILES, _FILES_A_WORKER, _FILES_A_RANK = 128, 16, 8
 _SHARED_BYTES = 2**20  # locks and queues of the launcher; NCCL takes more and says so itself
 
 
 def check_limits(local: int = 1, world: int = 1) -> None:
-    """Raise what can be raised for ``local`` of ``world`` processes, and refuse what is too little.
+    """Raise limits where possible for ``local`` of ``world`` processes, and check the others.
 
     Raises:
-        MachineError: with the limit, and how it is changed.
+        MachineError: naming the limit, and how to change it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed_files(local, world)
@@ -38,7 +38,7 @@ def check_limits(local: int = 1, world: int = 1) -> None:
 
 @contextmanager
 def open_files_in_words() -> Iterator[None]:
-    """Raise MachineError where a file cannot be opened because too many are open already."""
+    """Raise MachineError if a file cannot be opened because too many are open already."""
     try:
         yield
     except OSError as error:
@@ -52,16 +52,16 @@ def open_files_in_words() -> Iterator[None]:
 
 
 def needed_files(local: int, world: int) -> int:
-    """How many files a process may have open at once, of ``local`` of ``world``."""
+    """Return the number of files that a process may need to open, for ``local`` of ``world`` processes."""
     return _FILES + _FILES_A_WORKER * local + _FILES_A_RANK * world
 
 
 def shortage(files: int | None, shared: int | None, local: int, world: int) -> str | None:
-    """Return what is too little for so many processes; None where nothing is.
+    """Return a message about the limit that is too low for this number of processes, or None.
 
     Args:
-        files: that a process may have open; None without a limit.
-        shared: bytes free in /dev/shm; None where there is none.
+        files: the limit of open files of a process; None without a limit.
+        shared: bytes free in /dev/shm; None if it does not exist.
     """
     needed = needed_files(local, world)
     if files is not None and files < needed:

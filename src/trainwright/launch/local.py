@@ -1,10 +1,10 @@
-"""Worker processes on this machine, through torch's elastic agent; alone, or one node of several.
+"""Worker processes on this machine, through torch's elastic agent; on one node or as one of several.
 
-Alone, they meet on a free port of the loopback interface; several nodes have met at node 0's store already.
+On one node, workers meet on a free port of the loopback interface; several nodes have already met at node 0's store.
 
-The agent gives the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, …), watches the workers and
-takes the rest down when one fails. Around it: workers forked from a parent that has already imported the
-libraries, one log a rank, a graceful stop, and the first failure told once.
+The agent provides the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, …), watches the workers and ends the
+others when one fails. This module adds: workers forked from a parent that has already imported the libraries, one log
+per rank, a graceful stop, and a single report of the first failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from trainwright.launch.relaunch import Relaunch
 
 _MONITOR_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 10
-# The nodes wait for each other afterwards, and notice meanwhile when one is gone; the agent would not.
+# The nodes wait for each other afterwards and notice when one is gone; the agent would not.
 _BARRIER_SECONDS = 0.1
 
 
@@ -66,15 +66,15 @@ def launch(
     nodes: Nodes | None = None,
     relaunch: Relaunch | None = None,
 ) -> int:
-    """Run `entry` in `processes` workers here; EXIT_FINISHED or EXIT_STOPPED.
+    """Run `entry` in `processes` workers; return EXIT_FINISHED or EXIT_STOPPED.
 
-    `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked
-    (not Linux) it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json
-    for a worker that raised. `stopping` is entered by the caller. With `nodes`, as many workers run on each.
-    `relaunch` decides what follows when memory ran out; without it the launch ends.
+    `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked (not Linux)
+    it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json for a worker that raised.
+    The caller enters `stopping`. With `nodes`, each node runs the same number of workers. `relaunch` decides what to do
+    when memory ran out; without it the launch ends.
 
     Raises:
-        TrainwrightError: of the first failure, of the class that its exit code stands for.
+        TrainwrightError: the first failure, of the class of its exit code.
     """
     for number in itertools.count():
         ended = launch_once(entry, processes=processes, logs=logs, stopping=stopping, nodes=nodes, number=number)
@@ -97,7 +97,7 @@ def launch_once(
     nodes: Nodes | None = None,
     number: int = 0,
 ) -> int | Failure:
-    """As `launch`, but a failure is returned, whatever it was. `number` counts the launches of a run."""
+    """Launch once, like `launch`, but return any failure. `number` counts the launches of a run."""
     logs.mkdir(parents=True, exist_ok=True)
     first = processes * nodes.index if nodes else 0
     ranks = range(first, first + processes)
@@ -135,7 +135,7 @@ def launch_once(
 def _decide(
     failure: Failure, stopping: Stopping, nodes: Nodes | None, relaunch: Relaunch | None
 ) -> dict[str, Any] | None:
-    """Return the fault for another launch to tell of; None where there is to be none. The same on all nodes."""
+    """Return the fault that the next launch reports, or None for no further launch. The same on all nodes."""
 
     def decide() -> dict[str, Any] | None:
         if relaunch is None or failure.ran_out is None or stopping.flag.value:
@@ -163,20 +163,20 @@ def _worker(entry: Callable[[], int], logs: Path, parent: int, flags: stop.Flags
     except Exception as error:
         sys.stdout.flush()
         sys.stderr.flush()
-        # At once: the other ranks wait for this one, and its threads may not be joinable any more.
+        # Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more.
         os._exit(error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING)
 
 
 def _ended_from_outside(rank: int, errors: RankErrorHandler, number: signal.Signals) -> None:
-    """Leave the reason behind, as for an exception: what other ranks say of broken connections follows from it."""
+    """Record the reason like an exception: errors of other ranks about broken connections follow from it."""
     errors.record_exception(Ended(ended_from_outside(rank, number)))
 
 
 class _OneNode(RendezvousHandler):
-    """One agent alone: its store listens on a loopback port that the kernel picks, so none can collide.
+    """A single agent: its store listens on a loopback port that the kernel picks, so ports cannot collide.
 
-    Torch's own static rendezvous wants a port chosen beforehand and listens on every interface; its c10d
-    one runs a thread, which a parent that forks should not have.
+    Torch's own static rendezvous needs a port chosen beforehand and listens on every interface; its c10d one runs a
+    thread, which a parent that forks should not have.
     """
 
     def __init__(self, processes: int) -> None:
@@ -198,24 +198,24 @@ class _OneNode(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def num_nodes_waiting(self) -> int:
-        # The agent asks again and again while its workers run: the moment to look after them.
+        # The agent calls this repeatedly while its workers run: poll them here.
         if self.answering is not None:
             self.answering.look()
         return 0
 
     def get_run_id(self) -> str:
-        # The agent's report names one failed worker only. It asks for this name when it has just started
-        # the workers: the moment to keep hold of all of them, for the exit code of each.
+        # The agent's report names only one failed worker. It reads this name right after starting the workers, so keep
+        # references to all of them here, for the exit code of each.
         if len(self._workers) < self._processes:
             self._workers = sorted(multiprocessing.active_children(), key=_started_as)
         return self._run_id
 
     def alive(self, first: int) -> dict[int, int]:
-        """Pids by rank, of which `first` is the lowest here, of the workers that have not ended."""
+        """Return the pids by rank of the workers that have not ended; `first` is the lowest rank here."""
         return {rank: int(worker.pid or 0) for rank, worker in enumerate(self._workers, first) if worker.is_alive()}
 
     def exit_codes(self, first: int) -> dict[int, int | None]:
-        """Exit codes by rank, of which `first` is the lowest here; negative for signals."""
+        """Return the exit codes by rank, negative for signals; `first` is the lowest rank here."""
         return {rank: worker.exitcode for rank, worker in enumerate(self._workers, first)}
 
     def is_closed(self) -> bool:
@@ -229,7 +229,7 @@ class _OneNode(RendezvousHandler):
 
 
 class _SeveralNodes(_OneNode):
-    """One agent of several, at the store where the nodes have met. Ranks follow the nodes' numbers."""
+    """One of several agents, at the store where the nodes have met. Ranks follow the node numbers."""
 
     def __init__(self, processes: int, nodes: Nodes, number: int) -> None:
         super().__init__(processes)
@@ -244,8 +244,9 @@ class _SeveralNodes(_OneNode):
         return RendezvousInfo(store, nodes.index, nodes.count, info)
 
     def _port(self) -> int:
-        """Of the store where the workers meet: the nodes' own for the first launch, another for each after it, as
-        process groups leave their keys behind."""
+        """Return the port of the workers' store: the nodes' own for the first launch, another for each later one,
+        because process groups leave their keys in the store.
+        """
         meeting, key = self._nodes.meeting, f"workers/{self._number}"
         if not self._number:
             return meeting.store_port
@@ -260,7 +261,7 @@ class _SeveralNodes(_OneNode):
 
 
 class _ErrorFiles(LogsSpecs):
-    """Tells the agent where errors are written; the workers redirect their output themselves."""
+    """Tell the agent where errors are written; the workers redirect their output themselves."""
 
     def __init__(self, logs: Path) -> None:
         super().__init__(log_dir=str(logs))
@@ -279,7 +280,7 @@ class _ErrorFiles(LogsSpecs):
 
 
 class _Agent(LocalElasticAgent):
-    """Tells the workers before the others are ended because one has failed."""
+    """Inform the workers that one has failed before the others are ended."""
 
     def __init__(self, flags: stop.Flags, rendezvous: _OneNode, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -287,7 +288,7 @@ class _Agent(LocalElasticAgent):
         self._workers_of = rendezvous
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # The workers are ended in the middle of what follows.
+        # The workers are ended during the call below.
         if any(self._workers_of.exit_codes(0).values()):
             self._told.closing.value = 1
         return super()._monitor_workers(worker_group)
@@ -331,7 +332,7 @@ def _kill_workers(nodes: Nodes | None) -> None:
 
 @contextmanager
 def _agent_environment(loopback: bool) -> Any:
-    """Set what the agent and its workers read from the environment; the user's own values stay."""
+    """Set the variables that the agent and its workers read; the user's own values are kept."""
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
     wanted = {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # see preload_libraries
@@ -352,7 +353,7 @@ def _agent_environment(loopback: bool) -> Any:
 
 @contextmanager
 def _quiet_agent(log: Path) -> Any:
-    """Write the agent's own reports of a failure to a file: the console gets ours, once."""
+    """Write the agent's own failure reports to a file: the console gets ours, once."""
     handler = _QuietFile(log, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
@@ -369,10 +370,10 @@ def _quiet_agent(log: Path) -> Any:
 
 
 class _QuietFile(logging.FileHandler):
-    """A log whose disk may fill, or whose directory may be deleted: what cannot be written is left out."""
+    """A log file that ignores write errors: its disk may be full, or its directory deleted."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # of opening it
+        with suppress(OSError):  # raised when opening it
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -384,7 +385,7 @@ class _QuietFile(logging.FileHandler):
 
 
 def _show_cursor() -> None:
-    """Show the cursor: a worker that drew a progress bar has hidden it and may have been killed since."""
+    """Show the cursor: a killed worker may have hidden it for its progress bar."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")
 

@@ -1,4 +1,4 @@
-"""Whether a run fits: the fullest of its steps tried for real, in processes that are thrown away."""
+"""Test whether a run fits: try its largest step in temporary processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainwright.machine.cache import cache_root
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
 
-_STEPS = 2  # the second one has the optimizer's state in memory too
+_STEPS = 2  # the second step also has the optimizer state in memory
 _FIRST_TO_BE_KILLED = 1000
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What was found. `memory_bytes` is the peak on the worst rank and `step_time` that of the last step, in seconds;
-    both None where no step was finished. `error` says in words why there was none, whether memory ran out or not.
+    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
+    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
     """
 
     fits: bool
@@ -36,9 +36,9 @@ class ProbeResult:
 
 
 def probe(recipe: str, stopping: Stopping) -> ProbeResult:
-    """Take the step with the largest micro-batch twice, as the resolved `recipe` (YAML) has it on this machine.
+    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
 
-    Data and weights are in the cache and the libraries imported, as before `launch`; nothing is kept.
+    Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
 
     Raises:
         Stopped: a stop was requested meanwhile.
@@ -65,13 +65,13 @@ def probe(recipe: str, stopping: Stopping) -> ProbeResult:
 
 
 def fit(run: Path, stopping: Stopping) -> None:
-    """Try the fullest step of a new run, and halve its micro-batch until that fits.
+    """Try the largest step of a new run, and halve its micro-batch until it fits.
 
-    Data and weights are in the cache and the libraries imported, as before `launch`. What fails for another reason is
-    left to the run itself to tell.
+    Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
+    run itself to report.
 
     Raises:
-        MachineError: one row at a time does not fit either.
+        MachineError: even one row per micro-batch does not fit.
         Stopped: a stop was requested meanwhile.
     """
     while True:
@@ -90,7 +90,7 @@ def fit(run: Path, stopping: Stopping) -> None:
 
 
 def _work(run: Path) -> int:
-    """In every worker."""
+    """Run in every worker."""
     from trainwright.launch.run_worker import run_worker
 
     be_killed_first(_FIRST_TO_BE_KILLED)
@@ -107,7 +107,7 @@ def _work(run: Path) -> int:
 
 
 def _measured(run: Path) -> tuple[int | None, float | None]:
-    """Peak memory and time of the last step that was finished."""
+    """Return the peak memory in bytes and the time in seconds of the last finished step."""
     try:
         steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
     except OSError:

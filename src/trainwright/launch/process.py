@@ -1,6 +1,6 @@
-"""What every process of a run does first: it dies with its parent, writes to its log, knows its console.
+"""Set-up of every process of a run: it dies with its parent, writes to its log, and knows its console.
 
-`stop_requested` and `set_fresh` are here too, as this is the module that code running in a worker looks at.
+`stop_requested` and `set_fresh` are also here, for code that runs in a worker.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _console: TextIO | None = None
 
 
 def console() -> TextIO | None:
-    """Return what was standard output before it went to the log; None where that is not kept (rank > 0)."""
+    """Return the original standard output; None if it is not kept (rank > 0)."""
     return _console
 
 
 def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
-    """Tie this process to `parent` (a pid) and send all it writes, C libraries included, to `log`."""
+    """Tie this process to `parent` (a pid) and redirect all its output, including that of C libraries, to `log`."""
     global _console
     if parent is not None:
         die_with_parent(parent)
@@ -74,7 +74,7 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
 
 
 def outlive_output() -> None:
-    """From now on what this process cannot write to its standard output or error is left out, and ends nothing."""
+    """Ignore failing writes to standard output and error from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -87,7 +87,7 @@ def outlive_output() -> None:
 
 
 class _LossyFile(io.FileIO):
-    """What cannot be written is left out: a disk that is full, or a pipe that nobody reads, ends no run."""
+    """A text stream that ignores failing writes: a full disk, or a closed pipe, does not end a run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -97,16 +97,16 @@ class _LossyFile(io.FileIO):
 
 
 def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
-    """Return a stream whose text is left out where it cannot be written.
+    """Return a stream that ignores failing writes.
 
-    It is written line by line, so that a log tells what happened even when the process is killed.
+    It is flushed after every line, so that the log is useful even if the process is killed.
     """
     file = io.BufferedWriter(_LossyFile(descriptor, "w", closefd=descriptor > 2))
     return io.TextIOWrapper(file, encoding=encoding or "utf-8", errors=errors, line_buffering=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` (its pid) dies, however it dies (prctl(2))."""
+    """Have the kernel kill this process when `parent` (its pid) dies in any way (prctl(2))."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -116,10 +116,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def limit_threads(cores: int, processes: int, threads: int | None = None) -> int:
-    """Share the cores among the processes by OMP_NUM_THREADS, which the user's own value overrides.
+    """Share the cores among the processes by OMP_NUM_THREADS, unless the user has set it.
 
-    To be called before torch is imported: OpenMP reads the variable when its library is loaded. ``threads``: of each,
-    where a plan has found another number to be faster.
+    Call this before importing torch: OpenMP reads the variable when its library is loaded. ``threads``: per process, if
+    a plan has found another number to be faster.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
     return threads_allowed()
@@ -128,8 +128,8 @@ def limit_threads(cores: int, processes: int, threads: int | None = None) -> int
 def keep_freed_memory() -> None:
     """Have glibc reuse the memory of freed tensors (mallopt(3)) instead of returning it and faulting it in again.
 
-    Measured on a 135M-parameter model: half the system time and 5 % of a step. The bounds keep what lies idle small:
-    with no bounds the same speed took 10 % more memory.
+    Measured on a 135M-parameter model: half the system time and 5 % of a step. The bounds limit idle memory: without
+    them the same speed took 10 % more memory.
     """
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None)
@@ -140,7 +140,7 @@ def keep_freed_memory() -> None:
 
 
 def threads_allowed() -> int:
-    """OMP_NUM_THREADS as a number; of a list (one value a nesting level) the first; 1 without it."""
+    """Return OMP_NUM_THREADS as a number; the first of a list (one value per nesting level); 1 if unset."""
     first = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else 1
 
@@ -155,10 +155,10 @@ def preload_libraries() -> None:
 
 
 def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> None:
-    """Run `work` in a process of its own, so that the threads it starts do not stay in this one.
+    """Run `work` in a separate process, so that the threads it starts do not remain in this one.
 
-    A TrainwrightError is raised again here, with its type and message. Raises TrainingError with the
-    traceback for any other exception or when the process is killed, Stopped when a stop is requested.
+    A TrainwrightError is raised again here, with its type and message. Raises TrainingError with the traceback for any
+    other exception or when the process is killed, Stopped when a stop is requested.
     """
     context: Any = multiprocessing.get_context(START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
@@ -172,7 +172,7 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
         if child.is_alive() and stopping.requested:
             child.kill()
         child.join()
-    if answer is None and (stopping.requested or -child.exitcode in STOP_SIGNALS):  # sent to it too, or to it alone
+    if answer is None and (stopping.requested or -child.exitcode in STOP_SIGNALS):  # or the child got it
         raise Stopped()
     if answer is None:
         raise TrainingError(f"preparation ended with exit code {child.exitcode} and no message; see {log}")
@@ -184,10 +184,10 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Keep the garbage collectors of processes forked meanwhile away from what this process made before.
+    """Exclude existing objects from garbage collection in processes forked meanwhile.
 
-    An object may wait for its threads when it is collected, as torch's TCPStore does; a forked process does not have
-    them and would wait forever. A launch leaves such a store behind in a reference cycle.
+    An object may join its threads when it is collected, as torch's TCPStore does; a forked process does not have those
+    threads and would wait forever. A launch leaves such a store behind in a reference cycle.
     """
     gc.freeze()
     try:
@@ -216,7 +216,7 @@ def _child(work: Callable[[], None], log: Path, parent: int, sender: multiproces
         work()
         answer = ("done", "")
     except TrainwrightError as error:
-        # Of the kind that the parent knows: another module may have made one of its own of it.
+        # Use a class that the parent knows: another module may have derived its own.
         kinds = (kind.__name__ for kind in type(error).__mro__)
         answer = (next(name for name in kinds if hasattr(errors, name)), str(error))
     except Exception as error:
@@ -225,7 +225,7 @@ def _child(work: Callable[[], None], log: Path, parent: int, sender: multiproces
     sender.send(answer)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's own ending: libraries' thread pools may not be joinable.
+    # Without the interpreter's shutdown: threads of libraries may not be joinable.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A program that a command runs and waits for: it is told of a stop, and it does not outlive the command."""
+"""Run a program and wait for it: stop signals are passed on, and it does not outlive the command."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_program(command: Sequence[str], **options: Any) -> int:
-    """Run ``command`` to its end; its exit code, or minus the signal that ended it.
+    """Run ``command`` to its end; return its exit code, or minus the signal that ended it.
 
-    Stop signals are passed on, and it decides what they mean: a run has the time for a checkpoint. When this process
-    is killed, the program gets SIGTERM (on Linux).
+    Stop signals are passed on, so that a run has time for a checkpoint. If this process is killed, the program gets
+    SIGTERM (on Linux).
 
     Args:
         options: of ``subprocess.Popen``.
 
     Raises:
-        FileNotFoundError: there is no such program.
+        FileNotFoundError: the program does not exist.
     """
     with passing_on() as (programs, _):
         process = started(command, **options)
@@ -37,7 +37,7 @@ def run_program(command: Sequence[str], **options: Any) -> int:
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start ``command``, which gets SIGTERM when this process dies, however it dies (prctl(2))."""
+    """Start ``command``, which gets SIGTERM when this process dies in any way (prctl(2))."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(command, **options)
     parent, libc = os.getpid(), ctypes.CDLL(None)
@@ -52,9 +52,9 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 @contextmanager
 def passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
-    """While entered, stop signals to this process go to the programs in the first list and into the second one.
+    """While entered, pass stop signals to the programs in the first list and record them in the second one.
 
-    In another thread than the main one signals cannot be had, and stay as they are.
+    Outside the main thread signals cannot be handled, and stay as they are.
     """
     programs: list[subprocess.Popen[Any]] = []
     requested: list[int] = []
@@ -62,7 +62,7 @@ def passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
     def pass_on(number: int, frame: FrameType | None) -> None:
         requested.append(number)
         if number == signal.SIGINT and _in_foreground():
-            return  # the terminal has sent it to all of them
+            return  # the terminal has already sent it to all of them
         for program in programs:
             program.send_signal(number)
 
@@ -79,7 +79,7 @@ def passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
 
 
 def _in_foreground() -> bool:
-    """Whether a ctrl-C at the terminal goes to this process and those that it has started."""
+    """Return whether a ctrl-C at the terminal goes to this process and its children."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

@@ -1,7 +1,7 @@
-"""A launch that met the end of memory is followed by another one of the same run, with half the micro-batch.
+"""Relaunch a run that ran out of memory, with half the micro-batch.
 
-For what a worker cannot answer itself: the ranks of a sharded model wait for each other in every pass, and a process
-that the kernel kills answers nothing.
+For cases that a worker cannot handle itself: the ranks of a sharded model wait for each other in every pass, and a
+process that the kernel kills cannot react.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trainwright.recipe.loading import load_recipe
 
 
 class Relaunch:
-    """Decides on another launch of a run, and says what its workers execute.
+    """Decide whether to relaunch a run, and what its workers execute.
 
     Args:
-        resumed: what every worker executes then, given the fault that it tells of.
+        resumed: what every worker executes then, given the fault to report.
     """
 
     def __init__(self, run: Path, resumed: Callable[[dict[str, Any]], Callable[[], int]]) -> None:
@@ -31,7 +31,7 @@ class Relaunch:
         self._begun = time.time()
 
     def decide(self, ran_out: RanOut) -> dict[str, Any] | None:
-        """Halve the micro-batch in the run's recipe; the `fault` of it, or None where another launch is of no use."""
+        """Halve the micro-batch in the run's recipe; return the `fault`, or None if another launch is of no use."""
         recipe = load_recipe(self._run / run_directory.RECIPE)
         rows = rows_of(recipe, ran_out.rows)
         if rows == 1 or not ran_out.in_training or not self._trained():
@@ -42,7 +42,7 @@ class Relaunch:
         except OSError:  # the workers would read the old one
             return None
         self._begun = time.time()
-        # No field `step`: what is told of a step does not count any more once that is done again.
+        # No field `step`: events of a step are discarded when that step is repeated.
         return {
             "kind": "out_of_memory",
             "rank": ran_out.rank,
@@ -51,7 +51,9 @@ class Relaunch:
         }
 
     def _trained(self) -> bool:
-        """Whether the last launch came as far as training: a model that does not fit is no matter of micro-batches."""
+        """Return whether the last launch reached training: smaller micro-batches do not help a model that does not
+        fit.
+        """
         try:
             events = read_events(self._run / "events.jsonl")
         except OSError:

@@ -1,4 +1,4 @@
-"""A run whose plan proved wrong goes on in another way: the same run, from its newest checkpoint."""
+"""Continue a run whose plan proved wrong with another plan: the same run, from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TRAIN = ("micro_batch_size", "activation_checkpointing")
 
 
 def is_asked(run: Path) -> bool:
-    """Whether the run is to stop after its next checkpoint, to go on in another way."""
+    """Return whether the run is to stop after its next checkpoint, to continue with another plan."""
     return (run / REPLAN).is_file()
 
 
 def take(run: Path) -> tuple[Recipe, int | None] | None:
-    """Return what the run goes on as, and threads of a process; None where nothing else is asked for.
+    """Return the recipe to continue with and the threads per process; None if no change is requested.
 
-    The run's recipe and plan say so from now on.
+    The run's recipe and plan are updated.
     """
     file = run / REPLAN
     try:

@@ -1,6 +1,6 @@
-"""What a command line asks for: a recipe, or a run to continue; read, resolved and checked without torch.
+"""The request of a command line: a recipe, or a run to continue; read, resolved and checked without torch.
 
-The same for `trainwright train` and for every process that another launcher starts.
+`trainwright train` and all processes that another launcher starts share it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `run` is the run to continue, None for a new one; `stem` names a new one.
+    """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 
-    `chosen`: the keys of the recipe whose values were chosen when the run began, and not asked for since.
+    `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
     """
 
     recipe: Recipe
@@ -39,15 +39,13 @@ class Request:
 
 
 def read_request(arguments: list[str], resume: str | None, meaning: Meaning | None = None) -> Request:
-    """Read RECIPE and section.key=value, as a command line has them; see `request_of`."""
+    """Read RECIPE and section.key=value from a command line; see `request_of`."""
     recipe, overrides = split_words(arguments)
     return request_of(recipe, overrides, resume, meaning)
 
 
 def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the recipe's file and the overrides among the words of a command line. Raises RequestError for two
-    files.
-    """
+    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
     files = [a for a in arguments if "=" not in a]
     if len(files) > 1:
         raise RequestError(f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value")
@@ -57,10 +55,9 @@ def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
 def request_of(
     recipe: Path | Tree | None, overrides: list[str], resume: str | None, meaning: Meaning | None = None
 ) -> Request:
-    """Return the request for ``recipe``, with the meaning of an Accelerate file between it and its ``overrides``.
+    """Return the request for ``recipe``; an Accelerate file overrides it, and ``overrides`` override both.
 
-    `resume` is None for a new run, else the run's directory, or "" for the recipe's newest run. Raises
-    RequestError.
+    `resume` is None for a new run, else the run directory, or "" for the recipe's newest run. Raises RequestError.
     """
     if recipe is None and not resume:
         raise RequestError("no recipe given; for instance: trainwright train recipes/sft/tiny.yaml")
@@ -77,7 +74,7 @@ def request_of(
 
 
 def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
-    """Return the run that --resume means: the one named, that of its own recipe, or the recipe's newest."""
+    """Return the run that --resume refers to: the one named, that of its own recipe, or the recipe's newest."""
     if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
     asked, file = load_recipe(recipe, overrides), _file(recipe)
@@ -86,7 +83,7 @@ def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Pa
 
 
 def _stem_of(recipe: Path | Tree) -> str:
-    """Return what runs of a recipe are named after."""
+    """Return the name stem for runs of a recipe."""
     file = _file(recipe)
     return "recipe" if file is None else run_directory.stem_of(file)
 
@@ -98,8 +95,7 @@ def _file(recipe: Path | Tree) -> Path | None:
 def for_started(request: Request, processes: int, launcher: str) -> Request:
     """Return the request for the number of processes that a launcher has started.
 
-    Raises MachineError where the recipe asks for another number, RequestError where its strategy cannot be run
-    by so many.
+    Raises MachineError if the recipe sets another number, RequestError if its strategy does not support this number.
     """
     parallel = request.recipe.parallel
     reasons = request.reasons
@@ -122,8 +118,8 @@ def for_started(request: Request, processes: int, launcher: str) -> Request:
 def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
     """Return the request for several equal machines, of which `machine` is one.
 
-    parallel.num_processes counts the processes of all of them. Raises RequestError where they cannot be
-    divided equally, or where the strategy is for one process.
+    parallel.num_processes counts the processes of all of them. Raises RequestError if they cannot be divided equally,
+    or if the strategy is for one process.
     """
     if nodes == 1:
         return request
@@ -148,10 +144,9 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
 
 
 def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
-    """Choose what is left to auto, for `nodes` machines like this one.
+    """Resolve the values left to auto, for `nodes` machines like this one.
 
-    `check_gpus` is False where the processes' GPUs are counted in another way: a launcher may show each process
-    its own alone.
+    `check_gpus` is False if the processes' GPUs are counted elsewhere: a launcher may show each process only its own.
     """
     from trainwright.planning.resolve import resolve
 
@@ -161,9 +156,9 @@ def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gp
 
 
 def check_request(request: Request, recipe: Recipe, creates: bool = True) -> None:
-    """Refuse what can be refused without torch, before anything is written. Raises RequestError.
+    """Check everything that can be checked without torch, before anything is written. Raises RequestError.
 
-    `creates` is False where another node makes the run's directory, and may have done so already.
+    `creates` is False if another node creates the run directory, and may have done so already.
     """
     from importlib.util import find_spec
 
@@ -184,7 +179,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
 
 
 def _check_extensions(recipe: Recipe) -> None:
-    """Import what is not our own; a name or a class that is wrong is refused before anything is written."""
+    """Import extensions, so that a wrong name or class is rejected before anything is written."""
     named = {"train.step_policies": recipe.train.step_policies, "logging.observers": recipe.logging.observers}
     for key, names in named.items():
         for name in names:
@@ -195,7 +190,7 @@ def _check_extensions(recipe: Recipe) -> None:
 
 
 def parse_place(text: str) -> tuple[str, int]:
-    """Host and port of `--rendezvous host:port`. Raises RequestError."""
+    """Parse `--rendezvous host:port`. Raises RequestError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise RequestError(f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500")
@@ -203,7 +198,7 @@ def parse_place(text: str) -> tuple[str, int]:
 
 
 def is_bare_resume(following: str | None) -> bool:
-    """Whether `--resume`, followed by this argument, stands without a value and means the newest run."""
+    """Return whether `--resume`, followed by this argument, has no value and so means the newest run."""
     return following is None or following.startswith("-") or "=" in following or Path(following).is_file()
 
 

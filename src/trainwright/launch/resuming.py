@@ -1,6 +1,6 @@
-"""A run that is continued: what the recipe and the overrides say now, held against the run's own recipe.
+"""Continue a run: compare the given recipe and overrides with the run's own recipe.
 
-What decides the losses is the run's for good. What only spreads, measures or keeps it may change, and does.
+What determines the losses is fixed for a run. What only distributes, measures or saves it may change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
 from trainwright.registries import STRATEGIES
 
-# Sections and keys that may be another when a run is continued.
+# Sections and keys that may change when a run is continued.
 _FREE = (
     ("parallel",),
     ("checkpoint",),
@@ -38,7 +38,7 @@ _DIRECTORY = ("logging", "run_directory")
 _PROCESSES = ("parallel", "num_processes")
 _STRATEGY = ("parallel", "strategy")
 _ACCUMULATION = ("train", "gradient_accumulation_steps")
-# What is chosen by the strategy and the number of processes.
+# Keys that depend on the strategy and the number of processes.
 _LAYOUT = tuple(
     ("parallel", key) for key in ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
 )
@@ -46,7 +46,7 @@ _ABSENT = object()
 
 
 class Continued(NamedTuple):
-    """The recipe a run goes on with, why each of its values is what it is, and the keys whose values nobody wrote."""
+    """The recipe a run continues with, the reason for each of its values, and the keys that the user did not write."""
 
     recipe: Recipe
     reasons: tuple[str, ...]
@@ -54,13 +54,12 @@ class Continued(NamedTuple):
 
 
 def continued(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> Continued:
-    """Return the run's own recipe with what ``overrides`` and, where one was named, the recipe at ``path`` change of
-    it.
+    """Return the run's own recipe, changed by ``overrides`` and the recipe at ``path``, if given.
 
-    A value that the recipe leaves to auto is the run's; an override with auto has it chosen anew.
+    A value that the recipe leaves to auto keeps the run's value; an override with auto chooses it anew.
 
     Raises:
-        RequestError: something differs that makes another run; every such key, both values, and how to go on.
+        RequestError: a difference would make it another run; lists every such key, both values, and how to continue.
     """
     own = run / run_directory.RECIPE
     before = load_recipe(own)
@@ -149,8 +148,8 @@ def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, o
 
 
 def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
-    """Yield what the run's strategy and number of processes decided, where they are to be others and nothing is
-    ``said`` of it; each with the value that leaves it open.
+    """Yield the values that depended on the run's strategy and number of processes, if these change and ``said`` does
+    not set them; each with the value that leaves it open.
 
     Args:
         chosen: the keys whose values nobody wrote when the run began.
@@ -159,7 +158,7 @@ def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[K
     spread = _asked(said, _PROCESSES, parallel.num_processes)
     strategy = _asked(said, _STRATEGY, parallel.strategy)
     if spread:
-        # What shards nothing is chosen by the number of processes alone, and so anew for another one.
+        # Without sharding the choice depends only on the number of processes, so it is made again for another number.
         if not spec_of(parallel.strategy).shards and _value(said, _STRATEGY) == "auto":
             yield _STRATEGY, "auto"
         if _value(said, _ACCUMULATION) == "auto":
@@ -179,7 +178,7 @@ def _is_one_process(strategy: object) -> bool:
 
 
 def _asked(said: Tree, key: KeyPath, before: object) -> bool:
-    """Whether a value other than ``before`` is asked for; auto in a recipe asks for none, as an override it does."""
+    """Return whether a value other than ``before`` is set; auto counts as set in an override, but not in a recipe."""
     origin, value = said.origins.get(key), _value(said, key)
     left_open = origin is None or (value == "auto" and origin.line is not None)
     return not left_open and value != before
@@ -204,12 +203,12 @@ def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None
 
 
 def _holds(reason: str, recipe: Recipe) -> bool:
-    """Whether a line of the run's plan still gives the reason for a value of its recipe."""
+    """Return whether a line of the run's plan still gives the reason for a value of its recipe."""
     key, _, rest = reason.partition(" ")
     section, _, name = key.rstrip(":").partition(".")
     values = getattr(recipe, section, None)
     if not hasattr(values, name):
-        return True  # of what was put over the recipe
+        return True  # of a value set over the recipe
     return not key.endswith(":") and re.match(rf"{re.escape(_text(getattr(values, name)))}(?!\w)", rest) is not None
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: named, made, found again, and used by one launch at a time."""
+"""Run directories: named, created, found again, and locked by one launch at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
 def create(wanted: str, stem: str) -> Path:
-    """Make the directory that `logging.run_directory` asks for; auto: runs/<stem>-<date>-<time>.
+    """Create the directory that `logging.run_directory` asks for; auto: runs/<stem>-<date>-<time>.
 
-    Raises RequestError when it exists.
+    Raises RequestError if it exists.
     """
     if wanted != "auto":
         directory = Path(wanted).expanduser()
@@ -51,7 +51,7 @@ def create(wanted: str, stem: str) -> Path:
 
 
 def check_new(directory: Path) -> None:
-    """Raise RequestError when there is something where a new run is to be written."""
+    """Raise RequestError if the directory of a new run already exists."""
     if directory.exists():
         raise RequestError(
             f"logging.run_directory: {directory} exists; continue that run with --resume {directory}, "
@@ -60,9 +60,9 @@ def check_new(directory: Path) -> None:
 
 
 def find(wanted: str, run_directory: str, stem: str) -> Path:
-    """Return the run that --resume means: the directory `wanted`, or, where that is empty, the recipe's newest run.
+    """Return the run that --resume refers to: the directory `wanted`, or, if empty, the recipe's newest run.
 
-    `run_directory` is the recipe's logging.run_directory. Raises RequestError when there is no such run.
+    `run_directory` is the recipe's logging.run_directory. Raises RequestError if there is no such run.
     """
     if wanted or run_directory != "auto":
         directory = Path(wanted or run_directory).expanduser()
@@ -78,9 +78,9 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """Return a resolved recipe as YAML for the directory of its run, where it can be trained again as it stands.
+    """Return a resolved recipe as YAML for its run directory, from which it can be trained again unchanged.
 
-    So it names no directory: that of the run is the one it lies in, and another run needs another.
+    It does not name its own directory, because another run needs another one.
     """
     logging = recipe.logging.model_copy(update={"run_directory": "auto"})
     return dump_recipe(recipe.model_copy(update={"logging": logging}))
@@ -94,13 +94,13 @@ def record(
     plan: Mapping[str, Any] | None = None,
     chosen: Sequence[str] = (),
 ) -> None:
-    """Write the resolved recipe (YAML), its name, what device it was resolved for, and why each choice was made.
+    """Write the resolved recipe (YAML), its name, the device it was resolved for, and the reason for each choice.
 
     Args:
-        plan: all else that is known beforehand, as JSON has it.
+        plan: further predictions, serializable as JSON.
         chosen: the keys of the recipe whose values the user did not write.
 
-    Each file is written whole or not. Raises MachineError where the disk is full or cannot be written to.
+    Each file is written completely or not at all. Raises MachineError if the disk is full or not writable.
     """
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
@@ -112,7 +112,7 @@ def record(
 
 
 def reasons(directory: Path) -> list[str]:
-    """Why each value of a run's recipe is what it is, as recorded."""
+    """Return the recorded reasons for the values of a run's recipe."""
     return list(_plan(directory).get("reasons", ()))
 
 
@@ -122,18 +122,18 @@ def chosen(directory: Path) -> tuple[str, ...]:
 
 
 def planned_device(directory: Path) -> str:
-    """Return what a run was planned to compute on: cuda or cpu."""
+    """Return the device that a run was planned for: cuda or cpu."""
     return str(_plan(directory)["device"])
 
 
 def predicted(directory: Path) -> dict[str, float]:
-    """Return what a run's plan expects of it, by the names of `finish` events; empty where none was made."""
+    """Return the plan's predictions for a run, named as in `finish` events; empty without a plan."""
     found = _plan(directory).get("predicted")
     return dict(found) if isinstance(found, dict) else {}
 
 
 def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
-    """Have the plan of a run that goes on in another way expect this from now on."""
+    """Replace the predictions in the plan of a run that continues with another plan."""
     plan = _plan(directory)
     changed = {"predicted": {**plan.get("predicted", {}), **predicted}, "own_runs": {}}
     changed["chosen"] = {**plan.get("chosen", {}), **choice}
@@ -141,12 +141,12 @@ def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str,
 
 
 def plan_of(directory: Path) -> dict[str, Any]:
-    """All that a run's plan says; empty where none was made."""
+    """Return the plan of a run as a mapping; empty without a plan."""
     return _plan(directory)
 
 
 def change(directory: Path, recipe: str, reason: str) -> None:
-    """Write the recipe that a run goes on with, and in the place of the reason for the key's value before, this one."""
+    """Write the recipe that a run continues with, and replace the reason for the changed value."""
     plan, key = _plan(directory), reason.partition(" ")[0]
     kept = [line for line in reasons(directory) if line.partition(" ")[0] != key]
     _write(directory / RECIPE, recipe.encode())
@@ -154,13 +154,13 @@ def change(directory: Path, recipe: str, reason: str) -> None:
 
 
 def stem_of(recipe: Path) -> str:
-    """Return what runs of a recipe file are named after: its own name, or that of the recipe a run was made from."""
+    """Return the name stem for runs of a recipe file: its own name, or that of the recipe a run was made from."""
     run = run_of(recipe)
     return recipe.stem if run is None else str(_plan(run).get("recipe") or recipe.stem)
 
 
 def run_of(recipe: Path) -> Path | None:
-    """Return the run whose own recipe this file is; None for any other."""
+    """Return the run whose own recipe this file is; None for any other file."""
     run = recipe.parent
     return run if recipe.name == RECIPE and (run / PLAN).is_file() else None
 
@@ -179,7 +179,7 @@ def _plan_bytes(plan: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
-    """While preparing: an exception leaves no new directory behind, and an existing run as it was."""
+    """On an exception while preparing, remove a new directory, and restore an existing run."""
     before = {} if created else {name: _read(directory / name) for name in (RECIPE, PLAN)}
     try:
         yield
@@ -187,7 +187,7 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
         if created:
             shutil.rmtree(directory, ignore_errors=True)
         for name, content in before.items():
-            # What cannot be written now has not been written over either, and the first error is the one to tell.
+            # What cannot be written now was not overwritten either, and the first error is the one to report.
             with suppress(OSError):
                 if content is not None and content != _read(directory / name):
                     _write(directory / name, content)
@@ -196,8 +196,8 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
 
 @contextmanager
 def only_launch(directory: Path) -> Iterator[None]:
-    """Hold the run; raises RequestError when another launch does. The workers hold it too until they end."""
-    # A run that was killed just now is held until its workers are gone.
+    """Lock the run; raise RequestError if another launch has it. The workers hold the lock until they end."""
+    # The workers of a run that was just killed hold the lock until they are gone.
     with hold(directory, f"--resume: {directory} is being trained by another process", _LEAVING_SECONDS):
         yield
 
@@ -212,6 +212,6 @@ def _write(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError:
-        with suppress(OSError):  # a part of it, where the disk is full
+        with suppress(OSError):  # restored in part if the disk is full
             temporary.unlink()
         raise

@@ -1,4 +1,4 @@
-"""What every process of a run executes: from the run directory's recipe to a finished engine."""
+"""The body of every worker process: from the recipe in the run directory to the end of training."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def run_worker(
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
     Args:
-        observers: called on rank 0 only, for what shall see the events.
-        predicted: what the run's plan expects of it.
-        fault: why the run was launched once more, to be told among the events.
-        rehearse: take only that many steps of the run, and keep nothing but their events.
+        observers: called on rank 0 only; returns the observers of the events.
+        predicted: the plan's predictions for the run.
+        fault: why the run was relaunched, recorded as an event.
+        rehearse: take only this many steps, and keep only their events.
         fullest: rehearse the step with the largest micro-batch.
-        seat: who this process is among all; None: as the environment says.
-        may_change: whether the launcher starts the run once more in another way, where train.replan asks for it.
+        seat: rank information of this process; None: read it from the environment.
+        may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
@@ -78,20 +78,20 @@ def run_worker(
     recipe_text = (run / "recipe.yaml").read_text(encoding="utf-8")
     recipe = load_recipe(run / "recipe.yaml")
     if recipe.parallel.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of libraries too that use a GPU where they find one
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
-    # Before any process group: reading and preparing may take long, and nobody waits in a collective meanwhile.
+    # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
     seat = seat or Seat.from_variables()
     with Activity(console(), "mapping the data and building the model"):
         task = build_task(recipe, cache)
         if task.weights is not None:
             doing("loading the weights")
             task.weights.load(seat.rank)
-        sizes = count_parameters(task.module)  # before they are cut up
+        sizes = count_parameters(task.module)  # before they are sharded
         doing("waiting for the other processes")
         world = join(usable_device(detect(), seat, recipe.parallel.device), seat)
         world = replace(world, stop_requested=stop_requested)
@@ -143,7 +143,7 @@ def run_worker(
 
 
 def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layout]:
-    """Return the task's model as the recipe spreads it over the processes, and how it lies on this one."""
+    """Return the task's model distributed by the recipe's strategy, and its layout on this process."""
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
     )
@@ -157,7 +157,7 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layou
 
 
 def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies; rank 0 reads every byte and the others take its word."""
+    """Return the newest checkpoint that verifies; rank 0 reads all of it, the others rely on rank 0."""
     chosen: str | None = None
     refused: list[str] = []
     if world.is_main:
@@ -175,10 +175,10 @@ def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpo
 
 
 def _keep_recipe(run: Path, world: World, recipe: Recipe, reason: str) -> str:
-    """Have the run's directory say what the run goes on with; the recipe's text."""
+    """Write the recipe that the run continues with to the run directory; return its text."""
     text = run_directory.recipe_text(recipe)
     if world.is_main:
-        with suppress(OSError):  # a run that is resumed from the old one meets the end of memory once more, no worse
+        with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)
     return text
 

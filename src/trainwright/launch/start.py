@@ -1,7 +1,7 @@
 """One run from its plan to the end of its workers, on this machine or as one node of several.
 
-It uses up the process it is called in: workers are forked from it, its threads are limited, and while it runs stop
-signals are the run's.
+It changes the process that calls it: workers are forked from it, its threads are limited, and it handles stop signals
+while the run lasts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where several nodes meet, which of them this one is, and how long they wait for each other."""
+    """Where several nodes meet, the index of this one, and how long they wait for each other."""
 
     nodes: int
     node_rank: int
@@ -46,7 +46,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done in processes of the run's directory.
+    """The functions that processes of a run execute.
 
     Attributes:
         prepare: once, before there are workers.
@@ -58,11 +58,11 @@ class Work:
 
 
 def start(request: Request, resolved: Resolved, machine: Machine, work: Work, meeting: Meeting | None = None) -> Path:
-    """Train to the end; the run's directory.
+    """Train to the end; return the run directory.
 
     Raises:
-        Stopped: a stop was requested; the message says what was kept and how to go on.
-        TrainwrightError: the run cannot be started, or failed.
+        Stopped: a stop was requested; the message says what was saved and how to continue.
+        TrainwrightError: the run could not start, or failed.
     """
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
@@ -75,7 +75,7 @@ def start(request: Request, resolved: Resolved, machine: Machine, work: Work, me
     if meeting is None:
         with Stopping() as stopping:
             return _train(request, resolved, here, work, stopping, None)
-    # Imports torch, so after the threads are limited.
+    # Imports torch, so it comes after the thread limit.
     from trainwright.launch.group.nodes import LinkedStopping, Node, Nodes
     from trainwright.recipe.loading import dump_recipe
 
@@ -93,7 +93,7 @@ def start(request: Request, resolved: Resolved, machine: Machine, work: Work, me
 def _train(
     request: Request, resolved: Resolved, processes: int, work: Work, stopping: Stopping, nodes: Nodes | None
 ) -> Path:
-    """From the run's directory, new or not, to the end of its workers here."""
+    """Prepare the run directory, and run the workers of this machine to their end."""
     node = 0 if nodes is None else nodes.index
     with ExitStack() as held:
         run = _prepared(request, resolved, work, stopping, nodes, held)
@@ -106,7 +106,7 @@ def _train(
         except TrainwrightError as error:
             new = node == 0 and request.run is None
             if error.exit_code == EXIT_REQUEST and new and not (run / "events.jsonl").exists():
-                # A request that only a worker could refuse leaves nothing behind either.
+                # A request that only a worker could reject leaves nothing behind either.
                 shutil.rmtree(run, ignore_errors=True)
             raise
     if code == EXIT_STOPPED:
@@ -121,7 +121,7 @@ def _train(
 def _prepared(
     request: Request, resolved: Resolved, work: Work, stopping: Stopping, nodes: Nodes | None, held: ExitStack
 ) -> Path:
-    """Return the run's directory, ``held`` by this launch, with everything in the cache that its workers need."""
+    """Return the run directory, locked by this launch, with everything in the cache that its workers need."""
     text = run_directory.recipe_text(resolved.recipe)
     with ExitStack() as until_prepared:
 
@@ -136,7 +136,7 @@ def _prepared(
         def get_ready() -> None:
             with Activity(sys.stderr, "importing torch and transformers"):
                 preload_libraries()
-                # Imported here, to be forked: each worker would import them again otherwise.
+                # Imported before forking: otherwise each worker would import them again.
                 import_module("trainwright.launch.run_worker")
                 from trainwright.tasks.registry import task_module
 
@@ -169,7 +169,7 @@ def _launched(
     stopping: Stopping,
     nodes: Nodes | None,
 ) -> int:
-    """Run the workers to their end, in other numbers where the plan proved wrong and the recipe asks for that."""
+    """Run the workers to their end; relaunch with another plan if the plan proved wrong and the recipe asks for it."""
     from trainwright.launch.local import launch
     from trainwright.launch.relaunch import Relaunch
     from trainwright.launch.replan import take
@@ -188,13 +188,13 @@ def _launched(
 
 
 def _set_threads(resolved: Resolved, threads: int | None) -> None:
-    """Of each process of another launch, unless the user says how many."""
+    """Set the threads per process of a relaunch, unless the user has set them."""
     if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(resolved.plan.chosen.choice.threads):
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _left(run: Path, stopping: Stopping) -> str:
-    """How a run ended that was stopped, and what it can go on from."""
+    """Return how a stopped run ended, and what it can be resumed from."""
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)

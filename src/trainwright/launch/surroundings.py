@@ -1,7 +1,7 @@
-"""What is set around `trainwright train` that a user may take to be followed: told, or refused where it asks for more.
+"""Settings around `trainwright train` that it does not follow: reported, or rejected if they ask for more.
 
-`train` starts its processes itself, on this machine and those that --nodes names. It goes by its recipe and its
-options; variables and files that mean another run must not be passed over in silence.
+`train` starts its processes itself, on this machine and those that --nodes names. It follows its recipe and its
+options; variables and files that mean another run must not be ignored silently.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _WORKER = "python -m trainwright.worker"
 
 
 def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Mapping[str, str] | None = None) -> None:
-    """Refuse a plain line of a script in a Slurm allocation of several nodes: the others would do nothing.
+    """Reject a plain command line in a Slurm allocation of several nodes, because the other nodes would be idle.
 
     Args:
-        arguments: of the command line, for the one that would use them.
-        nodes: as --nodes says; None where it does not.
+        arguments: of the command line, to suggest one that uses all nodes.
+        nodes: the value of --nodes, or None.
 
     Raises:
-        RequestError: with the command that uses all of them, and the option that leaves them out on purpose.
+        RequestError: with the command that uses all of them, and the option that excludes them on purpose.
     """
     given = Variables(os.environ if variables is None else variables)
     there = number_of(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
@@ -47,10 +47,10 @@ def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
 def not_followed(
     nodes: int | None, processes: int, accelerate_file: Path | None, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield a line for each thing that is set, is not followed, and means nothing worse than that.
+    """Yield a line for each setting that is not followed, if ignoring it is harmless.
 
     Args:
-        accelerate_file: Accelerate's default file, where there is one and no other was named.
+        accelerate_file: Accelerate's default file, if it exists and no other was named.
     """
     given = Variables(os.environ if variables is None else variables)
     if accelerate_file is not None:

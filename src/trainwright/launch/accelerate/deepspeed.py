@@ -1,4 +1,4 @@
-"""The `deepspeed_config` of an Accelerate file, inline or by a JSON file, in the words of zero1, zero2, zero3."""
+"""Translate the `deepspeed_config` of an Accelerate file, inline or in a JSON file, to zero1, zero2 or zero3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.launch.accelerate.values import Part
 from trainwright.recipe.strategy_spec import spec_of
 
 _DEVICES = ("NONE", "CPU", "NVME")
-_DEFAULT_STAGE = 2  # Accelerate's, where neither the file nor a JSON file says
+_DEFAULT_STAGE = 2  # Accelerate's default, if neither the file nor a JSON file sets it
 _SAVED_WHOLE = "final/ is one whole model always"
 _EACH = "start the command once on each machine, or under srun or mpirun"
 _NOTES = {
@@ -40,7 +40,7 @@ KEYS = (
 
 
 def interpret(part: Part, draft: Draft, source: Source) -> None:
-    """Add what ``part`` says, and the JSON file that it names."""
+    """Add the settings of ``part``, and of the JSON file that it names."""
     stage = part.count("zero_stage")
     origin = part.place("zero_stage")
     if stage is not None and stage > 3:
@@ -101,7 +101,7 @@ def _steps(part: Part, draft: Draft) -> None:
 
 
 def find_json(name: str, source: Source) -> Path | None:
-    """Return the DeepSpeed file: from here, as Accelerate takes it, or from the directory of the Accelerate file."""
+    """Return the DeepSpeed file: relative to the working directory, as in Accelerate, or to the Accelerate file."""
     path = Path(name).expanduser()
     candidates = [path] if source.directory is None else [path, source.directory / path]
     return next((candidate for candidate in candidates if candidate.is_file()), None)

@@ -1,4 +1,4 @@
-"""What is gathered while an Accelerate file is put into recipe keys."""
+"""Intermediate results of translating an Accelerate file to recipe keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe key's value, and where it is from as a message says it."""
+    """The value of a recipe key, and its origin for messages."""
 
     value: Any
     origin: str
@@ -16,7 +16,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Note:
-    """Keys that change nothing here, or do so another way, and why."""
+    """Keys that have no effect here, or another one, and why."""
 
     keys: tuple[str, ...]
     reason: str
@@ -24,7 +24,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Problem:
-    """What cannot be honoured. ``for_script``: not even where Accelerate's own library does the training."""
+    """An unsupported setting. ``for_script``: even if Accelerate's own library does the training."""
 
     text: str
     for_script: bool
@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass
 class Draft:
-    """Settings, notes and problems as they are found."""
+    """Collect settings, notes and problems."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""The variables by which `accelerate launch` tells a worker what the file says: written, and read back.
+"""The variables in which `accelerate launch` passes its file to a worker: written, and read back.
 
-Accelerate's library reads them in the worker (ACCELERATE_*, FSDP_*, PARALLELISM_CONFIG_*). Its launcher sets
-most of them always, so a default in them may be nobody's wish; see Source.stated.
+Accelerate's library reads them in the worker (ACCELERATE_*, FSDP_*, PARALLELISM_CONFIG_*). Its launcher always sets
+most of them, so a default value need not be a choice of the user; see Source.stated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainwright.launch.accelerate.values import Part
 
 _ENVIRONMENT = "the environment of accelerate launch"
 
-# Key of fsdp_config -> variable and what Accelerate's launcher puts there when the file says nothing.
+# Key of fsdp_config -> variable and the value that Accelerate's launcher sets by default.
 _FSDP: dict[str, tuple[str, str | None]] = {
     "fsdp_version": ("FSDP_VERSION", "1"),
     "fsdp_sharding_strategy": ("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
@@ -78,7 +78,7 @@ _PARALLELISM: dict[str, tuple[str, str | None]] = {
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | None:
-    """Return what `accelerate launch` tells this worker; None where it was started by something else."""
+    """Return the settings that `accelerate launch` passed to this worker; None if something else started it."""
     variables = os.environ if environment is None else environment
     if "ACCELERATE_MIXED_PRECISION" not in variables:
         return None
@@ -86,9 +86,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | 
 
 
 def worker_environment(source: Source, meaning: Meaning, *, on_cpu: bool) -> dict[str, str]:
-    """Return the variables for workers that run a script of the user's own, by what the file says.
+    """Return the variables for workers that run a user's own script, from the settings of the file.
 
-    ``on_cpu``: the workers have no GPU. Accelerate's library gives each of them a run of its own otherwise.
+    ``on_cpu``: the workers have no GPU. Accelerate's library would otherwise make each of them a separate run.
     """
     variables = {"ACCELERATE_MIXED_PRECISION": str(_precision(source))}
     if on_cpu:
@@ -124,8 +124,8 @@ def _fsdp(source: Source) -> dict[str, str]:
     given = dict(_items(source, "fsdp_config", "fsdp_"))
     reshard = str(given.get("fsdp_reshard_after_forward", "")).upper()
     if reshard in fsdp.SHARDING:
-        # Version 1's wizard writes the sharding strategy under this name. Accelerate 1.15 lets the default of
-        # the other variable win over it, so that is where it has to go.
+        # Version 1's wizard writes the sharding strategy under this name. In Accelerate 1.15 the default of the other
+        # variable takes precedence, so it must be set there.
         given.setdefault("fsdp_sharding_strategy", reshard)
     variables = {"ACCELERATE_USE_FSDP": "true"}
     for key, (name, default) in _FSDP.items():
@@ -212,9 +212,9 @@ def _source(variables: Mapping[str, str]) -> Source:
         places=places,
         directory=Path(),
         stated=False,
-        # Its launchers of several processes say nothing of use_cpu: an FSDP file with it looks as one without.
+        # Its launchers of several processes do not pass use_cpu on: an FSDP file with and without it looks the same.
         device_stated=kind == "MULTI_GPU",
-        # Its launcher of one process gives an address to meet at only where the file has more than one.
+        # Its launcher of one process sets a rendezvous address only if the file has several processes.
         one_of_several=alone and "MASTER_ADDR" in variables,
     )
 

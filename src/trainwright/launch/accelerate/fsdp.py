@@ -1,4 +1,4 @@
-"""The `fsdp_config` of an Accelerate file, of version 1 and 2, in the words of `parallel.strategy: fsdp`.
+"""Translate the `fsdp_config` of an Accelerate file, version 1 or 2, to `parallel.strategy: fsdp`.
 
 Both versions become torch's FSDP2, which shards parameter by parameter and computes the same.
 """
@@ -47,7 +47,7 @@ KEYS = (
 
 
 def interpret(part: Part, draft: Draft, *, nodes: int, stated: bool) -> None:
-    """Add what ``part`` says. ``stated``: see Source."""
+    """Add the settings of ``part``. ``stated``: see Source."""
     _layout(part, draft, nodes)
     _wrap(part, draft)
     if (offload := part.flag("fsdp_offload_params")) is not None and (offload or stated):

@@ -1,4 +1,4 @@
-"""Whether this machine can do what an Accelerate file asks, and what would run here instead."""
+"""Check whether this machine supports an Accelerate file, and what would run here instead."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ SHARDING = ("FSDP", "DEEPSPEED")
 
 
 def require(meaning: Meaning, machine: Machine, *, for_script: bool = False) -> None:
-    """Raise MachineError, which says what would run here or what to install, where something asked for is lacking.
+    """Raise MachineError, saying what would run here or what to install, if a requirement is missing.
 
-    ``for_script``: libraries are the script's own affair.
+    ``for_script``: libraries are left to the script.
     """
     if lines := _lacking_gpus(meaning, machine) if for_script else lacking(meaning, machine):
         raise MachineError(f"{meaning.source}: " + "\n".join(lines))
 
 
 def lacking(meaning: Meaning, machine: Machine) -> list[str]:
-    """Return what is asked for and not here, and what to do, a line each; none where all of it is.
+    """Return the missing requirements and their fixes, one line each; empty if none is missing.
 
-    The machine is as it is without the file.
+    The machine is described without the file's effect on it.
     """
     lines = _lacking_gpus(meaning, machine)
     if meaning.strategy is not None:
@@ -34,7 +34,7 @@ def lacking(meaning: Meaning, machine: Machine) -> list[str]:
 
 
 def becomes_ddp(meaning: Meaning, machine: Machine) -> bool:
-    """Whether Accelerate's library, on a CPU, would run as DDP without a word what the file shards."""
+    """Return whether Accelerate's library would silently run DDP on a CPU where the file asks for sharding."""
     return meaning.distributed_type in SHARDING and (meaning.device == "cpu" or not machine.gpus)
 
 
@@ -63,7 +63,7 @@ def _too_few_gpus(meaning: Meaning, machine: Machine) -> str | None:
 
 
 def _would_run(meaning: Meaning, machine: Machine) -> str:
-    """One line: how to run on this machine what its file cannot."""
+    """Return one line: how to run here if the file cannot."""
     count = default_processes(machine)
     alone = ", num_machines: 1" if meaning.nodes > 1 else ""
     if machine.gpus:
@@ -77,7 +77,7 @@ def _would_run(meaning: Meaning, machine: Machine) -> str:
 
 
 def default_processes(machine: Machine) -> int:
-    """As many as there are GPUs; on a CPU two, as more gain nothing."""
+    """Return the number of GPUs; two on a CPU, as more gain nothing."""
     return len(machine.gpus) or min(2, machine.cpu_cores)
 
 

@@ -1,4 +1,4 @@
-"""What an Accelerate file means here: recipe keys, processes and machines, and a line for all the rest."""
+"""Translation of an Accelerate file: recipe keys, processes and machines, and notes on everything else."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ _PLAIN_KEYS = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """An Accelerate file (or environment) in Trainwright's words.
+    """An Accelerate file (or environment) translated to Trainwright's terms.
 
     Attributes:
-        source: the file's path, or what else was read.
-        distributed_type: in Accelerate's word, for messages.
-        settings: recipe keys, such as parallel.strategy, each with its value and where that is from.
-        device: what the processes are to run on; any: GPUs where there are some.
-        gpu_ids: the GPUs of this machine to use, as CUDA_VISIBLE_DEVICES takes them; None: all.
-        processes: of all machines together; None where it was not said.
-        nodes, node_rank, rendezvous: the machines, which of them this is, and host:port of the first.
-        one_of_several: Accelerate's launcher was asked for several processes and started this one alone.
-        notes: what is ignored or done another way, and why.
-        problems: what cannot be honoured, or contradicts itself.
+        source: the path of the file, or a description of another source.
+        distributed_type: Accelerate's name, for messages.
+        settings: recipe keys, such as parallel.strategy, each with its value and origin.
+        device: the device for the processes; any: GPUs if there are some.
+        gpu_ids: the GPUs of this machine to use, in the format of CUDA_VISIBLE_DEVICES; None: all.
+        processes: of all machines together; None if unknown.
+        nodes, node_rank, rendezvous: number of machines, index of this one, and host:port of the first.
+        one_of_several: Accelerate's launcher was asked for several processes and started only this one.
+        notes: what is ignored or done differently, and why.
+        problems: what is not supported or contradictory.
     """
 
     source: str
@@ -107,15 +107,15 @@ class Meaning:
 
     @property
     def local_processes(self) -> int | None:
-        """Of one machine."""
+        """Return the number of processes on one machine."""
         return None if self.processes is None else max(1, self.processes // self.nodes)
 
     def value(self, key: str) -> Any:
-        """Return what a recipe key is set to; None where the file says nothing of it."""
+        """Return the value of a recipe key; None if the file does not set it."""
         return self.settings[key].value if key in self.settings else None
 
     def to_overrides(self) -> list[Override]:
-        """`section.key=value` for every recipe key the file sets. Raises RequestError for its problems."""
+        """Return `section.key=value` for every recipe key that the file sets. Raises RequestError for its problems."""
         self.refuse_problems()
         return [
             Override.written(f"{key}={as_yaml(setting.value)}", Origin(setting.origin))
@@ -123,13 +123,13 @@ class Meaning:
         ]
 
     def refuse_problems(self, *, for_script: bool = False) -> None:
-        """Raise RequestError with what cannot be honoured: all of it, or what concerns the user's own script."""
+        """Raise RequestError with the problems: all of them, or those that concern the user's own script."""
         found = [problem.text for problem in self.problems if problem.for_script or not for_script]
         if found:
             raise RequestError("\n".join(found))
 
     def device_environment(self) -> dict[str, str]:
-        """To be set before anything looks for GPUs: hides those that the file does not want."""
+        """Return the variables that hide unwanted GPUs; set them before anything queries the GPUs."""
         if self.device == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {} if self.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": self.gpu_ids}
@@ -137,7 +137,7 @@ class Meaning:
     def with_machines(
         self, nodes: int | None = None, node_rank: int | None = None, rendezvous: str | None = None
     ) -> Meaning:
-        """With what the command line says of the machines in place of what the file says."""
+        """Return a copy in which the values of the command line for the machines replace those of the file."""
         return replace(
             self,
             nodes=self.nodes if nodes is None else nodes,
@@ -147,12 +147,12 @@ class Meaning:
 
 
 def read_meaning(path: Path) -> Meaning:
-    """Read a file and say what it means. Raises RequestError where it cannot be read at all."""
+    """Read and translate a file. Raises RequestError if it cannot be read."""
     return interpret(read(path))
 
 
 def interpret(source: Source) -> Meaning:
-    """Put a source into our words. Everything wrong with it is in the result's ``problems``."""
+    """Translate a source. All its faults are listed in the result's ``problems``."""
     top, draft = Part(source), Draft()
     for text in source.problems:
         draft.problem(text, for_script=True)
@@ -204,7 +204,7 @@ def interpret(source: Source) -> Meaning:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as an override has it, on one line."""
+    """Return a value in the form of an override, on one line."""
     plain = isinstance(value, str) and value.replace("_", "").isalnum() and value not in ("true", "false", "null")
     return str(value) if plain and not str(value)[0].isdigit() else json.dumps(value)
 
@@ -228,7 +228,7 @@ def _kind(top: Part, draft: Draft) -> str | None:
             for_script=True,
         )
         return None
-    # Not by number: Accelerate stores this one as a word always.
+    # No numbers: Accelerate always stores this one as a word.
     if kind.upper() == "FALSE":  # an unquoted NO, read by YAML 1.1 and written out again
         return "NO"
     return top.choice("distributed_type", _DISTRIBUTED)
@@ -236,7 +236,7 @@ def _kind(top: Part, draft: Draft) -> str | None:
 
 def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]:
     nodes = top.count("num_machines", least=1) or 1
-    if top.raw("num_processes") == -1:  # Accelerate's word for: given on the command line
+    if top.raw("num_processes") == -1:  # Accelerate's value for: given on the command line
         draft.note("num_processes", "-1 leaves the number to the command line or the recipe")
         return None, nodes
     processes = top.count("num_processes", least=1)
@@ -254,7 +254,7 @@ def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]
 def _spread(
     top: Part, draft: Draft, kind: str | None, processes: int | None, nodes: int, sizes: Sizes | None
 ) -> int | None:
-    """Return the number of processes, which the sizes of parallelism have to make, and give where nothing else does."""
+    """Return the number of processes, which must match the parallelism sizes, or follows from them if not given."""
     said = top.place("distributed_type" if kind == "NO" else "num_processes")
     if processes is None and sizes is not None:
         processes, said = sizes.processes, sizes.origin
@@ -283,7 +283,7 @@ def _precision(top: Part, draft: Draft) -> None:
         draft.set("train.mixed_precision", name.lower(), top.place("mixed_precision"))
     elif top.flag("fp16"):
         draft.set("train.mixed_precision", "fp16", top.place("fp16"))
-    top.raw("fp16")  # what Accelerate wrote before it had mixed_precision
+    top.raw("fp16")  # the key that Accelerate wrote before mixed_precision
 
 
 def _compile(top: Part, source: Source, draft: Draft) -> None:
@@ -383,7 +383,7 @@ def _is_on(value: Any) -> bool:
 
 
 def missing_rendezvous(meaning: Meaning) -> RequestError | None:
-    """Return the error of several machines without a place to meet, if that is so."""
+    """Return the error for several machines without a rendezvous address, or None."""
     if meaning.nodes == 1 or meaning.rendezvous is not None:
         return None
     return RequestError(

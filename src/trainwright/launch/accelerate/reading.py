@@ -1,7 +1,7 @@
-"""An Accelerate file, or the environment of a worker that Accelerate started, as one plain mapping.
+"""Read an Accelerate file, or the environment of a worker that Accelerate started, as one plain mapping.
 
-Files are YAML or JSON whatever they are called. JSON may be loose as people paste it: Python's True, False
-and None, single quotes, commas before a closing bracket, comments.
+Files are YAML or JSON whatever their ending. Loose JSON is accepted: Python's True, False and None, single quotes,
+commas before a closing bracket, comments.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _ENUMS = ("compute_environment", "distributed_type")
 
 @dataclass(frozen=True)
 class Source:
-    """What Accelerate was told. ``values`` is nested as a file is; ``places`` says where a key was written.
+    """The settings that Accelerate was given. ``values`` is nested as in a file; ``places`` says where each key was
+    written.
 
     Attributes:
-        name: the file's path as given, or what else the values are from.
-        directory: where paths in it may start; None for an environment.
-        remarks: why Accelerate's own reader refuses the file although this one takes it.
-        problems: what was wrong with the text itself, such as a key given twice.
-        stated: False where Accelerate fills in its defaults, so that a default may be nobody's wish.
-        device_stated: False where whether GPUs are meant cannot be known.
+        name: the path of the file as given, or another source of the values.
+        directory: the base of relative paths in it; None for an environment.
+        remarks: why Accelerate's own reader rejects the file although this one accepts it.
+        problems: faults of the text itself, such as a key given twice.
+        stated: False if Accelerate fills in its defaults, so that a default need not be a choice of the user.
+        device_stated: False if it is unknown whether GPUs are meant.
         one_of_several: Accelerate was asked for several processes and started one.
     """
 
@@ -49,14 +50,14 @@ class Source:
     one_of_several: bool = False
 
     def place(self, *path: str) -> str:
-        """Where ``path`` was written, for a message: file:line, or a variable's name."""
+        """Return where ``path`` was written, for a message: file:line, or a variable's name."""
         return self.places.get(path, self.name)
 
 
 def default_path() -> Path:
-    """Where `accelerate config` writes and `accelerate launch` looks: below HF_HOME or the user's cache.
+    """Return where `accelerate config` writes and `accelerate launch` reads: below HF_HOME or the user's cache.
 
-    It begins with ``~`` for a user who has no home directory.
+    The path begins with ``~`` for a user without a home directory.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
@@ -66,7 +67,7 @@ def default_path() -> Path:
 def read(path: Path) -> Source:
     """Read an Accelerate file.
 
-    Raises RequestError, with the line where there is one, when there is no such file or it has no mapping.
+    Raises RequestError, with the line if known, if the file does not exist or holds no mapping.
     """
     text = read_text(path)
     if not text.strip():
@@ -90,7 +91,7 @@ def read(path: Path) -> Source:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file that an Accelerate file points to, as loose as those may be. Raises RequestError."""
+    """Return the content of a JSON file that an Accelerate file names; loose JSON is accepted. Raises RequestError."""
     text = read_text(path)
     strict = _strict_json(text)
     if strict is not None:
@@ -129,7 +130,7 @@ def _loose_json(text: str, path: Path) -> Tree:
 
 
 def _without_comments(text: str) -> str:
-    """Loose JSON as YAML's flow style, which it is but for // comments and tabs; lines stay where they are."""
+    """Convert loose JSON to YAML's flow style by removing // comments and tabs; line numbers are preserved."""
 
     def replaced(match: re.Match[str]) -> str:
         found = match.group()
@@ -140,7 +141,7 @@ def _without_comments(text: str) -> str:
         return "\n" * found.count("\n") if found.startswith("/") else "  "
 
     return re.sub(
-        # What is not closed is taken to its end: tried again from each of its characters it would take forever.
+        # An unclosed string is taken to its end: retrying from each of its characters would take forever.
         r""" "(?:\\.|[^"\\\n])*"? | '(?:\\.|[^'\\\n])*'? | //[^\n]* | /\*.*?(?:\*/|\Z) | \t """,
         replaced,
         text,
@@ -157,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _remarks(path: Path, values: dict[str, Any], *, strict: bool, is_json: bool) -> list[str]:
-    """Return what makes `accelerate launch` 1.15 refuse the file: it goes by the file's ending and by capitals."""
+    """Return why `accelerate launch` 1.15 rejects the file: it depends on the file's ending and on capitals."""
     remarks = []
     if path.suffix == ".json" and not strict:
         remarks.append("is not strict JSON" if is_json else "is YAML under a name that ends in .json")

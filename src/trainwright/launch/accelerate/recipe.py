@@ -1,4 +1,4 @@
-"""A recipe and an Accelerate file put together: the file wins over the recipe, the command line over both."""
+"""Combine a recipe with an Accelerate file: the file overrides the recipe, the command line overrides both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.machine.detect import detect
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.yaml_text import Tree
 
-# What only means something under the strategy that the file names.
+# Keys that only apply to the strategy that the file names.
 _OF_THE_STRATEGY = (
     "parallel.replicate_size",
     "parallel.reshard_after_forward",
@@ -27,7 +27,7 @@ _OF_THE_STRATEGY = (
 
 @dataclass(frozen=True)
 class Joined:
-    """Overrides for load_recipe, the file's first and then the user's own; and a line for what gave way."""
+    """Overrides for load_recipe, the file's first and then the user's own; and notes on overridden values."""
 
     overrides: list[str]
     reasons: tuple[str, ...]
@@ -41,14 +41,14 @@ def meaning_here(
     node_rank: int | None = None,
     rendezvous: str | None = None,
 ) -> Meaning:
-    """Return what a file means, with the numbers of the command line in place of its own, on a machine that can do it.
+    """Return the translation of a file, with the command line's numbers in place of its own, checked for this
+    machine.
 
-    ``overrides`` may have words beside section.key=value, such as the recipe's name.
-    GPUs that the file does not want are hidden from this process and its children (CUDA_VISIBLE_DEVICES), so it
-    has to come before the machine is looked at.
+    ``overrides`` may contain words other than section.key=value, such as the recipe's name. GPUs that the file excludes
+    are hidden from this process and its children (CUDA_VISIBLE_DEVICES), so call this before the machine is inspected.
 
     Raises:
-        RequestError: the file cannot be read or honoured, or does not say where its machines meet.
+        RequestError: the file cannot be read or is not supported, or does not say where its machines meet.
         MachineError: this machine lacks the GPUs or the library asked for; the message says what would run here.
     """
     meaning = read_meaning(file).with_machines(nodes, node_rank, rendezvous)
@@ -64,11 +64,11 @@ def meaning_here(
 
 
 def join(meaning: Meaning, recipe: Path | Tree | None, overrides: Sequence[str], *, resumed: bool = False) -> Joined:
-    """Put the meaning of a file over the recipe at ``recipe`` and under the user's ``overrides``.
+    """Apply the settings of a file over the recipe at ``recipe`` and under the user's ``overrides``.
 
-    A key the recipe leaves to auto, or to its default, is the file's to set; another value gives way to the
-    file's, with a line that says so. The strategy does not give way: where recipe and file name different
-    ones, RequestError names both. A ``resumed`` run's recipe has every key, so there it gives way too.
+    The file sets a key that the recipe leaves to auto or to its default; another value is overridden, with a note. The
+    strategy is not: if recipe and file name different ones, RequestError names both. The recipe of a ``resumed`` run
+    has every key, so there the strategy is overridden, too.
     """
     meaning.refuse_problems()
     explicit = {override.partition("=")[0].strip() for override in overrides}

@@ -1,4 +1,4 @@
-"""A user's own script as the body of a worker: run as `python SCRIPT` would, stopped as ctrl-C would."""
+"""Run a user's own script as the body of a worker: started like `python SCRIPT`, stopped like ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, TrainwrightError
 from trainwright.launch.process import console, stop_requested
 
 _POLL_SECONDS = 0.1
-_SHOW_SECONDS = 2.0  # how long the console may lag behind when the script has ended
+_SHOW_SECONDS = 2.0  # how long the console output may lag when the script has ended
 _NOT_THE_SCRIPTS = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 class ScriptExit(TrainwrightError):
-    """The script called sys.exit with something else than success; the launch ends with the same code."""
+    """The script called sys.exit with a failure; the launch ends with the same code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class ScriptExit(TrainwrightError):
 
 @dataclass(frozen=True)
 class Script:
-    """What to run: a file or, as with `python -m`, a module; and its arguments."""
+    """The script to run: a file or, as with `python -m`, a module; and its arguments."""
 
     target: str
     module: bool
@@ -42,10 +42,10 @@ class Script:
 
 
 def run_script(script: Script) -> int:
-    """Run the script as ``__main__`` in this worker, what rank 0 prints also on the console.
+    """Run the script as ``__main__`` in this worker; rank 0's output also goes to the console.
 
-    Returns EXIT_FINISHED, or EXIT_STOPPED where it was interrupted. Raises what the script raises, and
-    ScriptExit where it ends itself with a failure.
+    Returns EXIT_FINISHED, or EXIT_STOPPED if it was interrupted. Raises what the script raises, and ScriptExit if it
+    exits with a failure.
     """
     _act_on_stop()
     interrupted: BaseException | None = None
@@ -61,7 +61,7 @@ def run_script(script: Script) -> int:
             interrupted = error
     if interrupted is None:
         return EXIT_FINISHED
-    # The interrupt, or a collective that the other ranks have left by theirs: to the log alone.
+    # The interrupt, or a collective that the interrupted ranks have left: write it to the log alone.
     traceback.print_exception(interrupted)
     return EXIT_STOPPED
 
@@ -87,7 +87,7 @@ def _check_exit(code: object, script: Script) -> None:
 
 
 def _told(error: BaseException, script: Script) -> Exception:
-    """Return the error as the launcher is to tell it: from the script's first line on."""
+    """Return the error for the launcher to report, with its traceback from the script's first line on."""
     if not isinstance(error, Exception):
         return RuntimeError(f"{script.target} ended by {type(error).__name__}")
     inner = error.__traceback__
@@ -97,19 +97,19 @@ def _told(error: BaseException, script: Script) -> Exception:
 
 
 def _run_exit_functions() -> None:
-    # Not done at the end of a forked process otherwise, and trackers finish their runs by them.
+    # A forked process would skip these at its end, and trackers rely on them to finish their runs.
     atexit._run_exitfuncs()
 
 
 def _act_on_stop() -> None:
-    """Interrupt the script once when the launch is asked to stop, however that reached which process.
+    """Interrupt the script once when the launch is asked to stop, by any signal to any process.
 
-    A script that handles SIGTERM gets that; any other gets the KeyboardInterrupt of a ctrl-C.
+    A script that handles SIGTERM receives it; any other receives the KeyboardInterrupt of a ctrl-C.
     """
     due = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if due.is_set():  # else a ctrl-C at the terminal, which the launcher has got too and passes on
+        if due.is_set():  # otherwise a ctrl-C at the terminal, which the launcher also received and passes on
             due.clear()
             raise KeyboardInterrupt
 
@@ -132,10 +132,10 @@ def _act_on_stop() -> None:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """While entered, what this process writes to its log goes to the console too, where it has one.
+    """Copy what this process writes to its log to the console too, if it has one.
 
-    By a process of its own, so that the last lines arrive when this one is killed. On leaving, the log alone
-    is written to: the launcher tells of an error, once.
+    A separate process copies, so that the last lines arrive even if this one is killed. After the context only the log
+    is written: the launcher reports an error once.
     """
     stream = console()
     if stream is None:
@@ -161,14 +161,14 @@ def _shown() -> Iterator[None]:
         for descriptor in (1, 2):
             os.dup2(log, descriptor)
         os.close(log)
-        # A process the script has left running keeps the pipe open: no reason to wait for that one.
+        # A process that the script left running keeps the pipe open; do not wait for it.
         deadline = time.monotonic() + _SHOW_SECONDS
         while os.waitpid(copier, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.005)
 
 
 def _copy(source: int, targets: tuple[int, ...]) -> None:
-    """Copy until everyone has closed the pipe; ends this process."""
+    """Copy until all writers have closed the pipe, then end this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     open_targets = list(targets)
@@ -179,7 +179,7 @@ def _copy(source: int, targets: tuple[int, ...]) -> None:
                     rest = data
                     while rest:
                         rest = rest[os.write(target, rest) :]
-                except OSError:  # the console is gone: the log goes on
+                except OSError:  # the console is gone: continue with the log
                     open_targets.remove(target)
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""An Accelerate file on one screen: what it means, and whether it runs here."""
+"""Show an Accelerate file on one screen: its translation, and whether it runs here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mi
 
 
 def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -> str:
-    """Return the text, its lines at most ``width`` characters long where they can be broken."""
+    """Return the text, wrapped to at most ``width`` characters per line where possible."""
     lines = [source.name, ""]
     for label, text in _rows(source, meaning, machine):
         wrapped = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
@@ -27,7 +27,7 @@ def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -
 
 
 def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
-    """Return what `accelerate launch` 1.15 makes of the file where that is something else than it says."""
+    """Return where `accelerate launch` 1.15 interprets the file differently from what it says."""
     remarks = [f"accelerate launch itself refuses this file: {remark}" for remark in source.remarks]
     several = meaning.processes is not None and meaning.processes > 1
     if meaning.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
@@ -38,7 +38,7 @@ def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
 
 
 def commands(meaning: Meaning, machine: Machine) -> list[str]:
-    """Return the commands that start it here; none of them refuses the file."""
+    """Return the commands that start it here; none of them rejects the file."""
     found: list[str] = []
     if lacking(meaning, machine):
         return found

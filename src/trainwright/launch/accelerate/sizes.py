@@ -1,7 +1,7 @@
-"""The `parallelism_config` of an Accelerate file: over how many processes each kind of parallelism is spread.
+"""The `parallelism_config` of an Accelerate file: the number of processes of each kind of parallelism.
 
-Accelerate wants the sizes' product to be the number of processes, and takes a size that is not given for 1; all of
-them at 1 say nothing (parallelism_config.py of its 1.15 release).
+Accelerate requires the product of the sizes to be the number of processes, and a missing size is 1; if all are 1 they
+say nothing (parallelism_config.py of its 1.15 release).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS = tuple(PREFIX + name for name in (*_DATA, *_OTHERS, *_HOW, *_HOW_SEQUENCE)
 
 @dataclass(frozen=True)
 class Sizes:
-    """``replicas`` of the model, each over ``shards`` processes; ``origin``: the keys that say so."""
+    """``replicas`` of the model, each over ``shards`` processes; ``origin``: the keys that set them."""
 
     replicas: int
     shards: int
@@ -30,14 +30,12 @@ class Sizes:
 
     @property
     def processes(self) -> int:
-        """Return the number of processes that the sizes make."""
+        """Return the number of processes, the product of the sizes."""
         return self.replicas * self.shards
 
 
 def read_sizes(part: Part, draft: Draft) -> Sizes | None:
-    """Return the sizes of data parallelism; None where the part says nothing. What else it asks for goes to
-    ``draft``.
-    """
+    """Return the sizes of data parallelism; None if the part sets none. Other kinds are reported to ``draft``."""
     sizes = {name: part.count(PREFIX + name, least=1) for name in (*_DATA, *_OTHERS)}
     for name, kind in _OTHERS.items():
         if (sizes[name] or 1) > 1:
@@ -56,9 +54,9 @@ def read_sizes(part: Part, draft: Draft) -> Sizes | None:
 
 
 def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: Draft) -> None:
-    """Set what ``sizes`` mean for a strategy on so many processes, which the file has ``said``.
+    """Apply ``sizes`` to a strategy on ``processes`` processes; ``said`` is the file's statement of their number.
 
-    What they cannot mean goes to the draft's problems.
+    Sizes that do not fit are added to the draft's problems.
     """
     spec = spec_of(strategy)
     if sizes.processes != processes:

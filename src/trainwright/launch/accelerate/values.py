@@ -1,4 +1,4 @@
-"""The keys of one part of an Accelerate file, each asked for by the type it should have."""
+"""Typed access to the keys of one part of an Accelerate file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FALSE = ("false", "no", "off", "0", "n", "f")
 
 
 class Part:
-    """One mapping of a source. What is asked for is ticked off; what is left at the end is unknown."""
+    """One mapping of a source. Keys that are never read are unknown and are reported at the end."""
 
     def __init__(self, source: Source, path: tuple[str, ...] = (), prefix: str = "") -> None:
-        """``prefix``: what Accelerate puts in front of a key that was written without it."""
+        """Wrap the mapping at ``path``; ``prefix`` is what Accelerate puts before a key that was written without it."""
         self.source, self.path = source, path
         self.problems: list[str] = []
         values: Any = source.values
@@ -33,7 +33,7 @@ class Part:
         self._asked: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key was given a value; null, none and an empty one are no value."""
+        """Return whether the key has a value; null, none and an empty value do not count."""
         return self._values.get(key) not in (None, "", {}, [])
 
     def given(self) -> list[str]:
@@ -84,7 +84,9 @@ class Part:
             return None
 
     def choice(self, key: str, choices: Sequence[str]) -> str | None:
-        """One of ``choices`` (in capitals), or its number counted from 1, as Accelerate's wizard stores some."""
+        """Return one of ``choices`` (in capitals), or the one of its number counted from 1, as Accelerate's wizard
+        stores some.
+        """
         text = self.text(key)
         if text is None:
             return None
@@ -97,23 +99,25 @@ class Part:
         return text.upper()
 
     def names(self, key: str) -> list[str]:
-        """Return a list, or text with commas; also the text of a list, which is how Accelerate passes one on."""
+        """Return a list, from a list or comma-separated text; also from the text of a list, which Accelerate may pass
+        on.
+        """
         value = self.raw(key)
         items = value if isinstance(value, list) else str(value).split(",") if key in self else []
         return [name for item in items if (name := str(item).strip("[]'\" "))]
 
     def place(self, key: str) -> str:
-        """Where it was written and how, for messages: `file.yaml:3: num_processes: 4`."""
+        """Return where and how the key was written, for messages: `file.yaml:3: num_processes: 4`."""
         written = self._written.get(key, key)
         return f"{self.source.place(*self.path, written)}: {written}: {self._shown(key)}"
 
     def wrong(self, key: str, expected: str, hint: str = "") -> None:
-        """Add the problem that a key's value is not what is expected."""
+        """Add the problem that the value of a key is invalid."""
         where = self.source.place(*self.path, self._written.get(key, key))
         self.problems.append(f"{where}: {key}: expected {expected}, not {self._shown(key)}{hint}")
 
     def unknown(self, known: Iterable[str], elsewhere: dict[str, str]) -> list[str]:
-        """Return a line for every key that nobody asked for. ``elsewhere``: keys of other parts, and which part."""
+        """Return a line for every key that was not read. ``elsewhere``: keys of other parts, and which part."""
         lines = []
         for key in self._values:
             if key in self._asked:

@@ -1,4 +1,4 @@
-"""A new Accelerate file: what is filled in for this machine, and the keys that say it in Accelerate's words."""
+"""Write a new Accelerate file: answers suggested for this machine, and the keys that express them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADER = "# Written by `trainwright setup`; `trainwright setup --show` says wha
 
 @dataclass(frozen=True)
 class Answers:
-    """What the wizard asks for. ``processes`` counts those of all machines."""
+    """The wizard's answers. ``processes`` counts those of all machines."""
 
     device: str  # gpu or cpu
     machines: int
@@ -29,13 +29,13 @@ class Answers:
     main_ip: str | None
     main_port: int | None
     processes: int
-    strategy: str  # of those that are offered
+    strategy: str  # one of `offered`
     offload: bool
     precision: str
 
 
 def suggested(machine: Machine) -> Answers:
-    """Return the answers for this machine, all of it used."""
+    """Return answers that use all of this machine."""
     return Answers(
         device="gpu" if machine.gpus else "cpu",
         machines=1,
@@ -50,7 +50,7 @@ def suggested(machine: Machine) -> Answers:
 
 
 def offered() -> dict[str, StrategySpec]:
-    """Return the strategies that a file can ask for, by name: none of another package, and none of one process."""
+    """Return the strategies that a file can set, by name: built-in ones for several processes."""
     found = all_specs().items()
     return {name: spec for name, spec in found if STRATEGIES.package(name) is None and not spec.is_one_process}
 
@@ -91,10 +91,10 @@ def file_values(answers: Answers) -> dict[str, Any]:
 
 
 def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
-    """Write the file, whole or not at all; JSON where the name ends so, as Accelerate goes by that.
+    """Write the file, completely or not at all; as JSON if its name ends in .json, as Accelerate expects.
 
-    A file that is there is kept under the name returned (default_config.yaml.bak, .bak2, …) where ``replace``
-    is set. Raises RequestError where it is not, or where the place cannot be written to.
+    With ``replace``, an existing file is kept under the name returned (default_config.yaml.bak, .bak2, …). Raises
+    RequestError if it exists and ``replace`` is not set, or if the path is not writable.
     """
     text = file_text(path, values)
     backup = None
@@ -116,7 +116,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
 
 
 def file_text(path: Path, values: dict[str, Any]) -> str:
-    """Return what write() writes."""
+    """Return the text that write() writes."""
     if path.suffix == ".json":
         return json.dumps(values, indent=2) + "\n"
     return _HEADER + to_yaml(values)

@@ -1,4 +1,4 @@
-"""Workers that do not come to the end after a stop was requested: some stand still, some have nothing to save."""
+"""Workers that do not end after a stop request: some are suspended, others have nothing to save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import psutil
 from trainwright.launch.ending.stop import BEFORE_FIRST_STEP, NEWEST, Stopping
 from trainwright.text import say
 
-# From the request on, what is done by itself has this long: the first step may be over in a moment.
+# Time from the request until anything is forced: the first step may be over in a moment.
 _FRESH_SECONDS = 5.0
-# How long a process may stand still after the request, and again after it was told to go on.
+# How long a process may be suspended after the request, and again after it was told to continue.
 _STILL_SECONDS, _WOKEN_SECONDS = 3.0, 10.0
 
 
 class Answering:
-    """Sees to it that a stop ends a launch in bounded time. ``look`` is to be called again and again.
+    """Ensure that a stop ends a launch in bounded time. Call ``look`` repeatedly.
 
     Args:
         processes: pid of the worker of every rank.
@@ -37,11 +37,11 @@ class Answering:
         self._processes = processes
         self._clock = clock
         self._since: float | None = None  # when the request was seen
-        self._still: dict[int, float] = {}  # since when a rank has been standing still
+        self._still: dict[int, float] = {}  # by rank: the time since it was found suspended
         self._woken: dict[int, float] = {}
 
     def look(self) -> None:
-        """Wake workers that were stopped (SIGSTOP), and end the launch where that does not help or nothing is lost."""
+        """Wake suspended workers (SIGSTOP), and end the launch if that does not help or nothing is lost."""
         if not self._stopping.flag.value:
             return
         now = self._clock()

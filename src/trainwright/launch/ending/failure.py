@@ -1,4 +1,4 @@
-"""Which worker failed first, and why: read from the files that failing workers leave behind."""
+"""Find which worker failed first, and why, from the files that failing workers leave behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainwright.errors import EXIT_TRAINING, TrainwrightError
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
 from trainwright.text import say
 
-# What gloo, NCCL and the store say on the ranks that were waiting for one that is gone.
+# Messages of gloo, NCCL and the store on ranks that were waiting for a lost one.
 _FOLLOW_UP = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|socket (is )?closed|"
     r"recvvalue failed|sendbytes failed|remote process exited|ncclremoteerror|distnetworkerror|diststoreerror|"
@@ -33,20 +33,20 @@ _FOLLOW_UP = re.compile(
 )
 
 
-# Memory that a worker shares with its launcher, for the record of the exception that it ends with: the disk may be
-# full, or the run's directory deleted.
+# Memory that a worker shares with its launcher for the record of its exception: the disk may be full, or the run
+# directory deleted.
 Slot = Any
 _SLOT_BYTES = 2**16
 
 
 class Ended(TrainwrightError):
-    """A worker was ended by a signal from outside."""
+    """A signal from outside ended a worker."""
 
     exit_code = EXIT_TRAINING
 
 
 class RankErrorHandler(ErrorHandler):
-    """Torch's error file with what choosing the first failure needs: the exact time and the exit code."""
+    """Torch's error handler, extended by what choosing the first failure needs: the exact time and the exit code."""
 
     def __init__(self, slot: Slot | None = None) -> None:
         self._slot = slot
@@ -63,7 +63,7 @@ class RankErrorHandler(ErrorHandler):
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Write a file whole or, where there is no room, not at all: torch reads what is there as JSON."""
+    """Write a file completely or, without space, not at all: torch parses it as JSON."""
     part = file.with_name(f"{file.name}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -79,12 +79,12 @@ def new_slot() -> Slot:
 
 
 def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
-    """Return what workers have left in their slots, by rank."""
+    """Return the records in the workers' slots, by rank."""
     return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value}
 
 
 def _fitting(record: dict[str, Any]) -> bytes:
-    """Return the record as JSON, its texts shortened where they are too long for a slot: a traceback to its end."""
+    """Return the record as JSON, with texts shortened to fit into a slot; tracebacks keep their end."""
     for most in (_SLOT_BYTES, 10_000, 2_000):
         said = record["message"]
         info = {**said["extraInfo"], "py_callstack": said["extraInfo"]["py_callstack"][-most:]}
@@ -96,9 +96,9 @@ def _fitting(record: dict[str, Any]) -> bytes:
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
-    """Return what is kept of the exception a worker ends with; `message` is as torch's launchers read it."""
+    """Return the record of the exception that ends a worker; `message` is as torch's launchers read it."""
     now = time.time()
-    # Without the frame of what called the worker.
+    # Without the frames of the worker's callers.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
     trace = "".join(traceback.format_exception(type(error), error, inner))
     return {
@@ -116,7 +116,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
 
 
 def _ran_out(error: BaseException) -> dict[str, Any] | None:
-    """Return what `RanOut` wants to know of the exception, where it is of that kind."""
+    """Return the fields of `RanOut` for an out-of-memory exception, otherwise None."""
     if isinstance(error, OutOfMemory):
         return {"detail": error.detail, "in_training": True, "step": error.step, "rows": error.rows}
     return {"detail": str(error), "in_training": False} if is_out_of_memory(error) else None
@@ -124,9 +124,9 @@ def _ran_out(error: BaseException) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class RanOut:
-    """Memory ran out on a rank. `step` and the `rows` of its largest micro-batch are None where they are not known.
+    """Memory ran out on a rank. `step` and the `rows` of its largest micro-batch are None if unknown.
 
-    `in_training`: it may have been in a step or an evaluation, so that smaller micro-batches may help.
+    `in_training`: it may have happened in a step or an evaluation, so smaller micro-batches may help.
     """
 
     rank: int
@@ -138,7 +138,7 @@ class RanOut:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a launch: what to print, what to exit with, and whether it was for want of memory."""
+    """The first failure of a launch: its message, its exit code, and whether memory ran out."""
 
     message: str
     exit_code: int
@@ -146,12 +146,12 @@ class Failure:
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Where the worker of this rank writes the exception it ends with."""
+    """Return the file to which the worker of this rank writes the exception that ends it."""
     return logs / f"rank-{rank}.error.json"
 
 
 def error_records(logs: Path, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """Return what the workers of these ranks have left, of those that raised."""
+    """Return the error records of these ranks, for those that raised."""
     return {rank: record for rank in ranks if (record := _read(error_file(logs, rank)))}
 
 
@@ -164,12 +164,12 @@ def first_failure(
     records: dict[int, dict[str, Any]] | None = None,
     gone: str | None = None,
 ) -> Failure:
-    """Return the failure that the others follow from.
+    """Return the failure that caused the others.
 
-    `records` are those of `error_records` for all ranks, where they are not all to be found in `logs`. `gone`
-    names a machine that is not there any more. `exit_codes` maps ranks to exit codes as far as they are known,
-    negative for signals. `out_of_memory` says that the kernel killed some process for memory during the launch.
-    An exception that speaks of a lost connection counts only where no rank raised another and none was killed.
+    `records` are those of `error_records` for all ranks, if not all are in `logs`. `gone` names a machine that was
+    lost. `exit_codes` maps ranks to exit codes as far as known, negative for signals. `out_of_memory` says that the
+    kernel killed a process for memory during the launch. An exception about a lost connection counts only if no rank
+    raised another and none was killed.
     """
     records = error_records(logs, range(processes)) if records is None else records
     causes = {rank: r for rank, r in records.items() if not is_follow_up(r)}
@@ -200,19 +200,19 @@ def first_failure(
 
 
 def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
-    """Return what to print of one worker's record, and what to exit with."""
+    """Return the message and the exit code for one worker's record."""
     exit_code = int(record["exit_code"])
     ran_out = RanOut(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
         return Failure(f"rank {rank} failed\n{trace}\nlog: {_log(logs, rank)}", exit_code, ran_out)
-    if exit_code != EXIT_TRAINING:  # the request or the machine: the rank that noticed does not matter
+    if exit_code != EXIT_TRAINING:  # an error of the request or the machine: the rank that noticed it does not matter
         return Failure(record["text"], exit_code)
     return Failure(f"{record['text']}\nfirst seen on rank {rank}, log: {_log(logs, rank)}", exit_code, ran_out)
 
 
 def ended_from_outside(rank: int, number: signal.Signals) -> str:
-    """Return what is said of a rank that a signal has ended which did not come from its launcher."""
+    """Return the message for a rank that was ended by a signal not from its launcher."""
     return f"rank {rank} was ended by {number.name} from outside: by a user, a scheduler or another program"
 
 
@@ -239,7 +239,7 @@ def _ended(code: int, out_of_memory: bool) -> str:
 
 
 def is_follow_up(record: dict[str, Any]) -> bool:
-    """Whether the exception speaks of a connection to a worker that is gone."""
+    """Return whether the exception is about a connection to a lost worker."""
     return not record["known"] and bool(_FOLLOW_UP.search(record["message"]["message"]))
 
 

@@ -1,7 +1,7 @@
-"""A failing run under a launcher that is not ours: the first error is told once, and nobody is left waiting.
+"""Failures under another launcher: the first error is reported once, and no process is left waiting.
 
-Whichever process can create the file logs/first-failure tells of it. All others hear of it from their peers
-and end too, also where they hang in a collective that will never complete.
+The process that succeeds in creating the file logs/first-failure reports it. All others are informed by their peers and
+end too, even if they hang in a collective that will never complete.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainwright.text import say
 
 _FAILED = "failed"
 _FIRST = "first-failure"
-# A process whose connection broke waits this long to hear why; one that has heard has this long to end by itself.
+# How long a process whose connection broke waits for the reason; once informed, it has this long to end by itself.
 _HEAR_SECONDS = 5.0
 
 
 class LastWords:
-    """What a rank says when it fails, and what it does when it hears that another has.
+    """Report this rank's failure, and react to the failure of another.
 
     Args:
         tell: called with the exit code and the message of either.
@@ -42,7 +42,7 @@ class LastWords:
     ) -> None:
         self.rank = rank
         self.heard = threading.Event()
-        self.text, self.exit_code = "", EXIT_TRAINING  # of what was heard
+        self.text, self.exit_code = "", EXIT_TRAINING  # of the failure received
         self.terminal = terminal
         self._peers = peers
         self._report = tell
@@ -52,20 +52,20 @@ class LastWords:
             peers.watch(self._hear)
 
     def begin(self, logs: Path) -> None:
-        """Use the run's logs from now on. Rank 0 has called `clear` before."""
+        """Use the run's logs from now on. Rank 0 must have called `clear` before."""
         self._logs = logs
 
     def clear(self, logs: Path, ranks: int) -> None:
-        """Remove what an earlier start of the run has left. Rank 0 does this before the others begin."""
+        """Remove what an earlier start of the run left. Rank 0 calls this before the others begin."""
         for path in (logs / _FIRST, *(error_file(logs, rank) for rank in range(ranks))):
             path.unlink(missing_ok=True)
 
     def interrupting(self, interrupt: Callable[[], None] | None) -> None:
-        """Call this when something is heard, instead of ending the process; None: end it again."""
+        """Call ``interrupt`` on a failure elsewhere, instead of ending the process; None restores the latter."""
         self._interrupt = interrupt
 
     def fail(self, error: BaseException) -> int:
-        """Tell of this process's own exception; returns the exit code of the run."""
+        """Report this process's own exception; return the exit code of the run."""
         record = error_record(error)
         if self._logs is not None:
             RankErrorHandler().record_exception(error)
@@ -94,7 +94,7 @@ class LastWords:
         if self._interrupt is not None:
             self._interrupt()
             return
-        # In a thread of its own: the lines are still to be watched, for what others have to pass on.
+        # In a separate thread: the connections must still be watched, to forward messages of others.
         timer = threading.Timer(_HEAR_SECONDS, _end, (self.exit_code,))
         timer.daemon = True
         timer.start()
@@ -107,17 +107,17 @@ class LastWords:
         if self._logs is not None and not self._is_first(own):
             return
         if self.terminal.isatty():
-            self.terminal.write("\x1b[?25h\r")  # a progress bar has hidden the cursor
+            self.terminal.write("\x1b[?25h\r")  # a progress bar may have hidden the cursor
         say(f"error: {text}", file=self.terminal)
 
     def _is_first(self, own: bool) -> bool:
-        """Whether nobody has spoken yet. Where the disk does not say, the rank that has failed speaks."""
+        """Return whether this is the first report. If the disk does not allow to decide, the failed rank reports."""
         assert self._logs is not None
         try:
             os.close(os.open(self._logs / _FIRST, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
             return False
-        except OSError:  # it is full, or the run's directory is not there any more
+        except OSError:  # the disk is full, or the run directory no longer exists
             return own
         return True
 

@@ -1,4 +1,4 @@
-"""Which process the kernel kills when memory is at its end, and whether it has killed one: by its own counters."""
+"""Influence which process the kernel kills when memory runs out, and detect by its counters that it killed one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trainwright.machine.cgroups import groups
 
 _MACHINE = Path("/proc/vmstat")
 _SCORE = Path("/proc/self/oom_score_adj")
-_FIRST = 500  # of 1000, which is a process with all memory there is
+_FIRST = 500  # of 1000, the score of a process that uses all memory
 
 
 def kills() -> int:
-    """How many processes the kernel has killed for memory in this process's cgroup, which its children share.
+    """Return how many processes the kernel has killed for memory in this process's cgroup, which its children share.
 
-    Of the whole machine where there is no cgroup that counts them; 0 where the kernel does not say. Only a change is
-    of use: somebody else's SIGKILL looks the same and is not counted.
+    Without a cgroup that counts them, those of the whole machine; 0 if the kernel does not report it. Only a change is
+    meaningful: a SIGKILL from elsewhere looks the same and is not counted.
     """
     for file in (*_cgroup_files(), _MACHINE):
         if (count := _count(file)) is not None:
@@ -26,9 +26,9 @@ def kills() -> int:
 
 
 def be_killed_first(score: int = _FIRST) -> None:
-    """Have the kernel end this process before others, so that its launcher is left to say what happened (proc(5)).
+    """Have the kernel kill this process before others, so that its launcher survives to report it (proc(5)).
 
-    Raising the score needs no rights; where it is higher already it stays.
+    Raising the score needs no privileges; a higher score is kept.
     """
     with suppress(OSError, ValueError):
         if int(_SCORE.read_text(encoding="ascii")) < score:
@@ -36,7 +36,7 @@ def be_killed_first(score: int = _FIRST) -> None:
 
 
 def _cgroup_files() -> Iterator[Path]:
-    """Yield the counters of this process's memory cgroup; that of the next one above where it has none."""
+    """Yield the counters of this process's memory cgroup, or of the nearest ancestor that has them."""
     for group, version in groups("memory"):
         yield group / ("memory.events" if version == 2 else "memory.oom_control")
 

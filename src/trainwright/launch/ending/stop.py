@@ -1,7 +1,7 @@
-"""How a run is asked to stop: signals reach the launcher, the launcher raises one flag, the workers read it.
+"""Stop requests: signals reach the launcher, the launcher raises one flag, and the workers read it.
 
-The flag is a byte of shared memory, so every worker learns of the request exactly once however many
-signals were sent and to whom (a terminal's ctrl-C goes to the whole group, a scheduler's SIGTERM may too).
+The flag is a byte of shared memory, so every worker sees the request exactly once, no matter how many signals were sent
+and to which process (a terminal's ctrl-C goes to the whole group, a scheduler's SIGTERM may too).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from trainwright.errors import Interrupted
 from trainwright.launch.batch import stop_with_shell
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
-# Schedulers send SIGUSR1 or SIGUSR2 ahead of the end, where they are asked to, and the kernel SIGXCPU (ulimit -t).
+# Schedulers send SIGUSR1 or SIGUSR2 before the end, if configured, and the kernel SIGXCPU (ulimit -t).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
-# Wrappers such as make or a notebook pass on a ctrl-C that the terminal has already sent to everyone:
-# a second signal this soon after the first is the same request.
+# Wrappers such as make or a notebook forward a ctrl-C that the terminal has already sent to every process: a second
+# signal within this time is the same request.
 _SAME_REQUEST_SECONDS = 1.0
-# A SIGTERM to a worker that the launcher knows nothing of after this long is the elastic agent closing
-# the group because another worker failed.
+# If a worker gets SIGTERM and the launcher does not know of it after this time, the elastic agent is closing the group
+# because another worker failed.
 _LAUNCHER_DECIDES_SECONDS = 1.0
 CLOSED_BY_LAUNCHER = 128 + signal.SIGTERM
 
-# What a launch that was stopped has left behind.
+# What a stopped launch has left behind.
 CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
 
 
 class Flag(Protocol):
-    """Shared or local memory that is zero until something has happened; what, its name says."""
+    """Shared or local memory that is zero until the event of its name has happened."""
 
     value: int
 
@@ -49,15 +49,15 @@ class _LocalFlag:
 
 _flag: Flag = _LocalFlag()
 _fresh: Flag = _LocalFlag()
-_begun = False  # whether a launcher of ours answers to signals, or has done so
+_begun = False  # whether a launcher of ours handles signals, or has done so
 
 
 class Flags:
-    """What a launcher and its workers tell each other, in memory that they share.
+    """Flags in memory that a launcher shares with its workers.
 
     Attributes:
         stop: a stop was requested.
-        fresh: the workers have not changed yet what they started from, so that nothing is lost with them.
+        fresh: the workers have not changed their initial state yet, so nothing is lost if they end.
         closing: a worker has failed, and the launcher ends the others.
     """
 
@@ -69,7 +69,7 @@ class Flags:
 
 
 def set_fresh(fresh: bool) -> None:
-    """To be called by a worker that begins, and again, with False, before it changes what it started from."""
+    """Set whether this worker still has its initial state: True when it begins, False before it changes the state."""
     _fresh.value = int(fresh)
 
 
@@ -120,7 +120,7 @@ class Stopping:
         return bool(self.flag.value)
 
     def end(self, left: str) -> None:
-        """Kill the workers now. ``left``: what there is to go on from."""
+        """Kill the workers now. ``left``: what the run can be resumed from."""
         self.killed, self.left = True, left
         self.kill()
 
@@ -136,10 +136,10 @@ class Stopping:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While nothing has begun: a stop signal raises Interrupted, wherever the main thread is."""
+    """Raise Interrupted in the main thread on a stop signal, while nothing has begun."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not _begun:  # else it comes when all has been done
+        if not _begun:  # otherwise it is handled when all is done
             raise Interrupted
 
     previous = {
@@ -155,12 +155,12 @@ def interruptible() -> Iterator[None]:
 
 
 def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> None:
-    """Follow our launcher in this worker: the flag decides, signals to the worker itself do not.
+    """Follow the launcher in this worker: its flag decides, and signals to the worker itself are ignored.
 
-    There are two exceptions. SIGTERM ends the process where no stop was requested: it comes from the elastic agent
-    after another worker has failed, or else from outside, and then ``ended`` is called first. A Python handler would
-    not run while the main thread waits inside a collective, so a thread reads the signal from a pipe. And SIGXCPU
-    comes to the process that has used the time up, for which the whole run is to stop.
+    There are two exceptions. SIGTERM ends the process if no stop was requested: it comes from the elastic agent after
+    another worker has failed, or else from outside, and then ``ended`` is called first. A Python handler would not run
+    while the main thread waits inside a collective, so a thread reads the signal from a pipe. SIGXCPU goes to the
+    process that has used up its CPU time, and stops the whole run.
     """
     global _flag, _fresh
     _flag, _fresh = flags.stop, flags.fresh
@@ -176,13 +176,13 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
 
 
 def follow_signals() -> None:
-    """Follow signals in a worker under another launcher (torchrun, srun): any stop signal to it is the request."""
+    """Handle signals in a worker of another launcher (torchrun, srun): any stop signal requests a stop."""
     for number in STOP_SIGNALS:
         signal.signal(number, _raise_flag)
 
 
 def restore_default_signals() -> None:
-    """For a child process that knows nothing of stopping: signals end it as they would any program."""
+    """Restore the default signal handling, for child processes that do not handle stop requests."""
     signal.set_wakeup_fd(-1)
     for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -218,5 +218,5 @@ def _interrupt() -> None:
 
 
 def _write_stderr(line: str) -> None:
-    # Called inside a signal handler, where the buffered sys.stderr may be in the middle of a write.
+    # Called inside a signal handler, while the buffered sys.stderr may be in use.
     os.write(2, f"\n{line}\n".encode())

@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, where they meet, and whether they agree."""
+"""The processes of a run: their identity, their rendezvous, and the checks that they agree."""

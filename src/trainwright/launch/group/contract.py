@@ -1,7 +1,7 @@
-"""What was asked is what runs: before the first step every process's view is compared with the recipe and the others'.
+"""Consistency checks before the first step: every process is compared with the recipe and with the others.
 
-Twice, as a strategy cannot even be built by processes that do not agree: ``agree`` compares recipe, data, weights,
-devices and software once the processes have met, ``check_layout`` the strategy and the precision that came of it.
+There are two checks, because a strategy can only be built by processes that agree: ``agree`` compares recipe, data,
+weights, devices and software after the rendezvous, ``check_layout`` the resulting strategy and precision.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import Seat, World
 from trainwright.recipe.schema import Recipe
 
-# Variables that change numbers or what is executed, without any trace in the recipe.
+# Variables that change numbers or what is executed, without a trace in the recipe.
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -43,7 +43,7 @@ _VARIABLES = (
     "TORCH_COMPILE_DISABLE",
 )
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "deepspeed", "peft", "bitsandbytes")
-_SAMPLED = 64  # elements of every tensor that its fingerprint is made of
+_SAMPLED = 64  # elements of every tensor that enter its fingerprint
 _LINES = 12
 
 _ASKED = {"device": "the run was planned for"}
@@ -63,20 +63,21 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class View:
-    """What one rank has found, and what its recipe plans for some of it; keys are (a group of `_FIXES`, a name)."""
+    """What one rank found, and what its recipe plans; keys are (a group of `_FIXES`, a name)."""
 
     found: dict[tuple[str, str], Any]
     planned: dict[tuple[str, str], Any]
 
 
 def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None) -> str:
-    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``seat`` the environment has it.
+    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``seat``, read it from the
+    environment.
 
     Args:
-        asked: the recipe's ``parallel.device``, where there is one.
+        asked: the recipe's ``parallel.device``, if set.
 
     Raises:
-        MachineError: there are GPUs and this process cannot use one of its own.
+        MachineError: there are GPUs, but none for this process alone.
     """
     if asked is None:
         refuse_unusable(machine)
@@ -99,7 +100,7 @@ def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None)
 
 
 def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
-    """Compare what the processes are, before a strategy is built on them. Every rank must call.
+    """Compare the processes before a strategy is built on them. Every rank must call.
 
     Args:
         device: the type that the run was planned for, "cuda" or "cpu".
@@ -136,10 +137,10 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
 
 
 def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Layout:
-    """Compare how the model lies on the ranks with the recipe's strategy; this rank's layout. Every rank must call.
+    """Compare the layout of the model with the recipe's strategy; return this rank's layout. Every rank must call.
 
     Args:
-        dtype: what the recipe wants the forward pass to compute in.
+        dtype: the recipe's data type of the forward pass.
 
     Raises:
         MachineError: on all ranks, naming every difference and the ranks that have it.
@@ -167,7 +168,7 @@ def _layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def _gather(world: World, value: Any) -> list[Any]:
-    """Every rank's value. Not over NCCL: that stops with words of its own where two ranks have one GPU."""
+    """Return the values of all ranks. Not over NCCL, which fails with its own message if two ranks share a GPU."""
     if world.device.type != "cuda" or world.size == 1:
         return world.gather(value)
     values: list[Any] = [None] * world.size
@@ -178,7 +179,7 @@ def _gather(world: World, value: Any) -> list[Any]:
 
 
 def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
-    """Group and line for everything in which a rank is not as rank 0's recipe says, or not as the others are."""
+    """Yield group and line for every difference of a rank from rank 0's recipe or from the other ranks."""
     planned = views[0].planned
     for key in dict.fromkeys(itertools.chain.from_iterable(view.found for view in views)):
         ranks: dict[str, list[int]] = {}
@@ -200,7 +201,7 @@ def _who(ranks: dict[str, list[int]]) -> str:
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0-2, 5``."""
+    """Format ranks as ``rank 1``, ``ranks 0-2, 5``."""
     parts = []
     for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]
@@ -216,12 +217,12 @@ def _shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
 
 
 def _with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:
-    """Return the indices of those that are not there to keep other ranks company."""
+    """Return the indices of the micro-batches that are not zero-weight passes."""
     return [micro.index for micro in micro_batches if micro.weight]
 
 
 def _wrongly_dealt(dealt: Iterable[int], expected: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Whether the first global batch's micro-batches are each somewhere, and nowhere twice."""
+    """Yield the micro-batches of the first global batch that are missing or assigned twice."""
     together = sorted(dealt)
     if together != sorted(expected):
         yield "batches", f"batches: the first step is micro-batches {sorted(expected)}; the ranks have {together}"
@@ -244,7 +245,7 @@ def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
 
 
 def _keys(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """Every key but where the run is written, which machines may have in different places."""
+    """Yield every key except where the run is written, which may differ between machines."""
     for section, values in recipe.model_dump(exclude={"logging"}).items():
         if isinstance(values, dict):
             yield from ((f"{section}.{key}", value) for key, value in values.items())
@@ -267,7 +268,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _settings() -> dict[str, Any]:
-    """Return what changes numbers and is not in the recipe."""
+    """Return the settings outside the recipe that change numbers."""
     return {
         "default dtype": str(torch.get_default_dtype()),
         "precision of fp32 products": torch.get_float32_matmul_precision(),
@@ -283,7 +284,7 @@ def _gpu(device: torch.device) -> str | None:
 
 
 def _fingerprint(module: nn.Module) -> str:
-    """Of the names, shapes and a sample of the weights."""
+    """Return a fingerprint of the names, shapes and a sample of the weights."""
     digest = hashlib.sha256()
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Who a process is among those that a launcher started, read from the variables each launcher sets.
+"""A process's rank and world size, read from the variables that each launcher sets.
 
 torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT (docs.pytorch.org,
 "torchrun"); srun sets SLURM_* (slurm.schedmd.com/srun.html, "output environment variables"); Open MPI's mpirun
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from trainwright.errors import MachineError, RequestError
 
-# Below the ports that systems hand out to connections by themselves (Linux: from 32768).
+# Below the ephemeral port range (on Linux from 32768).
 _FIRST_PORT, _PORTS = 15000, 16000
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # accelerate launch sets it always
+_ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
 _UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
-# By launcher: the command that starts workers with it, and the variables that it is known by.
+# By launcher: the command that starts workers with it, and the variables that identify it.
 _WORKERS = {
     "torchrun": ("torchrun … -m", "RANK and WORLD_SIZE"),
     "accelerate launch": ("accelerate launch … -m", _ACCELERATE),
@@ -34,14 +34,14 @@ _WORKERS = {
 
 @dataclass(frozen=True)
 class Environment:
-    """What the launcher says of this process.
+    """What the launcher's variables say about this process.
 
     Attributes:
         launcher: a name for messages.
-        address, port: where the processes meet; None where the launcher does not say.
-        agent_store: the launcher itself listens there; rank 0 has to where it does not.
-        job: the same text in all processes of this start, and in no other's on the machine; None where
-            nothing tells one start from another.
+        address, port: the rendezvous; None if the launcher does not set one.
+        agent_store: whether the launcher itself listens there; otherwise rank 0 must.
+        job: a text that is the same in all processes of this start and differs from any other on the machine; None if
+            nothing distinguishes starts.
     """
 
     launcher: str
@@ -58,11 +58,11 @@ class Environment:
 
     @property
     def job_everywhere(self) -> str | None:
-        """`job`, where it is the same on all machines too."""
+        """Return `job` if it is the same on all machines, otherwise None."""
         return None if self.job is None or "parent-" in self.job else self.job
 
     def torch_variables(self) -> dict[str, str]:
-        """Return the variables that torch and DeepSpeed read, whoever started the process."""
+        """Return the variables that torch and DeepSpeed read, for any launcher."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -72,15 +72,15 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None, parent: int | None = None) -> Environment:
-    """Find out who this process is.
+    """Read the environment of this process.
 
     Args:
-        variables: os.environ where not given.
-        parent: the parent's process id; os.getppid() where not given.
+        variables: os.environ by default.
+        parent: the parent's process id; os.getppid() by default.
 
     Raises:
-        MachineError: variables that contradict each other or are no numbers, or a Slurm allocation of several
-            tasks without srun.
+        MachineError: variables that contradict each other or are not numbers, or a Slurm allocation of several tasks
+            without srun.
     """
     given = Variables(os.environ if variables is None else variables)
     found = _launched(given, os.getppid() if parent is None else parent)
@@ -92,13 +92,13 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
 
 
 def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | None = None) -> None:
-    """Refuse a command that starts processes itself, where a launcher has started several of that command.
+    """Raise if a launcher has started several processes of a command that starts its workers itself.
 
-    A job's batch script is no such process, whatever its allocation is for, nor is a launcher's only one. One process
-    on each of the command's own ``nodes`` is what a launcher is right to start.
+    The batch script of a job does not count, whatever its allocation, nor does the only process of a launcher. One
+    process on each of the command's own ``nodes`` is correct.
 
     Raises:
-        RequestError: naming the launcher, the command to give it, and the variables that tell.
+        RequestError: naming the launcher, the command to launch with it, and the variables that show it.
     """
     given = Variables(os.environ if variables is None else variables)
     if (launcher := launcher_of(given, nodes)) is None:
@@ -114,19 +114,19 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
 
 
 def launcher_of(given: Variables, nodes: int = 1) -> str | None:
-    """Return the launcher that has started this process as one of several; None where none has.
+    """Return the launcher that started this process as one of several, or None.
 
-    One process on each of ``nodes`` machines is none of several.
+    One process on each of ``nodes`` machines does not count as several.
     """
     found = _launched(given, os.getppid())
-    by_accelerate = given.has(_ACCELERATE)  # which may have been told more than a number of processes
+    by_accelerate = given.has(_ACCELERATE)  # which may have set more than a number of processes
     if not by_accelerate and (found is None or found.size in (1, nodes)):
         return None
     return "accelerate launch" if found is None or by_accelerate else found.launcher
 
 
 def _launched(given: Variables, parent: int) -> Environment | None:
-    """Return what a launcher says of this process; None where there is none."""
+    """Return the launcher's environment of this process, or None without a launcher."""
     if given.has("RANK", "WORLD_SIZE"):
         return _torch(given)
     if not given.has(*_OPEN_MPI) and not in_slurm_step(given) and not given.has("PMI_RANK", "PMI_SIZE"):
@@ -141,7 +141,7 @@ def _launched(given: Variables, parent: int) -> Environment | None:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Host names of a Slurm node list: `a[01-03,07],b` is a01, a02, a03, a07, b. Raises ValueError."""
+    """Return the host names of a Slurm node list: `a[01-03,07],b` is a01, a02, a03, a07, b. Raises ValueError."""
     return [name for part in _split(text) for name in _expand(part)]
 
 
@@ -160,7 +160,7 @@ class Variables:
         return next((self._values[name].strip() for name in names if self.has(name)), None)
 
     def number(self, *names: str, default: int) -> int:
-        """Of the first name that is set."""
+        """Return the number in the first of these variables that is set."""
         name = next((name for name in names if self.has(name)), None)
         if name is None:
             return default
@@ -174,12 +174,12 @@ def _torch(given: Variables) -> Environment:
     size = given.number("WORLD_SIZE", default=1)
     elastic = given.has("TORCHELASTIC_RUN_ID")
     rank = given.number("RANK", default=0)
-    # Some launchers (Kubernetes operators) start one process a machine and give it no local rank.
+    # Some launchers (Kubernetes operators) start one process per machine and set no local rank.
     here = given.text("MASTER_ADDR") is None or is_loopback(given.text("MASTER_ADDR") or "")
     if not given.has("LOCAL_RANK"):
         _refuse_several_a_pod(given)
     local_rank = given.number(*_LOCAL_RANKS, default=rank if here else 0)
-    # Without a count it goes by where they meet; how many there are on a machine is seen when all have come.
+    # Without a count the rendezvous address decides; processes per machine are counted once all have arrived.
     local_size = given.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
     counted = given.has("LOCAL_WORLD_SIZE") or not given.has("LOCAL_RANK")
     nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
@@ -203,7 +203,7 @@ def _torch(given: Variables) -> Environment:
 
 
 def _refuse_half_said(given: Variables) -> None:
-    """Of RANK and WORLD_SIZE one alone: a run of several was meant, and this would be one by itself."""
+    """Raise if only one of RANK and WORLD_SIZE is set: several processes were meant, but this one would run alone."""
     for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
         if number_of(given, name) >= least:
             value = given.text(name)
@@ -214,7 +214,7 @@ def _refuse_half_said(given: Variables) -> None:
 
 
 def _refuse_several_a_pod(given: Variables) -> None:
-    """Kubeflow says by PET_NPROC_PER_NODE how many processes torchrun should start in a pod."""
+    """Raise if Kubeflow sets PET_NPROC_PER_NODE: several processes in a pod, which torchrun should start."""
     each = given.text("PET_NPROC_PER_NODE") or ""
     if each.isdigit() and int(each) > 1:
         raise MachineError(
@@ -224,7 +224,9 @@ def _refuse_several_a_pod(given: Variables) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a literal or well-known name for this machine; its own name may stand for it in /etc/hosts too."""
+    """Return whether this is a literal or well-known loopback name; /etc/hosts may map the machine's own name to it,
+    too.
+    """
     return address == "localhost" or address.startswith("127.")
 
 
@@ -237,7 +239,7 @@ def _open_mpi(given: Variables, parent: int) -> Environment:
 
 
 def _hydra(given: Variables, parent: int) -> Environment:
-    """MPICH and Intel MPI."""
+    """Read the variables of MPICH and Intel MPI."""
     size = given.number("PMI_SIZE", default=1)
     local_size = given.number("MPI_LOCALNRANKS", default=size)
     return _mpi(
@@ -261,17 +263,19 @@ def _mpi(given: Variables, launcher: str, rank: int, size: int, local: str, loca
 
 
 def number_of(given: Variables, *names: str) -> int:
-    """Return what the first of these is set to; 0 where none is."""
+    """Return the value of the first of these that is set; 0 if none is."""
     return given.number(*names, default=0)
 
 
 def in_slurm_step(given: Variables) -> bool:
-    """Whether srun has started this process, or one above it; not so the shell of a batch script."""
+    """Return whether srun started this process or an ancestor; false in the shell of a batch script."""
     return given.has("SLURM_PROCID") and (given.has("SLURM_STEP_ID") or given.has("SLURM_STEPID"))
 
 
 def _hydra_inside_slurm(given: Variables) -> bool:
-    """Whether srun started mpiexec's own daemons, and those this process: the step's ranks are the daemons'."""
+    """Return whether srun started the daemons of mpiexec, which started this process: the step's ranks are the
+    daemons'.
+    """
     if not given.has("PMI_RANK", "PMI_SIZE"):
         return False
     ours = given.text("PMI_RANK"), given.text("PMI_SIZE")
@@ -280,7 +284,7 @@ def _hydra_inside_slurm(given: Variables) -> bool:
 
 def _slurm(given: Variables) -> Environment:
     rank = given.number("SLURM_PROCID", default=0)
-    # The step's own numbers: an allocation may be larger than the step that srun starts in it.
+    # Use the step's own numbers: the allocation may be larger than the step.
     size = given.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
     nodes = given.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
     node = given.number("SLURM_NODEID", default=0)
@@ -305,13 +309,13 @@ def _slurm(given: Variables) -> Environment:
 
 
 def slurm_port(job: str, step: str) -> int:
-    """Return the port of a job step: the same on every node, and another for the job's next step."""
+    """Return the port of a job step: the same on every node, and different for the job's next step."""
     numbers = [int(digits) for digits in re.findall(r"\d+", f"{job} {step}")]
     return _FIRST_PORT + sum(n * 7**i for i, n in enumerate(numbers)) % _PORTS
 
 
 def _tasks_per_node(text: str | None) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
+    """Parse Slurm's tasks per node: `2(x3),1` gives 2, 2, 2, 1."""
     counts: list[int] = []
     for part in (text or "").split(","):
         if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
@@ -347,7 +351,7 @@ def _check(found: Environment) -> None:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside brackets."""
+    """Split at the commas outside brackets."""
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 

@@ -1,4 +1,4 @@
-"""Which job a process is of, so that a member of another one that comes to the same port is told apart."""
+"""The identity of the job of a process, to reject members of another job that connect to the same port."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-# What a scheduler or launcher calls one job, the same in all of its processes.
+# Names of one job by a scheduler or launcher, the same in all of its processes.
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "TORCHELASTIC_RUN_ID")
 
 Job = dict[str, str]
 
-# In words, for what of two jobs differs.
+# Descriptions of the fields in which two jobs differ.
 WORDS = {"user": "another user's", "job": "another job's", "size": "of another size", "arguments": "of another recipe"}
 
 
@@ -25,8 +25,8 @@ def job_of(
     """Return what all members of a start have in common.
 
     Args:
-        size: how many members there are.
-        arguments: of the command line, where they have to be the same for all.
+        size: the number of members.
+        arguments: of the command line, if they must be the same for all.
         start: the launcher's own name for this start.
     """
     known = os.environ if variables is None else variables

@@ -1,7 +1,7 @@
-"""A run whose processes another launcher has started: they meet, rank 0 opens the run, the others follow.
+"""A run whose processes another launcher has started: they meet, rank 0 prepares the run, the others follow.
 
-Rank 0 alone reads the recipe, refuses it or makes the run directory, and prepares data and weights. Nobody waits
-in a collective meanwhile: the others ask the store, however long it takes.
+Only rank 0 reads the recipe, rejects it or creates the run directory, and prepares data and weights. The others do not
+wait in a collective meanwhile but poll the store, without a time limit.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from trainwright.parallel.world import Seat
     from trainwright.recipe.yaml_text import Tree
 
-# How long rank 0, which may host the store, stays for the others at the end; where it has refused, some of
-# them may never have come.
+# How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
+# arrive.
 _LEAVE_SECONDS, _TOLD_SECONDS = 20.0, 3.0
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What rank 0 has decided. `directory` is the run's, as rank 0 wrote it."""
+    """What rank 0 has decided. `directory` is the run directory as rank 0 wrote it."""
 
     directory: str
     working_directory: str
@@ -68,20 +68,20 @@ class Opened:
 
     @property
     def path(self) -> Path:
-        """For a process that may have been started in another directory."""
+        """Return the run directory; the process may have been started in another working directory."""
         return Path(self.working_directory) / self.directory
 
 
 @dataclass(frozen=True)
 class JoinAsked:
-    """What every process of the run is asked for.
+    """The request to every process of the run.
 
     Attributes:
-        resume: None, a run's directory, or "" for the newest.
+        resume: None, a run directory, or "" for the newest.
         seconds: how long to wait for the other processes.
-        force: start even where the plan says that it does not fit.
-        number: of earlier runs that the same processes have trained, where they train one after the other.
-        launcher: pid of what the launcher has started or is itself; None: this process's parent.
+        force: start even if the plan says that the run does not fit.
+        number: of earlier runs that the same processes trained in sequence.
+        launcher: pid of the launcher or of the process it started; None: this process's parent.
     """
 
     recipe: Path | Tree | None
@@ -99,11 +99,11 @@ def run_joined(
     work: Callable[[Path, bool, Seat], int],
     tell: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
-    """Run this process's part in a run; returns its exit code, having printed a failure once in the whole run.
+    """Run this process's part in a run; return its exit code. A failure is printed once in the whole run.
 
     Args:
-        prepare: called on rank 0 with the run's directory.
-        work: trains: run directory, whether to resume, seat.
+        prepare: called on rank 0 with the run directory.
+        work: trains, given the run directory, whether to resume, and the seat.
         tell: called in every process with the exit code and the message of a failure, before the process ends.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
@@ -117,14 +117,14 @@ def run_joined(
     check_limits(environment.local_size, environment.size)
     own_threads = "OMP_NUM_THREADS" in os.environ
     limit_threads(detect().cpu_cores, environment.local_size)
-    # From here on torch is imported.
+    # Imports torch from here on.
     from trainwright.launch.ending.first_failure import LastWords
 
     try:
         meeting = _meet(environment, asked)
     except TrainwrightError as error:
         tell(error.exit_code, str(error))
-        # Where rank 0 is missing, rank 1 speaks for the rest of its job.
+        # Without rank 0, rank 1 reports for the other ranks of its job.
         job = f"{environment.address}:{environment.port} {_words(asked)}"
         if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
             say(f"error: {error}", file=terminal)
@@ -158,13 +158,13 @@ def run_joined(
 
 
 def _words(asked: JoinAsked) -> list[str]:
-    """As on a command line; the same in all processes of a run."""
+    """Return the request as words of a command line; the same in all processes of a run."""
     recipe = [] if asked.recipe is None else [str(asked.recipe)]
     return [*recipe, *asked.overrides, *([] if asked.resume is None else ["--resume", asked.resume])]
 
 
 def _accelerate() -> Meaning | None:
-    """Return what `accelerate launch` was told by its file; hides the GPUs that it does not want."""
+    """Return what `accelerate launch` read from its file; hide the GPUs that the file excludes."""
     from trainwright.launch.accelerate.environment import from_environment
 
     meaning = from_environment()
@@ -182,7 +182,7 @@ def _meet(environment: Environment, asked: JoinAsked) -> Meeting | None:
     address = rendezvous.LOOPBACK if environment.nodes == 1 else environment.address
     if address is not None:
         rendezvous.set_interfaces(address)
-    member = Member.here(environment)  # before the others come, who want an answer at once
+    member = Member.here(environment)  # before the others arrive, as they expect an answer at once
     meeting = rendezvous.meet_ranks(environment, _words(asked), asked.seconds)
     meeting.post(member.posted())
     return meeting
@@ -197,7 +197,7 @@ def _open(
     prepare: Callable[[Path], None],
     held: ExitStack,
 ) -> tuple[Opened, Place]:
-    """Rank 0: everything up to the first step that has to be done once."""
+    """Do on rank 0 everything before the first step that has to be done once."""
     from trainwright.launch.group.members import Member, places
 
     if meeting is None:
@@ -248,7 +248,7 @@ def _request(asked: JoinAsked, environment: Environment, meaning: Meaning | None
 
 
 def _follow(environment: Environment, meeting: Meeting | None, words: LastWords) -> tuple[Opened, Place]:
-    """Wait, on the ranks but 0, for rank 0's word, and see what it has made."""
+    """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
     from trainwright.launch.group.members import Place
 
     assert meeting is not None, "a world of one is rank 0"
@@ -270,7 +270,7 @@ def _follow(environment: Environment, meeting: Meeting | None, words: LastWords)
 
 
 class _Told(TrainwrightError):
-    """Rank 0 has refused, and says so itself."""
+    """Rank 0 has rejected the request and reports it itself."""
 
     def __init__(self, exit_code: int, why: str) -> None:
         super().__init__(why)
@@ -284,7 +284,7 @@ def _refused(
     words: LastWords,
     tell: Callable[[int, str], None],
 ) -> int:
-    """Nothing has begun: rank 0 says why, and every rank ends with the same code."""
+    """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
     if isinstance(error, _Told):
         tell(error.exit_code, str(error))
         _leave_together(environment, meeting, _TOLD_SECONDS)
@@ -306,7 +306,7 @@ def _refused(
 
 @contextmanager
 def _interruptible(words: LastWords) -> Iterator[None]:
-    """While rank 0 prepares: a stop signal ends that at once, and so does hearing that another rank has failed."""
+    """Let a stop signal, or the failure of another rank, end the preparation on rank 0 at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if words.heard.is_set():
@@ -323,7 +323,7 @@ def _interruptible(words: LastWords) -> Iterator[None]:
 
 
 def _parent(environment: Environment) -> int | None:
-    # Started by hand, its parent is a shell, which it may be meant to outlive.
+    # If started by hand, the parent is a shell, which the process may be meant to outlive.
     return None if environment.launcher == "python" else os.getppid()
 
 
@@ -348,7 +348,7 @@ def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Se
 
 
 def _discard_refused(run: Path, code: int, opened: Opened, environment: Environment) -> None:
-    """Remove the directory of a run whose request was refused by a worker."""
+    """Remove the directory of a run whose request a worker rejected."""
     refused = code == EXIT_REQUEST and not opened.resume
     if refused and environment.rank == 0 and not (run / "events.jsonl").exists():
         import shutil
@@ -357,9 +357,11 @@ def _discard_refused(run: Path, code: int, opened: Opened, environment: Environm
 
 
 def _leave_together(environment: Environment, meeting: Meeting | None, seconds: float = _LEAVE_SECONDS) -> None:
-    """Rank 0 ends last of what it hosts and first of all that a launcher would end the others for."""
+    """End in order: the others wait until rank 0 is done, and rank 0, which may host the store, waits until they have
+    left.
+    """
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # of a launcher that ends the rest when the first has ended
+        signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended
     if meeting is None:
         return
     try:
@@ -375,7 +377,7 @@ def _leave_together(environment: Environment, meeting: Meeting | None, seconds: 
 
 
 def _end(code: int, meeting: Meeting | None) -> NoReturn:
-    """At once: the other ranks wait for this one, and its threads may not be joinable any more."""
+    """Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more."""
     if meeting is not None:
         meeting.close()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What each process of a start has on its machine, compared by rank 0 before anything is made."""
+"""The resources of each process on its machine, compared by rank 0 before anything is created."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Member:
 
     @classmethod
     def read(cls, posted: Mapping[str, object]) -> Member:
-        """Read what ``posted`` made."""
+        """Build from the values of ``posted``."""
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in posted.items()}
         return cls(**values)  # type: ignore[arg-type]
 
@@ -42,8 +42,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Place:
-    """What a process uses of its machine: which of the GPUs it sees, whether its cores are its alone, and how many
-    processes of the run there are on it."""
+    """The part of its machine that a process uses: which of the visible GPUs, whether it has its cores alone, and how
+    many processes of the run share the machine.
+    """
 
     gpu: int
     own_cores: bool
@@ -51,7 +52,7 @@ class Place:
 
 
 def places(members: Sequence[Member]) -> list[Place]:
-    """Return a place for every rank. Raises MachineError where the processes do not fit on their machines."""
+    """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
     found: dict[int, Place] = {}
     for ranks in _machines(members):
@@ -65,7 +66,7 @@ def places(members: Sequence[Member]) -> list[Place]:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs this process sees, by their identity, so that two processes that see the same one can tell."""
+    """Return the identities of the GPUs that this process sees, so that processes can tell whether they share one."""
     from trainwright.machine.detect import detect
 
     gpus = detect().gpus
@@ -94,7 +95,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def _machines(members: Sequence[Member]) -> Iterator[list[int]]:
-    """Ranks that share a machine, by the name of the machine and the launcher's number for it."""
+    """Yield the ranks that share a machine, by the machine's name and the launcher's number for it."""
     keys = list(dict.fromkeys((member.host, member.node) for member in members))
     for key in keys:
         yield [rank for rank, member in enumerate(members) if (member.host, member.node) == key]
@@ -121,7 +122,7 @@ def _distinct_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:
 
 
 def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
-    """Whether each process sees GPUs of its own, so that its first is the one to use."""
+    """Return whether each process sees GPUs of its own, so that it uses its first one."""
     without = next((member for member in here if bool(member.gpus) != bool(first.gpus)), None)
     if without is not None:
         one, other = (first.host, without.host) if first.gpus else (without.host, first.host)

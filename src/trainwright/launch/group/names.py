@@ -1,4 +1,4 @@
-"""Keeps torch's store from asking for the names of the machines that it talks to."""
+"""Prevent torch's store from resolving the names of the machines it connects to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
-# An address of this machine that stands in no /etc/hosts.
+# An address of this machine that is not in /etc/hosts.
 _NAMELESS = "127.83.19.7"
 
 
@@ -29,9 +29,9 @@ class _ResolverState(ctypes.Structure):
 def skip_reverse_lookups() -> None:
     """Have torch's stores show addresses in their messages, not names.
 
-    torch looks up a name for the address of every connection, which takes 10 s or more where no DNS server answers, and
-    stops doing so in this process once a look-up has failed (torch/csrc/distributed/c10d/socket.cpp). So one is made to
-    fail at once: in a thread whose resolver has no servers to ask. Without effect where that cannot be done.
+    torch looks up a name for the address of every connection, which takes 10 s or more if no DNS server answers, and
+    stops doing so in this process once a look-up has failed (torch/csrc/distributed/c10d/socket.cpp). So make one fail
+    at once: in a thread whose resolver has no servers to ask. Has no effect where that is impossible.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -48,7 +48,7 @@ def _fail_once() -> None:
     if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_ninit"):  # not glibc
         return
     libc.__res_state.restype = ctypes.c_void_p
-    address = libc.__res_state()  # of this thread alone
+    address = libc.__res_state()  # of this thread only
     if not address or libc.__res_ninit(ctypes.c_void_p(address)) != 0:
         return
     _ResolverState.from_address(address).nscount = 0

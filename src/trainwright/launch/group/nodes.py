@@ -1,6 +1,6 @@
-"""Several machines, each with a launcher of ours: they meet at node 0, open one run, and end together.
+"""Several machines, each with our launcher: they meet at node 0, share one run, and end together.
 
-Nodes are numbered by the user. Node 0 hosts the store at host:port and makes the run directory, which all see.
+The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trainwright.launch.group.peers import GONE
 from trainwright.launch.group.rendezvous import Meeting
 
 _STOP, _KILLED, _FAILED, _FINISHED = "stop", "killed", "failed", "finished"
-# How long a node that has failed waits for what the others know of it.
+# How long a failed node waits for the reports of the others.
 _REPORT_SECONDS = 6.0
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says of itself before anything is made; all but `host` must be the same on all."""
+    """What a node reports before anything is created; all fields but `host` must be the same on all nodes."""
 
     host: str
     processes: int
@@ -49,7 +49,7 @@ class Node:
 
 
 class NodeFailed(TrainwrightError):
-    """Another node has failed before training began; it says why itself."""
+    """Another node failed before training began; it reports the reason itself."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -57,11 +57,11 @@ class NodeFailed(TrainwrightError):
 
 
 class NodesLost(Exception):
-    """Another node has failed while workers run here."""
+    """Another node failed while workers run here."""
 
 
 class LinkedStopping(Stopping):
-    """A stop that is asked for on one node is one on all."""
+    """Pass a stop request on one node to all nodes."""
 
     nodes: Nodes | None = None
 
@@ -74,17 +74,17 @@ class LinkedStopping(Stopping):
 
 
 class Nodes:
-    """This node among all of them."""
+    """All nodes of a run, seen from this one."""
 
     def __init__(self, meeting: Meeting, stopping: LinkedStopping, hosts: list[str]) -> None:
         self.meeting = meeting
         self.index = meeting.index
         self.count = meeting.count
-        self.running = False  # whether workers run, so that a loss is for the agent to handle
+        self.running = False  # whether workers run, so that the agent handles a lost node
         self._stopping = stopping
         self._hosts = hosts
         self._told_stop = False
-        self._ended: dict[int, dict[str, Any]] = {}  # what a node has said at its end
+        self._ended: dict[int, dict[str, Any]] = {}  # final report of each node
         self._gone: list[int] = []
         self._launches = 1
         stopping.nodes = self
@@ -95,7 +95,7 @@ class Nodes:
     ) -> Nodes:
         """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
 
-        Raises MachineError that names who is missing, or a port that is taken, or what differs between nodes.
+        Raises MachineError naming missing nodes, a port in use, or the differences between nodes.
         """
 
         def patient() -> None:
@@ -128,8 +128,8 @@ class Nodes:
         return cls(meeting, stopping, said["hosts"])
 
     def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
-        """Return the run's directory: node 0 makes it by `make`, which also returns its recipe's text; the others
-        see it.
+        """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
+        open it.
         """
         if self.index == 0:
             run, recipe = self.telling(make)
@@ -140,13 +140,13 @@ class Nodes:
         return self.telling(lambda: self._visible(found, recipe))
 
     def all_ready(self) -> None:
-        """Wait until every node has come this far."""
+        """Wait until every node has reached this point."""
         self.meeting.publish(f"ready/{self.index}", True)
         for index in range(self.count):
             self.meeting.wait_for(f"ready/{index}", self.poll)
 
     def telling(self, work: Callable[[], Any]) -> Any:
-        """Return what `work` returns; what it raises is told to the other nodes too."""
+        """Return the result of `work`; report an exception to the other nodes before it is raised."""
         try:
             return work()
         except NodeFailed:
@@ -157,7 +157,7 @@ class Nodes:
             raise
 
     def poll(self) -> None:
-        """Hear what the others say and do it. Raises NodeFailed or, while workers run here, NodesLost."""
+        """Process the messages of the others. Raises NodeFailed or, while workers run here, NodesLost."""
         self._listen()
         if self._stopping.flag.value and not self._told_stop:
             self._told_stop = True
@@ -173,11 +173,11 @@ class Nodes:
         raise NodeFailed(f"{self._name(self._gone[0])} is gone: it was killed or is not reachable", EXIT_TRAINING)
 
     def killed(self) -> None:
-        """Tell that the user has asked for an end without a checkpoint."""
+        """Report that the user has asked to end without a checkpoint."""
         self.meeting.peers.send(_KILLED)
 
     def finish(self, codes: dict[int, int | None]) -> list[int]:
-        """Wait for the others to finish as well; exit codes of their workers. Raises NodesLost."""
+        """Wait for the others to finish; return the exit codes of their workers. Raises NodesLost."""
         self.meeting.peers.send(_FINISHED, codes=_texts(codes))
         while len(self._ended) < self.count - 1:
             self.poll()
@@ -187,7 +187,7 @@ class Nodes:
     def fail(
         self, logs: Path, codes: dict[int, int | None], records: dict[int, dict[str, Any]], out_of_memory: bool
     ) -> Failure:
-        """Tell of the failure here, hear of those of the others, and say what was the first of all."""
+        """Report the failure here, collect those of the others, and return the first of all."""
         self.meeting.peers.send(_FAILED, codes=_texts(codes), records=_texts(records), memory=out_of_memory, code=4)
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(self._ended.keys() | set(self._gone)) < self.count - 1 and time.monotonic() < deadline:
@@ -201,7 +201,9 @@ class Nodes:
         return first_failure(logs, 0, codes, out_of_memory, records=records, gone=gone)
 
     def once_more(self, decide: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """After a failure: what node 0 decides about another launch, if every node is there for it; None for none."""
+        """Return node 0's decision about another launch after a failure, if every node is still there; None for
+        none.
+        """
         self.running = False
         place = f"launch/{self._launches}"
         try:
@@ -211,13 +213,13 @@ class Nodes:
             fault: dict[str, Any] | None = self.meeting.wait_for(place, self._still_there)["fault"]
             if fault is None:
                 return None
-            # What a node says after this is of the next launch.
+            # Later messages of a node belong to the next launch.
             self._ended.clear()
             self._launches += 1
             self.meeting.publish(f"{place}/{self.index}", True)
             for index in range(self.count):
                 self.meeting.wait_for(f"{place}/{index}", self._still_there)
-        except (TrainwrightError, RuntimeError):  # a node, or node 0 with the store, is gone: the failure is told
+        except (TrainwrightError, RuntimeError):  # a node, or the store, is gone: already reported
             return None
         return fault
 
@@ -227,7 +229,7 @@ class Nodes:
             raise NodeFailed(f"{self._name(self._gone[0])} is gone", EXIT_TRAINING)
 
     def leave(self) -> None:
-        """To be called at the end, however it came."""
+        """Leave; must be called at the end in every case."""
         self._stopping.nodes = None
         try:
             self.meeting.leave()

@@ -1,8 +1,8 @@
-"""A line between the processes of a run, beside the collectives: who is gone is noticed at once.
+"""Connections between the processes of a run, independent of collectives, to notice at once when one is gone.
 
-A star of sockets around peer 0. Whoever dies, however it dies, loses its connection, and the kernel tells
-the others; a machine that vanishes is found out by TCP's keep-alive (tcp(7)) within 20 s. No process has to
-say anything regularly, so one that is busy for long is never taken for dead.
+A star of sockets around peer 0. A process that dies loses its connection, and the kernel informs the others; a machine
+that vanishes is detected by TCP's keep-alive (tcp(7)) within 20 s. No heartbeat is needed, so a process that is busy
+for long is never taken for dead.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from trainwright.launch.group.identity import Job, differences
 
 Message = dict[str, Any]
 
-GONE = "gone"  # a peer ended without a word; made here, never sent by the peer itself
+GONE = "gone"  # a peer ended without notice; created here, never sent by the peer itself
 _HELLO, _BYE, _WELCOME, _REFUSED = "hello", "bye", "welcome", "refused"
 _SEND_SECONDS = 5.0
-# How long who listens at a port may take to answer as peer 0 of this job does; the end of an earlier job may last.
+# How long a listener may take to answer as peer 0 of this job; an earlier job may still be ending.
 ANSWER_SECONDS = 8.0
 _RECEIVE = 65536
 
 
 @dataclass
 class _Line:
-    """One connection and what has come of an unfinished message."""
+    """One connection and its incomplete message."""
 
     socket: socket.socket
-    peer: int | None = None  # not known until it has said hello
+    peer: int | None = None  # unknown until its first message
     pending: bytes = b""
     messages: list[Message] = field(default_factory=list)
 
     def receive(self) -> bool:
-        """Read what is there into `messages`; False when the connection has ended."""
+        """Read available data into `messages`; return False when the connection has ended."""
         try:
             data = self.socket.recv(_RECEIVE)
         except OSError:
@@ -61,11 +61,13 @@ class _Line:
 
 
 class NotReached(Exception):
-    """Nobody listens there; the reason is in the message."""
+    """Nothing listens there; the reason is in the message."""
 
 
 class NotPeerZero(Exception):
-    """Who listens there is not peer 0 of this job: of another one that differs in ``differs``, or another program."""
+    """The listener is not peer 0 of this job: it is of another job, which differs in ``differs``, or another
+    program.
+    """
 
     def __init__(self, differs: list[str] | None) -> None:
         super().__init__()
@@ -73,13 +75,13 @@ class NotPeerZero(Exception):
 
 
 class Peers:
-    """This process's end of the lines: of all of them for peer 0, of the one to peer 0 for the others.
+    """The connections of this process: to all others for peer 0, to peer 0 for the others.
 
-    Use `host` or `join`. A message is a dictionary with a "kind"; "peer" is added, who it is from.
+    Use `host` or `join`. A message is a dictionary with a "kind"; "peer" is added, the index of the sender.
 
     Attributes:
-        job: what every peer has to show; where it is not known beforehand, a secret that only they are told.
-        welcome: what peer 0 tells each that joins.
+        job: what every peer has to present; if not known beforehand, a secret that only the peers receive.
+        welcome: what peer 0 sends to each peer that joins.
     """
 
     def __init__(self, index: int, job: Job) -> None:
@@ -90,7 +92,7 @@ class Peers:
         self._members = {0}
         self._listener: socket.socket | None = None
         self._lines: list[_Line] = []
-        self._history: list[Message] = []  # for who joins late
+        self._history: list[Message] = []  # for peers that join late
         self._lock = threading.RLock()
         self._wake = os.pipe()
         self._closed = False
@@ -98,7 +100,7 @@ class Peers:
 
     @classmethod
     def host(cls, listener: socket.socket, job: Job | None = None) -> Peers:
-        """Peer 0, listening there."""
+        """Return peer 0, listening at ``listener``."""
         peers = cls(0, {"secret": secrets.token_hex(16)} if job is None else job)
         peers._listener = listener
         peers.port = listener.getsockname()[1]
@@ -115,14 +117,14 @@ class Peers:
         meanwhile: Callable[[], None] = lambda: None,
         patience: float = ANSWER_SECONDS,
     ) -> Peers:
-        """Any other peer, once peer 0 has let it in; `welcome` is what that has told it.
+        """Return any other peer after peer 0 has accepted it; `welcome` is what peer 0 sent.
 
-        `meanwhile` is called again and again, and may raise. `patience`: seconds that who listens there may take to
-        answer as peer 0.
+        `meanwhile` is called repeatedly, and may raise. `patience`: seconds that the listener may take to answer as
+        peer 0.
 
         Raises:
-            NotReached: nobody listened there for `seconds`.
-            NotPeerZero: somebody did who is not peer 0 of this job, or has this peer already.
+            NotReached: nothing listened there for `seconds`.
+            NotPeerZero: the listener is not peer 0 of this job, or already has this peer.
         """
         peers = cls(index, job)
         deadline, answered_by, differs = time.monotonic() + seconds, None, None
@@ -148,18 +150,18 @@ class Peers:
             time.sleep(0.2)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Tell all the others. What cannot be delivered is dropped: whoever is gone need not know."""
+        """Send to all others. Messages that cannot be delivered are dropped."""
         self._send({"kind": kind, "peer": self.index, **content}, origin=None)
 
     def poll(self, seconds: float = 0.0) -> list[Message]:
-        """Return what the others have said, waiting up to `seconds` for the first of it."""
+        """Return the messages of the others, waiting up to `seconds` for the first."""
         with self._lock:
             if self._closed:
                 return []
             watched: list[Any] = [line.socket for line in self._lines] + [self._wake[0]]
             if self._listener is not None:
                 watched.append(self._listener)
-            if any(line.messages for line in self._lines):  # they came with the welcome
+            if any(line.messages for line in self._lines):  # they arrived with the welcome
                 seconds = 0
         poller = select.poll()
         for each in watched:
@@ -170,7 +172,7 @@ class Peers:
             return [] if self._closed else self._read(ready)
 
     def close(self) -> None:
-        """Leave: the others do not take it for a death."""
+        """Leave in a way that the others do not take for a death."""
         with self._lock:
             if self._closed:
                 return
@@ -185,7 +187,7 @@ class Peers:
                 self._listener.close()
 
     def watch(self, react: Callable[[Message], None]) -> None:
-        """Call `react` with every message from now on, in a thread of its own."""
+        """Call `react` with every message from now on, in a separate thread."""
 
         def follow() -> None:
             while not self._closed:
@@ -203,7 +205,7 @@ class Peers:
             for message in line.messages:
                 received += self._handle(line, message)
             line.messages.clear()
-            alive &= line.peer is not None or len(line.pending) <= _RECEIVE  # a stranger's words have no end
+            alive &= line.peer is not None or len(line.pending) <= _RECEIVE  # a foreign program may send without end
             if not alive and line in self._lines:
                 self._drop(line)
                 if line.peer is not None:
@@ -233,7 +235,7 @@ class Peers:
         return [message]
 
     def _stranger(self, message: Message) -> list[str]:
-        """Why who says this is not of this job; empty for one that is."""
+        """Return how the sender differs from this job; empty if it belongs to it."""
         job, peer = message.get("job"), message.get("peer")
         if message.get("kind") != _HELLO or not isinstance(job, dict) or not isinstance(peer, int):
             return ["program"]
@@ -244,7 +246,7 @@ class Peers:
             if self._listener is not None:
                 self._history.append(message)
             elif origin is not None:
-                return  # only peer 0 passes on
+                return  # only peer 0 forwards messages
             for line in self._lines:
                 if line is not origin and line.peer is not None:
                     line.send(message)
@@ -261,7 +263,7 @@ class Peers:
         line.socket.close()
 
     def _forget(self) -> None:
-        """In a forked child: a copy of a connection would keep it open after its owner's death."""
+        """Close inherited connections in a forked child: a copy would keep them open after their owner's death."""
         self._closed = True
         for each in (*(line.socket for line in self._lines), self._listener):
             if each is not None:
@@ -275,14 +277,14 @@ def _connected(address: str, port: int) -> socket.socket:
 
 
 def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
-    """Return the first message on a line; empty where none has come by then."""
+    """Return the first message on a line; empty if none arrived in time."""
     poller = select.poll()
     poller.register(line.socket, select.POLLIN)
     while not line.messages and time.monotonic() < until:
         if poller.poll(100) and not line.receive():
             break
         meanwhile()
-        if len(line.pending) > _RECEIVE:  # of another program, which has no end
+        if len(line.pending) > _RECEIVE:  # of another program that sends without end
             break
     return line.messages.pop(0) if line.messages else {}
 
@@ -292,5 +294,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20000)):
-        if hasattr(socket, name):  # not all of them everywhere
+        if hasattr(socket, name):  # not available on all systems
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,7 +1,7 @@
-"""Where the processes or the machines of a run meet: one store that index 0 hosts or the launcher has opened.
+"""Rendezvous of the processes or machines of a run, at a store that index 0 hosts or the launcher has opened.
 
-No port is assumed. On one machine a free one is taken, and passed on in a small file that only this user can
-read; on several machines the launcher or the user names one, and a taken one is an error that names it.
+No fixed port is assumed. On one machine a free port is chosen, and passed on in a small file that only this user can
+read; on several machines the launcher or the user names one, and the error for a port in use names it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero,
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
 
-_ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737)
+_ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
 _PEERS_SECONDS = 30.0
 _STORE_TIMEOUT = timedelta(minutes=15)
 _POLL_SECONDS = 0.1
 
 
 class Meeting:
-    """The members of a start, counted from 0: ranks or nodes. Member 0 asks, checks and decides.
+    """The members of a start, counted from 0: ranks or nodes. Member 0 collects, checks and decides.
 
     Attributes:
-        store: for whoever wants to go on from here, such as a process group; at store_port of the address.
-        peers: tells at once of a member that is gone.
-        early: what the others have said while member 0 waited for all of them.
+        store: for further use, such as a process group; at store_port of the address.
+        peers: reports at once when a member is gone.
+        early: messages of the others that arrived while member 0 waited for all of them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Meeting:
         self.early: list[Message] = []
 
     def join_peers(self, bind: str, address: str) -> None:
-        """Open the lines between the members, where they have met at a store. Called once, right after."""
+        """Connect the members to each other after they have met at a store. Call once, right after."""
         if self._keys.add(f"claim/{self.index}", 1) > 1:
             raise MachineError(
                 f"{self.noun} {self.index} of the run at {self.address}:{self.port} is there already: two jobs use "
@@ -78,7 +78,7 @@ class Meeting:
                 raise MachineError(f"{self.noun} 0 cannot be reached at port {port} of {address}: {error}") from None
 
     def listen(self) -> None:
-        """Member 0, while it waits: let the others in."""
+        """Accept connections of other members; member 0 calls this while it waits."""
         self.early += self.peers.poll()
 
     def publish(self, key: str, value: Any) -> None:
@@ -86,10 +86,9 @@ class Meeting:
         self._keys.set(key, json.dumps(value))
 
     def wait_for(self, key: str, meanwhile: Callable[[], None] = lambda: None, seconds: float | None = None) -> Any:
-        """Return what was published under `key`; however long it takes where `seconds` is not given.
+        """Return the value published under `key`; wait without limit if `seconds` is None.
 
-        `meanwhile` is called again and again, and may raise. Raises TrainingError when the store is gone,
-        TimeoutError.
+        `meanwhile` is called repeatedly, and may raise. Raises TrainingError if the store is gone, TimeoutError.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -104,11 +103,11 @@ class Meeting:
             time.sleep(_POLL_SECONDS)
 
     def post(self, value: Any) -> None:
-        """Publish what this member says of itself, for member 0's `gather`."""
+        """Publish this member's description for member 0's `gather`."""
         self.publish(f"member/{self.index}", value)
 
     def gather(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-        """Return what every member has posted. Raises MachineError that names those who have not come in time."""
+        """Return what every member has posted. Raises MachineError naming those that did not arrive in time."""
         deadline = time.monotonic() + seconds
         members: list[Any] = []
         while len(members) < self.count:
@@ -120,15 +119,15 @@ class Meeting:
         return members
 
     def leave(self) -> None:
-        """Say to member 0 that this one needs the store no more."""
+        """Tell member 0 that this member no longer needs the store."""
         self._keys.add("left", 1)
 
     def wait_until_left(self, seconds: float) -> None:
-        """Member 0, which may host the store: wait for the others' `leave`, or so many seconds."""
+        """Wait at most `seconds` for the others' `leave`; for member 0, which may host the store."""
         self.wait_until_all_left(self.count - 1, seconds)
 
     def wait_until_all_left(self, number: int, seconds: float) -> None:
-        """As wait_until_left, for so many."""
+        """Wait like wait_until_left, for `number` members."""
         deadline = time.monotonic() + seconds
         while self._keys.add("left", 0) < number and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -147,9 +146,9 @@ class Meeting:
 
 
 def meet_ranks(environment: Environment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT) -> Meeting:
-    """Meet the other processes that the launcher started; there are some. They have the same ``arguments``.
+    """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
 
-    Raises MachineError for a port that is taken, an unknown place to meet, or a rank 0 that does not come.
+    Raises MachineError if the port is in use, the address is unknown, or rank 0 does not arrive.
     """
     address, port = environment.address, environment.port
     if address is not None and port is not None and not environment.agent_store:
@@ -163,7 +162,7 @@ def meet_ranks(environment: Environment, arguments: Sequence[str] = (), seconds:
     else:
         store, port = _meet_by_file(environment, seconds)
         address = LOOPBACK
-    # The launcher's store may have been another start's before.
+    # An earlier start may have used the launcher's store.
     meeting = Meeting("rank", environment.rank, environment.size, store, address, port, f"/{environment.job}")
     alone = environment.nodes == 1
     meeting.join_peers(LOOPBACK if alone else "", LOOPBACK if alone else address)
@@ -181,11 +180,12 @@ def meet(
     meanwhile: Callable[[], None] = lambda: None,
     patience: float = ANSWER_SECONDS,
 ) -> Meeting:
-    """Meet the other members at `place`, host and port of member 0. None of another job's gets as far as the store.
+    """Meet the other members at `place`, host and port of member 0. Members of other jobs are rejected before the
+    store.
 
-    `patience`: seconds that who listens there may take to answer as member 0.
+    `patience`: seconds that the process listening there may take to answer as member 0.
 
-    Raises MachineError, ending with `fix` where the port is another program's or another job's.
+    Raises MachineError, ending with `fix` if another program or another job uses the port.
     """
     address, port = place
     if not is_loopback(address):
@@ -221,9 +221,9 @@ def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: lis
 
 
 def host_store(address: str, port: int, fix: str) -> TCPStore:
-    """Return a store that listens at `address`; `port` 0 takes a free one, to be read from the store.
+    """Return a store that listens at `address`; `port` 0 chooses a free one, which the store then reports.
 
-    Raises MachineError, ending with `fix` where the port is taken.
+    Raises MachineError, ending with `fix` if the port is in use.
     """
     listener = _listen(address, port, fix)
     port = listener.getsockname()[1]
@@ -260,7 +260,7 @@ def _listen(address: str, port: int, fix: str) -> socket.socket:
 def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
     deadline = time.monotonic() + seconds
-    # Asked for here first: torch's own attempts cannot be interrupted.
+    # Try to connect here first: torch's own attempts cannot be interrupted.
     while (problem := _unreachable(address, port)) is not None:
         if time.monotonic() > deadline:
             raise MachineError(
@@ -280,10 +280,10 @@ def _client(address: str, port: int, host: str) -> TCPStore:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this machine's network interface that leads to `address`; None where it cannot be told.
+    """Return the name of this machine's network interface that leads to `address`, or None if unknown.
 
-    For this machine's own name, which stands for loopback in many an /etc/hosts (127.0.1.1 on Debian), it is the one
-    that others come by: that of the default route.
+    If `address` is this machine's own name, which often resolves to loopback in /etc/hosts (127.0.1.1 on Debian), it is
+    the interface of the default route, through which other machines connect.
     """
     try:
         number = socket.gethostbyname(address)
@@ -299,7 +299,7 @@ def interface_of(address: str) -> str | None:
 
 
 def set_interfaces(address: str) -> None:
-    """Tell gloo, and NCCL where all is on one machine, which network to use; the user's own values stay."""
+    """Set the network for gloo, and for NCCL if all processes are on one machine; the user's own values are kept."""
     interface = interface_of(address)
     if interface is None:
         return
@@ -309,8 +309,8 @@ def set_interfaces(address: str) -> None:
 
 
 def _listening_at(address: str) -> str:
-    """Return what to bind to. A machine's own name may stand for loopback in its /etc/hosts; others cannot come
-    there.
+    """Return the address to bind to. A machine's own name may resolve to loopback in its /etc/hosts, which other
+    machines cannot reach.
     """
     try:
         number = socket.gethostbyname(address)
@@ -328,7 +328,7 @@ def _unreachable(address: str, port: int) -> str | None:
 
 
 def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, int]:
-    """On one machine: rank 0 takes a free port and writes it down for the others of the same job."""
+    """Meet on one machine: rank 0 chooses a free port and writes it to a file for the others of the same job."""
     if environment.nodes > 1 or environment.job is None:
         example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
         raise MachineError(
@@ -339,7 +339,7 @@ def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, i
     if environment.rank == 0:
         store = host_store(LOOPBACK, 0, "")
         with _written(path, {"port": store.port, **_identity(os.getpid())}):
-            # The others have read it when all of them have said so.
+            # All have read it once all of them have reported.
             waiting = PrefixStore("trainwright/file", store)
             deadline = time.monotonic() + seconds
             while waiting.add("read", 0) < environment.size - 1 and time.monotonic() < deadline:
@@ -375,7 +375,7 @@ def _read_port(path: Path, seconds: float) -> int:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
             content = json.loads(path.read_text(encoding="utf-8"))
-            # A file that a killed run has left behind is of a process that is no more.
+            # A file left by a killed run belongs to a process that no longer exists.
             if path.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
                 return int(content["port"])
         time.sleep(_POLL_SECONDS)

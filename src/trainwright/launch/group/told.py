@@ -1,4 +1,4 @@
-"""Says a refusal once on a machine, although every process that a launcher has started there meets it."""
+"""Report a rejection once per machine, although every process that a launcher started there meets it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 _PREFIX = "trainwright-told-"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-# For rank 0 to come and say it; and how long what was said counts as said of this start.
+# How long to wait for rank 0 to report; and how long a report counts as one of this start.
 _WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
 
 
 def is_mine_to_tell(rank: int, what: str) -> bool:
-    """Whether this process is the one to tell of `what`: rank 0, or the first of the others where rank 0 does not.
+    """Return whether this process reports `what`: rank 0, or the first of the others if rank 0 does not.
 
-    The processes that a launcher starts on one machine have one parent.
+    The processes that a launcher starts on one machine have the same parent.
     """
     directory = Path(tempfile.gettempdir())
     digest = hashlib.sha256(f"{os.getuid()} {os.getppid()} {what}".encode()).hexdigest()[:20]
@@ -45,7 +45,7 @@ def is_mine_to_tell(rank: int, what: str) -> bool:
 
 
 def rank_by_name(variables: Mapping[str, str]) -> int:
-    """Return the rank that a launcher gives, where what it gives cannot be made sense of; 0 where it gives none."""
+    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
     texts = (variables.get(name, "").strip() for name in _RANKS)
     return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
 
