@@ -1,1 +1,1 @@
-"""What a run shows: everything here reads the run's events and nothing else."""
+"""The display of a run, which only reads the run's events."""

@@ -1,4 +1,4 @@
-"""What a run took beside what its plan expected, and what is known of why they differ."""
+"""Compare the measurements of a run with its plan, and give the known reasons for differences."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from trainwright import text
 from trainwright.text import plural
 
-# From here on a step takes so much longer than planned that the reasons are given.
+# From this factor between measured and planned step time on, reasons are given.
 _FAR = 1.5
-# Parts of the time from which on something is a reason.
+# From these fractions of the time on, something counts as a reason.
 _WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield what the plan expected beside what was measured, of all that both have: a label and the two."""
-    # A GPU's measured peak is of tensors, without what its libraries take.
+    """Yield label, prediction and measurement of everything that has both."""
+    # The measured peak of a GPU counts tensors only, without its libraries.
     memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
     shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
         ("memory", memory, text.size),
@@ -35,7 +35,7 @@ def _off(ratio: float) -> str:
 
 
 def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
-    """Why steps took much longer than planned, as far as it is known; nothing where they did not."""
+    """Yield the known reasons why steps took much longer than planned; nothing if they did not."""
     expected, found = predicted.get("step_time"), measured.get("step_time")
     if not expected or found is None or found < _FAR * expected:
         return
@@ -59,7 +59,7 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
 
 
 def _beside(measured: Mapping[str, float]) -> str:
-    """Return what else there is that takes the cores."""
+    """Return what else uses the cores."""
     processes, threads, cores = (int(measured.get(name, 0)) for name in ("processes", "threads", "cores"))
     if not processes * threads > cores > 0:
         return "other programs use this machine"

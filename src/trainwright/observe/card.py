@@ -1,4 +1,4 @@
-"""A model card (the README of a model on the Hub) made from what a run wrote down."""
+"""Make a model card (the README of a model on the Hub) from the files of a run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _POINTS = 12  # of the curve
 
 
 def model_card(run: Path, name: str, weights: Path) -> str:
-    """Markdown with the front matter that the Hub reads (huggingface.co/docs/hub/model-cards).
+    """Return Markdown with the front matter that the Hub reads (huggingface.co/docs/hub/model-cards).
 
     Args:
-        run: a finished run's directory.
-        name: of the model, as its page is headed.
-        weights: the directory that is published: a model, or an adapter.
+        run: the directory of a finished run.
+        name: the heading of the page.
+        weights: the directory to publish: a model, or an adapter.
 
-    Raises OSError where the run has no events.
+    Raises OSError if the run has no events.
     """
     recipe, events = load_recipe(run / "recipe.yaml"), read_events(run / "events.jsonl")
     start = next((event for event in reversed(events) if event["event"] == "start"), {})
@@ -54,7 +54,7 @@ def _front_matter(recipe: Recipe, start: Event, is_adapter: bool) -> Iterator[st
     else:
         yield "pipeline_tag: reinforcement-learning"
     name = recipe.model.name
-    # What a package carries under a name of the Hub is a file of its own, and not the weights published there.
+    # A file that a package ships under a name of the Hub differs from the weights published there.
     other = recipe.model.gguf_file is None and "dequantised" in start.get("weights", "")
     if name is not None and not (_is_absolute(name) or Path(name).exists() or other):
         yield f"base_model: {name}"
@@ -119,14 +119,16 @@ def _curve(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _without_paths(card: str, recipe: Recipe, *more: str) -> str:
-    """Return the card without where things lay on the machine that trained it: of a path, its last name stays."""
+    """Return the card without paths of the machine that trained it: only their last component remains."""
     for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
         card = card.replace(path, Path(path).name)
     return card
 
 
 def published_settings(weights: Path) -> dict[str, bytes]:
-    """Return an adapter's files that name its base, by their names, without where that lies on this machine."""
+    """Return the contents of an adapter's files that name its base model, by file name, without the local path of the
+    base.
+    """
     published = {}
     for name in ("adapter_config.json", BASE):
         if (weights / name).is_file():
@@ -138,12 +140,12 @@ def published_settings(weights: Path) -> dict[str, bytes]:
 
 
 def _is_absolute(text: str) -> bool:
-    """Whether it is a path from the root or from a user's home directory, who need not be one here."""
+    """Return whether it is a path from the root or from a user's home directory, which need not exist here."""
     return Path(text).is_absolute() or re.match(r"~[\w.-]*/", text) is not None
 
 
 def _paths(value: Any) -> set[str]:
-    """All absolute paths in a recipe's values."""
+    """Return all absolute paths in a recipe's values."""
     if isinstance(value, str):
         return {value} if _is_absolute(value) and Path(value).name else set()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

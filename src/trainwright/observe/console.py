@@ -1,4 +1,4 @@
-"""What the user of a run sees: a banner, the progress, what happened in between, and where everything is."""
+"""The console output of a run: a banner, the progress, events in between, and the paths of all results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL = 14
 
 
 class ConsoleObserver:
-    """An observer of events that writes to `stream`, with a progress bar where that is a terminal."""
+    """Observer that writes to `stream`, with a progress bar if it is a terminal."""
 
     def __init__(self, stream: TextIO, line_seconds: float = _LINE_SECONDS) -> None:
         self._stream = stream
@@ -57,7 +57,7 @@ class ConsoleObserver:
             handler(event)
 
     def close(self) -> None:
-        """Take the progress bar away. A `finish` event does so too."""
+        """Remove the progress bar. A `finish` event does so too."""
         self._stop_ticker()
         self._progress.close()
 
@@ -96,7 +96,7 @@ class ConsoleObserver:
         self._progress.step({**event, **self._utilisation(event)})
 
     def _utilisation(self, event: Event) -> dict[str, float]:
-        """Model FLOPs over the peak rate: the plan knows it at the speed that it expects."""
+        """Return the MFU, scaled from the plan's value at its predicted speed."""
         expected = self._predicted.get("tokens_per_second")
         if not expected or "mfu" not in self._predicted:
             return {}
@@ -147,7 +147,7 @@ class ConsoleObserver:
             self._row(label, value)
 
     def _took(self, seconds: float) -> str:
-        """Return the time of all launches of the run, and of this one where there were others."""
+        """Return the time of all launches of the run, and of this one if there were others."""
         if not self._past.seconds:
             return text.duration(seconds)
         since = f"since it was resumed at step {self._resumed}" if self._resumed else "since it was started again"
@@ -173,7 +173,7 @@ class ConsoleObserver:
 
 
 def _banner(event: Event) -> list[tuple[str, str]]:
-    """Label and value of every line; what the event does not have is left out."""
+    """Return label and value of every line; missing fields of the event are left out."""
     rows = [("task", str(event["task"]))]
     if "run_directory" in event:
         resumed = resumed_step(event)
@@ -211,7 +211,7 @@ def _batch(event: Event) -> str:
     examples = text.plural(event["global_batch_size"], "example")
     steps, asked = event["gradient_accumulation_steps"], event.get("accumulation_asked")
     accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"
-    if event.get("batch_varies"):  # in examples or in the packs that they fill
+    if event.get("batch_varies"):  # varies in examples, or in the packs that they fill
         accumulated += " in the first step"
     if asked is not None and asked != steps:
         accumulated += f"; train.gradient_accumulation_steps is {asked}, for which the batch has too few packs"

@@ -1,4 +1,4 @@
-"""How many rows are done: a bar on a terminal, now and then a line elsewhere."""
+"""The number of finished rows: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINE_SECONDS = 5.0
 
 
 class Counting:
-    """Counts up to ``total`` under ``label`` on ``stream``; nothing is shown before the first of them is done.
+    """Count up to ``total`` under ``label`` on ``stream``; nothing is shown before the first one is done.
 
     Args:
         unit: what is counted.
@@ -29,7 +29,7 @@ class Counting:
         self._shown = float("-inf")
 
     def __call__(self, count: int) -> None:
-        """So many more are done."""
+        """Add ``count``."""
         if not self._done:
             self._begun = time.monotonic()
         self._done = min(self._total, self._done + count)

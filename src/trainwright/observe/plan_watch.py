@@ -1,4 +1,4 @@
-"""Holds a run's first steps against its plan, says where that proves wrong, and keeps what runs here took."""
+"""Compare a run's first steps with its plan, report where the plan proves wrong, and record the measurements."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainwright.machine.measured.waiting import Waiting
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 
-# Where a run that is to go on in another way says which.
+# The file that names the new candidate of a run that is to continue with another plan.
 REPLAN = "replan.json"
-# Steps that are slower than the rest, and those that are judged.
+# Slow first steps to skip, and steps to judge.
 _WARM_UP, _JUDGED = 2, 10
-_WRONG = 1.3  # times, or one part of so many
+_WRONG = 1.3  # factor of the time, in either direction
 _WORTH = 1.2
 _WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
 _LEAST = 0.01
-_FAULTS = 200  # pages a step that were read from disk: memory is short
+_FAULTS = 200  # pages per step read from disk: memory is short
 _KEYS = {
     "train": ("micro_batch_size", "activation_checkpointing"),
     "parallel": ("strategy", "num_processes", "replicate_size", "reshard_after_forward"),
@@ -36,9 +36,9 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Watched:
-    """What is known of a run's plan: ``predicted``, ``own`` (what is like it), ``chosen`` and the other ``candidates``.
+    """What is known of a run's plan: ``predicted``, ``own`` (corrections), ``chosen`` and the other ``candidates``.
 
-    ``replan``: whether the run is to go on in another way by itself.
+    ``replan``: whether the run changes to another plan automatically.
     """
 
     run: Path
@@ -50,7 +50,7 @@ class Watched:
 
     @classmethod
     def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> Watched | None:
-        """None where there is nothing to hold a run against: a plan by datasheets of a described machine, or none."""
+        """Return None if there is nothing to compare with: no plan, or one by datasheets of a described machine."""
         predicted = plan.get("predicted")
         if not isinstance(predicted, dict) or not predicted.get("step_time"):
             return None
@@ -62,7 +62,7 @@ class Watched:
 
 
 class PlanWatch:
-    """An observer of rank 0's events; ``emit`` records one more."""
+    """Observer of rank 0's events; ``emit`` records further events."""
 
     def __init__(self, watched: Watched, emit: Callable[[Event], None]) -> None:
         self._watched = watched
@@ -108,9 +108,9 @@ class PlanWatch:
         return "the prediction itself is wrong here; the next plan goes by what this run takes"
 
     def _offer(self, found: float, slower: float) -> dict[str, Any] | None:
-        """Return the fastest of the other candidates, where it is much faster even if what slows this one slows it too.
+        """Return the fastest of the other candidates, if it is much faster even when slowed by the same cause.
 
-        What proved wrong of so many processes in one precision is as wrong for other strategies of them.
+        The error found for a number of processes and a precision is assumed for their other strategies, too.
         """
         chosen = self._watched.chosen
         others = [one for one in self._watched.candidates if one.get("time") and _differs(one, chosen)]
@@ -123,7 +123,7 @@ class PlanWatch:
         return {**{name: best[name] for name in names}, "seconds": best["time"]["seconds"] * slower}
 
     def _finish(self, measured: Mapping[str, float]) -> None:
-        """Keep it, unless something else slowed it down."""
+        """Record the measurement, unless something else slowed the run down."""
         machine = detect()
         disturbed = measured.get("waited", 0.0) >= _WAITED or measured.get("throttled", 0.0) >= _THROTTLED
         if disturbed or measured.get("steps", 0) < _JUDGED or not machine.is_here:
@@ -138,9 +138,7 @@ class PlanWatch:
 
 
 def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, float]:
-    """Return what other than the prediction makes steps slow, as far as it is known, and how many times it makes
-    them so.
-    """
+    """Return the known cause outside the prediction that makes steps slow, and by what factor."""
     throttled, waited, stolen = (waiting.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
     if throttled >= _THROTTLED:
         said = f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"
@@ -165,7 +163,7 @@ def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 
 
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
-    """Whether losses stay the same, and a checkpoint can be taken up."""
+    """Return whether losses stay the same and the checkpoint can be loaded."""
     strategies = {one["strategy"], chosen.get("strategy")}
     kept = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
     return kept and one["mixed_precision"] == chosen.get("mixed_precision")

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, now and then a line elsewhere."""
+"""The progress of a run: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = 24
 
 
 class Progress(Protocol):
-    """Shows steps; `write` prints a line without disturbing what is shown."""
+    """Show steps; `write` prints a line without disturbing the display."""
 
     def begin(self, done: int, remaining: Remaining) -> None:
         """Start with ``done`` steps."""
@@ -27,22 +27,22 @@ class Progress(Protocol):
         """Show a step."""
 
     def during(self, what: str, seconds: float, first: bool) -> None:
-        """Show that ``what`` is being done and no step, for ``seconds`` by now; ``first``: it was not shown before."""
+        """Show that ``what`` has been running for ``seconds`` instead of a step; ``first``: it was not shown before."""
 
     def write(self, line: str) -> None:
         """Print a line."""
 
     def close(self) -> None:
-        """Remove what is drawn."""
+        """Remove the display."""
 
 
 def progress_on(stream: TextIO, seconds: float) -> Progress:
-    """Return a bar where it can be drawn, else lines, one every ``seconds``."""
+    """Return a bar if the stream supports it, else lines, one every ``seconds``."""
     return Bar(stream) if text.is_terminal(stream) else Lines(stream, seconds)
 
 
 class Lines:
-    """For a log file or a pipe: the first step, the last one, and one every `seconds`."""
+    """Progress for a log file or a pipe: the first step, the last one, and one every `seconds`."""
 
     def __init__(self, stream: TextIO, seconds: float) -> None:
         self._stream = stream
@@ -65,7 +65,7 @@ class Lines:
         self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(left)} left")
 
     def during(self, what: str, seconds: float, first: bool) -> None:
-        """Print what takes long, once."""
+        """Print a long operation, once."""
         if first:
             self.write(f"{what} …")
 
@@ -79,7 +79,7 @@ class Lines:
 
 
 class Bar:
-    """For a terminal. Drawn from the loop, at most ten times a second, rather than by a thread of its own."""
+    """Progress bar for a terminal. Drawn from the loop, at most ten times a second, without a thread."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -102,7 +102,7 @@ class Bar:
         self._task: TaskID | None = None
         self._done = 0
         self._drawn = 0.0
-        self._drawn_before = False  # the bar was there
+        self._drawn_before = False  # whether the bar was already drawn
         self._remaining = Remaining({})
 
     def begin(self, done: int, remaining: Remaining) -> None:
@@ -124,7 +124,7 @@ class Bar:
             self._show([loss, f"{text.duration(left)} left", *others])
 
     def during(self, what: str, seconds: float, first: bool) -> None:
-        """Show what takes long, with its seconds."""
+        """Show a long operation, with its seconds."""
         shown = f"{what} … {text.duration(seconds)}"
         if self._task is None:
             text.draw(shown, self._stream)
@@ -133,7 +133,7 @@ class Bar:
             self._show([shown])
 
     def _show(self, figures: list[str]) -> None:
-        """As many of the figures as there is room for, the first ones first, and a bar in what is left."""
+        """Show as many figures as fit, in order, and a bar in the remaining width."""
         if self._task is None:
             return
         self._console.width = width = text.columns(self._stream, 80)
@@ -162,7 +162,7 @@ class Bar:
 
 
 def figures(event: Event) -> list[str]:
-    """Loss, speed and, where they are known, bits per byte and the use of the peak rate of a step event."""
+    """Return loss, speed and, if known, bits per byte and MFU of a step event."""
     shown = [f"loss {text.metric(event['loss'])}"]
     if "bits_per_byte" in event.get("metrics", {}):
         shown.append(f"{text.metric(event['metrics']['bits_per_byte'])} bits/byte")

@@ -1,4 +1,4 @@
-"""Reads a run's events back, as one uninterrupted history."""
+"""Read a run's events as one uninterrupted history."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 
 Event = dict[str, Any]
 
-# Other events may be told before the start of a launch, of what it finds.
+# Other events about what a launch finds may precede its start event.
 _WORK = ("step", "evaluate", "generate", "checkpoint", "finish")
-# What a stop has broken off after the step of its checkpoint, by `pending` of the `start` event.
+# What a stop interrupted after the step of its checkpoint, by `pending` of the `start` event.
 _PENDING = {"evaluation": ("evaluate", "generate"), "generation": ("generate",)}
 _NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of `events.jsonl` in order, without what a resumed run did over.
+    """Return the events of `events.jsonl` in order, without those that a resumed run repeated.
 
-    A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only
-    the second ones are returned. A line cut by a kill is left out. Raises OSError when there is no such file.
+    A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only the
+    second ones are returned. An incomplete last line is skipped. Raises OSError if there is no such file.
     """
     return _history(_lines(path))
 
 
 @dataclass(frozen=True)
 class Past:
-    """What earlier launches of a run did: the ``events`` that still count, and the ``seconds`` that they worked."""
+    """The earlier launches of a run: the ``events`` that still count, and the ``seconds`` of training."""
 
     events: list[Event]
     seconds: float
 
 
 def read_past(path: Path, start: Event) -> Past:
-    """Return what came before a run's newest ``start`` event. Nothing where there is no such file."""
+    """Return what precedes a run's newest ``start`` event; empty if there is no such file."""
     try:
         lines = [event for event in _lines(path) if event.get("time", 0.0) < start.get("time", float("inf"))]
     except OSError:
@@ -45,7 +45,7 @@ def read_past(path: Path, start: Event) -> Past:
 
 
 def _spans(events: Iterable[Event]) -> Iterator[float]:
-    """Yield the seconds that each launch was training, up to the last thing it did."""
+    """Yield the seconds that each launch trained, up to its last event."""
     begun = ended = None
     for event in events:
         if event["event"] == "start":
@@ -62,7 +62,7 @@ def _history(events: Iterable[Event]) -> list[Event]:
     history: list[Event] = []
     for event in events:
         if event["event"] == "start":
-            # Resumed from nothing in a file that has a past: killed before the first checkpoint.
+            # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
             resumed = resumed_step(event)
             kept = -1 if resumed is None else resumed
             again = _PENDING.get(str(event.get("pending")), ())
@@ -72,7 +72,7 @@ def _history(events: Iterable[Event]) -> list[Event]:
 
 
 def resumed_step(start: Event) -> int | None:
-    """Return the step a `start` event goes on from, a number or in a checkpoint's path; None for a fresh run."""
+    """Return the step a `start` event resumes from, a number or in a checkpoint's path; None for a fresh run."""
     value = start.get("resumed_from")
     if value is None or isinstance(value, int):
         return value
@@ -81,7 +81,9 @@ def resumed_step(start: Event) -> int | None:
 
 
 def _superseded(event: Event, kept: int, again: tuple[str, ...]) -> bool:
-    """``again``: the kinds of events of step ``kept`` itself that are written once more."""
+    """Return whether an event was repeated; ``again``: the kinds of events of step ``kept`` itself that are written
+    again.
+    """
     step = event.get("step")
     return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
 
@@ -98,7 +100,7 @@ def _lines(path: Path) -> Iterator[Event]:
 
 
 def _numbers(event: Event) -> Event:
-    """JSON has no NaN and no infinity; the log writes their names."""
+    """Convert the names of NaN and infinity, which JSON does not have, back to numbers."""
     restored: Event = {}
     for key, value in event.items():
         if isinstance(value, dict):

@@ -1,8 +1,7 @@
 """Observers that recipes name in ``logging.observers``.
 
-An observer is made by calling what is registered with the run's directory. It is shown every event as it is written
-(``engine.events``), and `phase` events beside them, on rank 0 and in the training process: what takes long belongs in
-a thread of its own.
+An observer is created by calling the registered function or class with the run directory. It gets every event as it is
+written (``engine.events``), and `phase` events, on rank 0 and in the training process: slow work belongs in a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def observers_named(names: Iterable[str], run: Path, tell: Callable[[str], None]
     """Return the observers of these names for a run.
 
     Args:
-        tell: shows the user a line, about an observer that failed.
+        tell: shows the user a line about an observer that failed.
 
     Raises:
         RequestError: as ``Registry.get``.
@@ -27,7 +26,7 @@ def observers_named(names: Iterable[str], run: Path, tell: Callable[[str], None]
 
 
 class _Guarded:
-    """An observer whose errors do not end a run: after the first one it is shown nothing more."""
+    """An observer whose errors do not end a run: after the first one it gets no more events."""
 
     def __init__(self, name: str, observer: Observer, tell: Callable[[str], None]) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""How long a run will take yet: its steps, and what comes between and after them."""
+"""Estimate the remaining time of a run: its steps, and what happens between and after them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from trainwright.observe.reader import Event
 
-# What is done in the rounds of an evaluation: it, and the samples after it.
+# The events of one evaluation round: the evaluation and the samples after it.
 _ROUND_OF = {"evaluate": "evaluation", "generate": "evaluation", "checkpoint": "checkpoint"}
 
 
 class Remaining:
-    """Seconds left, by what steps, evaluations with their samples, and checkpoints took so far.
+    """Estimate the seconds left, from the durations of steps, evaluations with samples, and checkpoints so far.
 
-    The model's export at the end is taken to be as long as a checkpoint. What has not happened yet counts nothing.
+    The final export is assumed to take as long as a checkpoint. What has not happened yet counts as zero.
 
     Args:
-        start: says how many steps there are, and how often is evaluated and saved, where this is known.
-        past: what earlier launches of the run did.
+        start: the number of steps, and the intervals of evaluation and checkpoints, if known.
+        past: the earlier launches of the run.
     """
 
     def __init__(self, start: Event, past: Sequence[Event] = ()) -> None:
@@ -35,34 +35,32 @@ class Remaining:
         self._last = time.monotonic()
 
     def see(self, event: Event) -> None:
-        """Take the time since the event before for that of this one. To be told of every event as it happens."""
+        """Attribute the time since the previous event to this one. Call for every event as it happens."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         kind, step = event["event"], event.get("step")
         if kind == "step":
-            if self._first is None:  # slower than the rest, and not what is to be expected
+            if self._first is None:  # slower than the rest, and not representative
                 self._first = step
             else:
                 self._add("step", seconds)
         elif kind in _ROUND_OF:
-            # Of a round of several events, the first counts it and all have their time in it.
+            # In a round of several events, the first one increases the count and all add their time.
             self._add(_ROUND_OF[kind], seconds, count=(_ROUND_OF[kind], step) != self._round)
             self._round = _ROUND_OF[kind], step
             self._saved += kind == "checkpoint"
 
     def after(self, step: int, step_time: float) -> float:
-        """Return the estimate when ``step`` is done and nothing since. ``step_time`` stands in until two steps were
-        seen.
-        """
+        """Return the estimate right after ``step``. ``step_time`` is used until two steps have been seen."""
         each = self._mean("step") if self._count["step"] else step_time
         evaluations = self._to_come("evaluation", step)
-        checkpoints = max(self._to_come("checkpoint", step), self._by_rate(step)) + 1  # and the export
+        checkpoints = max(self._to_come("checkpoint", step), self._by_rate(step)) + 1  # plus the export
         return (
             (self.total - step) * each + evaluations * self._mean("evaluation") + checkpoints * self._mean("checkpoint")
         )
 
     def _to_come(self, kind: str, step: int) -> int:
-        """Count the rounds that are due after ``step``, including that of ``step`` itself and the one at the end."""
+        """Return the number of rounds due after ``step``, including that of ``step`` itself and the one at the end."""
         every = self._every[kind]
         if not isinstance(every, int) or every < 1:
             return 1
@@ -70,7 +68,7 @@ class Remaining:
         return due + (self.total % every != 0)
 
     def _by_rate(self, step: int) -> float:
-        """Checkpoints to come, if they are saved as often as so far: by time, or for being the best."""
+        """Return the number of checkpoints to come at the rate so far: by time, or for being the best."""
         done = step - self._first + 1 if self._first is not None else 0
         return self._saved / done * (self.total - step) if done > 0 else 0.0
 

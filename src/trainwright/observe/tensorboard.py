@@ -1,4 +1,4 @@
-"""Writes a run's events to TensorBoard's own files."""
+"""Write a run's events to TensorBoard's own files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _FLUSH_SECONDS = 10
 
 
 class TensorBoardObserver:
-    """An observer of events. A thread imports TensorBoard and writes, so that no step waits for it.
+    """Observer that writes TensorBoard files in a thread, which also imports TensorBoard, so that no step waits for
+    it.
 
-    The thread starts after the first step: before, it would take time from the imports the step needs.
+    The thread starts after the first step, so as not to slow down the imports that the step needs.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,16 +40,16 @@ class TensorBoardObserver:
 
     @classmethod
     def of_run(cls, run: Path) -> TensorBoardObserver:
-        """Return an observer that writes where ``trainwright tensorboard`` looks."""
+        """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
         return cls(run / "tensorboard")
 
     def __call__(self, event: Event) -> None:
-        """Write an event as curves."""
+        """Write the curves of an event."""
         if self._closed:
             return
         if event["event"] == "start":
             resumed = resumed_step(event)
-            # Of a launch that ended before its first checkpoint, everything is done over.
+            # A launch that ended before its first checkpoint is repeated from the start.
             self._purge_step = 0 if resumed is None else resumed + 1
         self._events.put(event)
         if event["event"] == "step" and self._thread is None:
@@ -57,7 +58,7 @@ class TensorBoardObserver:
             self.close()
 
     def close(self) -> None:
-        """Write what is left and wait for it."""
+        """Write what is pending and wait for it."""
         if self._closed:
             return
         self._closed = True
@@ -68,7 +69,7 @@ class TensorBoardObserver:
         self._thread.join()
 
     def _start(self) -> None:
-        # A daemon: a run that fails without closing must be able to end.
+        # A daemon thread: a run that fails without closing must be able to end.
         self._thread = threading.Thread(target=self._write, name="tensorboard", daemon=True)
         self._thread.start()
 
@@ -82,7 +83,7 @@ class TensorBoardObserver:
 
 
 def write_event(writer: SummaryWriter, event: Event) -> None:
-    """Write what of one event is a curve or a text; other events leave no trace."""
+    """Write the scalars and texts of one event; other events write nothing."""
     kind, step = event["event"], event.get("step")
     if kind == "step":
         for name in _STEP_SCALARS:
@@ -93,7 +94,7 @@ def write_event(writer: SummaryWriter, event: Event) -> None:
         for name, value in event["metrics"].items():
             _scalar(writer, f"evaluate/{name}", value, step)
     elif kind == "generate":
-        # TensorBoard renders Markdown; indented text is shown as it is.
+        # TensorBoard renders Markdown; indented text is shown literally.
         body = "\n".join(f"    {line}" for line in str(event["text"]).splitlines())
         writer.add_text(f"generate/{event['prompt'][:60]}", body, step)
 

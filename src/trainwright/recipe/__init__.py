@@ -1,1 +1,1 @@
-"""What the user asked for: the recipe's schema, its YAML files, includes and overrides. Imports no torch."""
+"""The recipe: its schema, YAML files, includes and overrides. Imports no torch."""

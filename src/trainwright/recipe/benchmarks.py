@@ -1,13 +1,13 @@
-"""Benchmarks of unlearning by name: which rows are to be forgotten and kept, and what is asked about them.
+"""Unlearning benchmarks by name: which rows to forget and to keep, and the questions about them.
 
-tofu:forget10            TOFU (arXiv 2401.06121) from the Hub; forget01, forget05 and forget10
-tofu:forget10@DIRECTORY  the same from a directory with forget10_perturbed.jsonl, retain_perturbed.jsonl, …
-muse:news, muse:books    MUSE (arXiv 2407.06460) from the Hub; @DIRECTORY with raw/, verbmem/, knowmem/, privleak/
-wmdp:bio, :chem, :cyber  WMDP (arXiv 2403.03218) from the Hub; @FILE with question, choices and answer
-files@forget=FILE,…      rows of one's own: forget, retain and holdout, in any layout that training takes
+tofu:forget10            TOFU (arXiv 2401.06121) from the Hub; forget01, forget05 and forget10 tofu:forget10@DIRECTORY
+the same from a directory with forget10_perturbed.jsonl, retain_perturbed.jsonl, … muse:news, muse:books    MUSE (arXiv
+2407.06460) from the Hub; @DIRECTORY with raw/, verbmem/, knowmem/, privleak/ wmdp:bio, :chem, :cyber  WMDP (arXiv
+2403.03218) from the Hub; @FILE with question, choices and answer files@forget=FILE,…      your own rows: forget, retain
+and holdout, in any layout that training accepts
 
-What follows the @ may also be another id of the Hub. A set is a source as ``data.train`` has it, so what a benchmark
-has to train on is trained on as any other rows.
+The part after the @ may also be another id of the Hub. A set is a source as in ``data.train``, so the training rows of
+a benchmark are handled like any other rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Literal
 
 from trainwright.errors import RequestError
 
-# What a row of a set asks: a question in the chat template, one after examples in plain text, the continuation of a
-# text, or a letter; auto is found from the rows.
+# How a row of a set asks: a question in the chat template, one after examples in plain text, the continuation of a
+# text, or a letter; auto is detected from the rows.
 Style = Literal["chat", "few_shot", "continue", "choices", "auto"]
 
 TOFU_SPLITS = {"forget01": "retain99", "forget05": "retain95", "forget10": "retain90"}
@@ -38,9 +38,9 @@ KEY = "--benchmark"
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Rows that a model is asked about.
+    """Rows of questions to a model.
 
-    ``examples``: the source of what a few-shot prompt shows first. ``before``: what opens every prompt.
+    ``examples``: the source of the examples in a few-shot prompt. ``before``: the start of every prompt.
     """
 
     source: str
@@ -54,12 +54,11 @@ class Benchmark:
     """Named sets of rows.
 
     Attributes:
-        name: as it was asked for.
-        training: sources to train on, of ``forget``, ``retain``, ``full`` (both), ``holdout`` (never trained on) and
-            ``idk`` (one refusal a line), as far as the benchmark has them.
-        sets: what is evaluated, of ``forget``, ``retain``, ``holdout``, ``real_authors``, ``world_facts``,
-            ``verbatim`` (texts to continue), ``members`` (what membership is inferred of, where it is not ``forget``)
-            and ``choices``.
+        name: as given by the user.
+        training: sources to train on: those of ``forget``, ``retain``, ``full`` (both), ``holdout`` (never trained on)
+            and ``idk`` (one refusal per line) that the benchmark has.
+        sets: sources to evaluate, of ``forget``, ``retain``, ``holdout``, ``real_authors``, ``world_facts``,
+            ``verbatim`` (texts to continue), ``members`` (for membership inference, if not ``forget``) and ``choices``.
     """
 
     name: str
@@ -68,13 +67,13 @@ class Benchmark:
 
 
 def find_benchmark(name: str, key: str = KEY) -> Benchmark:
-    """Return the benchmark that ``name`` is; none of its rows are read. Imports no torch.
+    """Return the benchmark named ``name``, without reading its rows. Imports no torch.
 
     Args:
-        key: what names it in messages.
+        key: the recipe key, for messages.
 
     Raises:
-        RequestError: there is none of this name, or its directory lacks a file.
+        RequestError: the benchmark does not exist, or its directory lacks a file.
     """
     what, _, place = name.partition("@")
     kind, _, part = what.partition(":")
@@ -90,7 +89,7 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
 
 
 def is_elsewhere(name: str) -> bool:
-    """Whether a benchmark is named by a directory that is not on this machine."""
+    """Return whether a benchmark is named by a directory that does not exist on this machine."""
     place = name.partition("@")[2]
     return (
         bool(place)
@@ -104,7 +103,7 @@ def _may_be_on_the_hub(place: str) -> bool:
 
 
 class _Place:
-    """A directory, or an id of the Hub, in which sets are found by configuration and split."""
+    """A directory, or an id of the Hub, that holds sets by configuration and split."""
 
     def __init__(self, place: str, key: str) -> None:
         self._place, self._key = place, key
@@ -117,7 +116,7 @@ class _Place:
             )
 
     def find(self, config: str, split: str = "") -> str | None:
-        """Return a source; None where the directory has no file for it. The Hub is not asked."""
+        """Return the source of a set; None if the directory has no file for it. The Hub is not queried."""
         if self._directory is None:
             return f"{self._place}:{config}:{split or 'train'}"
         stem = self._directory / config / split if split else self._directory / config
@@ -128,7 +127,7 @@ class _Place:
         return str(shards[0]) if len(shards) == 1 else None
 
     def need(self, config: str, split: str = "") -> str:
-        """As ``find``; raises RequestError where it is not there."""
+        """Return the source of a set like ``find``; raise RequestError if it does not exist."""
         found = self.find(config, split)
         if found is None:
             name = f"{config}/{split}" if split else config
@@ -139,7 +138,7 @@ class _Place:
 
     @property
     def idk(self) -> str | None:
-        """A file with refusals, a line each; it is no rows, so the Hub's sets have none."""
+        """Return a file with one refusal per line; these are not rows, so the sets on the Hub have none."""
         files = (
             (self._directory / name for name in ("idk.jsonl", "idk.txt", "idontknow.jsonl")) if self._directory else ()
         )
@@ -169,7 +168,7 @@ def _tofu(name: str, forget: str, place: _Place) -> Benchmark:
 
 def _muse(name: str, place: _Place) -> Benchmark:
     def retain(config: str, suffix: str = "") -> str:
-        # The authors' own files call it retain2, their sets on the Hub retain.
+        # The authors' own files are named retain2, their sets on the Hub retain.
         return place.find(config, f"retain{suffix}") or place.need(config, f"retain2{suffix}")
 
     training = {"forget": place.need("raw", "forget"), "retain": place.need("raw", "retain1")}
@@ -193,11 +192,11 @@ def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
         )
     source = place if local else f"{place or _WMDP}:wmdp-{part}:test"
     training = {}
-    if part == "cyber":  # the forget corpus on biology is given out on request alone, and there is none on chemistry
+    if part == "cyber":  # the forget corpus on biology is available on request only, and there is none on chemistry
         training["forget"] = f"{_WMDP_CORPORA}:cyber-forget-corpus:train"
     if part != "chem":
         training["retain"] = f"{_WMDP_CORPORA}:{part}-retain-corpus:train"
-    # As lm-evaluation-harness has it, by which the authors measure.
+    # The format of lm-evaluation-harness, with which the authors measure.
     before = f"The following are multiple choice questions (with answers) about {_WMDP_SUBJECTS[part]}.\n\n"
     return Benchmark(name, training, {"choices": EvaluationSet(source, "choices", before=before)})
 

@@ -1,4 +1,4 @@
-"""Checks of a recipe that need more than one key: values that are fine alone and contradict each other."""
+"""Checks of a recipe across keys: values that are valid alone but contradict each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDING = 1e-9
 
 
 def contradictions(recipe: Recipe) -> list[Contradiction]:
-    """All contradictions between the keys of ``recipe``, none when it is sound."""
+    """Return all contradictions between the keys of ``recipe``; empty if it is valid."""
     checks = (
         _task,
         _model,
@@ -37,7 +37,7 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
 
 
 def _task(recipe: Recipe) -> Iterator[Contradiction]:
-    """Sections and keys of other tasks, which would have no effect."""
+    """Yield sections and keys of other tasks, which would have no effect."""
     own, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
     others = {name: spec for name, spec in specs.items() if spec != own}
     for name, other in others.items():
@@ -156,7 +156,7 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
         yield Contradiction(("data.format", "data.train"), "is of one source; give each of data.train its own format")
 
 
-# Layouts of rows that hold answers to compare.
+# Row layouts with answers to compare.
 _PREFERENCES = ("preference", "labelled")
 
 
@@ -196,7 +196,7 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     decays = optimizer.schedule == "warmup_stable_decay"
-    # A resolved recipe has every key, so only a value that is not the default shows that it was meant.
+    # A resolved recipe has every key, so only a value other than the default was set on purpose.
     if not decays and optimizer.decay_steps != type(optimizer).model_fields["decay_steps"].default:
         yield Contradiction(
             ("optimizer.decay_steps", "optimizer.schedule"),
@@ -244,7 +244,7 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
                 "a fixed number of packs in each contradict; set it or train.micro_batch_size to auto",
             )
             return
-        fits = steps <= max(possible)  # packs are at most as many as examples
+        fits = steps <= max(possible)  # there are at most as many packs as examples
     else:
         fits = steps in possible
     if not fits:
@@ -268,7 +268,7 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _possible_accumulation(size: int, micro: int | str, processes: int | str) -> Iterable[int]:
-    """Micro-batches of the busiest process, for each choice of what is auto. Nothing has to divide evenly."""
+    """Return the micro-batches of the busiest process, for each choice of the auto values. Remainders are allowed."""
 
     def steps(micro: int, processes: int) -> int:
         return ceil(ceil(size / micro) / processes)
@@ -305,18 +305,18 @@ _OF_ALL = ("strategy", "num_processes", "device")
 
 
 def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
-    """Where the strategy is auto, the only one that reads all that is asked for, and a key that says so."""
+    """Return the only strategy that reads all keys that are set, and one of these keys, if the strategy is auto."""
     if parallel.strategy != "auto" or not (meant := _meant_for_a_strategy(parallel)):
         return None
     readers = {key: _readers(key) for key in meant}
     common = [name for name in readers[meant[0]] if all(name in names for names in readers.values())]
-    if len(common) > 1:  # what is installed beside changes no recipe
+    if len(common) > 1:  # extensions that happen to be installed must not change a recipe
         common = [name for name in common if STRATEGIES.package(name) is None]
     return (common[0], f"parallel.{min(meant, key=lambda key: len(readers[key]))}") if len(common) == 1 else None
 
 
 def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
-    """Keys that not every strategy reads, with a value that is not their default."""
+    """Return the keys that not every strategy reads and whose value is not the default."""
     fields = type(parallel).model_fields
     return [key for key, field in fields.items() if key not in _OF_ALL and getattr(parallel, key) != field.default]
 

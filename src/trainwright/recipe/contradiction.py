@@ -1,4 +1,4 @@
-"""Values of a recipe that are fine alone and do not go together."""
+"""Contradictions: values of a recipe that are valid alone but not together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Contradiction(NamedTuple):
-    """``keys``: the dotted keys that do not go together, the one to look at first in front."""
+    """``keys``: the contradicting dotted keys, the most relevant first."""
 
     keys: tuple[str, ...]
     message: str
 
 
 class Contradictions(ValueError):
-    """Every contradiction of a recipe; raised inside pydantic's validation, which wraps it."""
+    """All contradictions of a recipe; raised inside pydantic's validation, which wraps it."""
 
     def __init__(self, found: list[Contradiction]) -> None:
         super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in found))

@@ -1,4 +1,4 @@
-"""Files of settings that users give, read with bounds: a wrong or hostile one is an error in words, never a crash."""
+"""Read settings files of users within limits: an invalid or hostile file gives an error message, never a crash."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from trainwright.errors import RequestError
 
-DEEPEST = 64  # levels of mappings and lists; no file that people write comes near
-# Bytes. YAML takes seconds a MiB to read; people write a few thousand bytes.
+DEEPEST = 64  # levels of mappings and lists; files written by people stay far below
+# In bytes. YAML takes seconds per MiB to read; people write a few thousand bytes.
 _LARGEST_YAML, _LARGEST_JSON = 2**20, 16 * 2**20
 _SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
 
 
 def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
-    """Return a file of settings as text. Raises RequestError where it cannot be read, is no text or is over
-    ``most`` bytes.
+    """Return a settings file as text. Raises RequestError if it is unreadable, not text or larger than ``most``
+    bytes.
     """
     try:
         if (what := special(path)) is not None:
             raise RequestError(f"{path}: is {what}, not a file")
-        with path.open("rb") as file:  # it may be a pipe without an end
+        with path.open("rb") as file:  # it may be an endless pipe
             data = file.read(most + 1)
     except FileNotFoundError:
         raise RequestError(missing_file(path)) from None
@@ -41,12 +41,12 @@ def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
 
 
 def special(path: Path) -> str | None:
-    """Return what there is instead of a regular file, such as ``a named pipe``, which might be waited for without end.
+    """Return the kind of a special file, such as ``a named pipe``, which might block without end.
 
-    None for a file, a directory, and a pipe from another command: ``<(command)`` of a shell, or /dev/stdin.
+    Return None for a file, a directory, and a pipe from another command: ``<(command)`` of a shell, or /dev/stdin.
 
     Raises:
-        OSError: there is nothing, or it may not be looked at.
+        OSError: the path does not exist or is not accessible.
     """
     mode = path.stat().st_mode
     if stat.S_ISFIFO(mode):
@@ -55,7 +55,7 @@ def special(path: Path) -> str | None:
 
 
 def missing_file(path: Path) -> str:
-    """Says that there is no file at ``path``: what is there instead, or the name that was probably meant."""
+    """Return a message that there is no file at ``path``: what exists instead, or the most similar name."""
     if path.exists():
         return f"{path}: is {special(path) or 'a directory'}, not a file"
     directory = path.parent
@@ -66,13 +66,12 @@ def missing_file(path: Path) -> str:
 
 
 def read_json(path: Path, source: str | None = None, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """As ``parse_json`` of the text of a file, which messages call ``source``, or by its path."""
+    """Parse a JSON file like ``parse_json``; messages name it ``source``, or by its path."""
     return parse_json(read_text(path, _LARGEST_JSON), source or str(path), pairs)
 
 
 def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """Return the value that ``text`` is; ``source`` names it in messages. ``pairs`` makes an object of its keys and
-    values.
+    """Parse JSON ``text``; ``source`` names it in messages. ``pairs`` makes an object of its keys and values.
 
     Raises:
         RequestError: it is not JSON, with line and column, or nested more than ``DEEPEST`` deep.

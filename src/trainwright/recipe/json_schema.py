@@ -8,9 +8,9 @@ from trainwright.recipe.schema import recipe_model
 
 
 def recipe_json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe file.
+    """Return the JSON Schema (draft 2020-12) of a recipe file.
 
-    Nothing is required, unlike in a whole recipe: a file can get any key from those that it includes.
+    No key is required, unlike in a complete recipe: a file can get any key from its includes.
     """
     schema = recipe_model().model_json_schema()
     file_names = {"type": "array", "items": {"type": "string", "minLength": 1}}
@@ -27,7 +27,7 @@ def recipe_json_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> None:
-    """Drop what pydantic adds (titles from key names) and what partial files do not need."""
+    """Remove what pydantic adds (titles from key names) and what partial files do not need."""
     if isinstance(node, list):
         for item in node:
             _tidy(item)

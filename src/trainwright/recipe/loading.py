@@ -1,4 +1,4 @@
-"""From a recipe file and the command line's overrides to a checked Recipe, and back to YAML."""
+"""Load a checked Recipe from a file and the command line's overrides, and write it back to YAML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LINES = 100  # of a message
 
 
 class LoadedRecipe(NamedTuple):
-    """A recipe and where each of its values was written; defaults are written nowhere."""
+    """A recipe and where each of its values was written; defaults have no origin."""
 
     recipe: Recipe
     origins: Mapping[KeyPath, Origin]
@@ -27,40 +27,39 @@ class LoadedRecipe(NamedTuple):
 def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at ``path`` with ``overrides`` (``section.key=value``, the value in YAML) over it.
 
-    Raises RequestError with every problem found, a line each: the file and line (or the override), the key,
-    what is wrong and what to do.
+    Raises RequestError with every problem found, one line each: the file and line (or the override), the key, the
+    problem and the fix.
     """
     return load_with_origins(path, overrides).recipe
 
 
 def recipe_of(overrides: Sequence[str], name: str) -> Recipe:
-    """Return the recipe that ``section.key=value`` make by themselves; ``name`` stands in messages for its file."""
+    """Return the recipe of the overrides ``section.key=value`` alone; ``name`` replaces its file in messages."""
     return checked(read_merged(None, overrides), Origin(name)).recipe
 
 
 def load_with_origins(path: Path | Tree, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """As load_recipe, and says where each value comes from."""
+    """Load a recipe like load_recipe, with the origin of each value."""
     return loaded(read_merged(path, overrides))
 
 
 def loaded(tree: Tree) -> LoadedRecipe:
-    """Return the recipe of a tree that was read. Raises RequestError as load_recipe does."""
+    """Return the recipe of a tree that was read. Raises RequestError like load_recipe."""
     if "objectives" in tree.values and "task" not in tree.values:
         raise RequestError(f"{tree}: is a study of unlearning and no recipe; run trainwright unlearn-study {tree}")
     return checked(tree, Origin(str(tree)))
 
 
 def checked(tree: Tree, file: Origin) -> LoadedRecipe:
-    """Return the recipe that ``tree`` is, read and put together; ``file`` is the place of what is written nowhere in
-    it.
+    """Validate ``tree``, after reading and merging; ``file`` is the origin of values that are written nowhere in it.
 
-    Raises RequestError as load_recipe does.
+    Raises RequestError like load_recipe.
     """
     for section in list(tree.values):
         if tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
     problems = list(tree.problems)
-    recipe_model()  # what is wrong with an installed package is no fault of the recipe
+    recipe_model()  # an error in an installed package is no fault of the recipe
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
@@ -74,9 +73,9 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
 
 
 def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None) -> str:
-    """Return the recipe as YAML with every key, defaults too, so that the text by itself gives the same recipe.
+    """Return the recipe as YAML with every key, including defaults, so that the text alone gives the same recipe.
 
-    With ``origins`` (of load_with_origins) a comment on each key says where its value was written.
+    With ``origins`` (of load_with_origins), comments on the keys say where their values were written.
     """
     if origins is None:
         return to_yaml(recipe.model_dump())
@@ -84,7 +83,7 @@ def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None)
 
 
 def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
-    """Contradictions that a mistyped key hides: they are looked for only in what is valid so far."""
+    """Return contradictions that a mistyped key hides: they are checked only in sections that are valid."""
     unknown = unknown_keys(error, tree)
     for path in unknown:
         parent = tree.values

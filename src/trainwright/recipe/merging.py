@@ -1,4 +1,4 @@
-"""One tree out of a recipe file, what it includes and the overrides of the command line."""
+"""Merge a recipe file, the files it includes and the overrides of the command line into one tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_m
 
 
 class Override(str):
-    """``section.key=value`` that was not typed as such but written somewhere, which messages then name."""
+    """A ``section.key=value`` from another place than the command line, which messages then name."""
 
     origin: Origin
 
@@ -26,20 +26,20 @@ class Override(str):
         return override
 
 
-# Files that a recipe may include in all, each as often as it is named, and how deep: includes of includes multiply.
+# The largest number of includes in total, counting repeats, and their depth: nested includes multiply.
 _MOST_INCLUDED, _DEEPEST_INCLUDE = 100, 20
 
-# Sections that may be written as one word, and the key that the word is the value of.
+# Sections that may be written as one word, and the key that gets the word as its value.
 _IN_ONE_WORD: dict[KeyPath, str] = {("model", "adapter"): "type"}
 
 
 def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
-    """Merge a file over what it includes, and ``overrides`` (``section.key=value``) over both.
+    """Merge a file over its includes, and ``overrides`` (``section.key=value``) over both.
 
     Args:
-        source: the file, or a tree that was read before and stays as it is; None for overrides alone.
+        source: the file, or a tree read before, which is not modified; None for overrides alone.
 
-    Raises RequestError where a file cannot be read or is not YAML, or an override is malformed.
+    Raises RequestError if a file cannot be read or is not YAML, or an override is malformed.
     """
     if isinstance(source, Tree):
         tree = Tree(deepcopy(source.values), dict(source.origins), list(source.problems), source.file)
@@ -52,7 +52,7 @@ def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
 
 
 def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
-    """``tree`` with ``values`` over it, by section and key, as arguments of a call have them."""
+    """Return ``tree`` merged with ``values`` by section and key, as given as arguments of a call."""
     base, over = read_merged(tree, ()), Tree(dict(values))
     for section, keys in values.items():
         origin = Origin(f"argument {section}")
@@ -80,7 +80,7 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
             )
         else:
             _merge(merged, _read_file(target, chain, read))
-    # A section whose keys are all commented out takes nothing away from what is included.
+    # A section whose keys are all commented out removes nothing from the included one.
     empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
     for key in empty:
         del own.values[key], own.origins[(key,)]
@@ -89,7 +89,7 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
 
 
 def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
-    """Take ``include`` out of the tree: the file names in it and their places."""
+    """Remove ``include`` from the tree; yield the file names in it and their places."""
     value = tree.values.pop("include", None)
     origins = {path: origin for path, origin in tree.origins.items() if path[0] == "include"}
     for path in origins:
@@ -107,8 +107,8 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _read_override(override: str) -> tuple[Tree, int]:
-    """Return what it changes, and how deep that is merged: a section key by key, and a key's whole value is
-    replaced.
+    """Return the tree of an override, and the depth to which it is merged: a section is merged by key, the value of a
+    key is replaced.
     """
     origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
     source = str(origin)

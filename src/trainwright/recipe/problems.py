@@ -1,4 +1,4 @@
-"""Validation errors as users read them: the place, the key, what was expected, the nearest right name."""
+"""Validation errors as messages for users: the place, the key, the expected value, the nearest known name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
-    """Every problem of a recipe that did not validate; ``file`` is the place of what is written nowhere."""
+    """Return every problem of an invalid recipe; ``file`` is the origin of values that are written nowhere."""
     model, details = _model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     paths = [field_path(item["loc"], model) for item in unknown[: _MOST_UNKNOWN + 1]]
@@ -66,9 +66,9 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
 
 
 def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, file: Origin) -> list[Problem]:
-    """Return the contradictions found once the ``unknown`` keys are set aside.
+    """Return the contradictions found after removing the ``unknown`` keys.
 
-    Without those in the sections of the unknown keys: what is missing there is likely what was mistyped.
+    Those in the sections of the unknown keys are left out: what is missing there was probably mistyped.
     """
     doubtful = tuple(f"{path[0]}." for path in unknown)
     found = contradictions_in(error)
@@ -76,22 +76,22 @@ def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, f
 
 
 def contradictions_in(error: ValidationError) -> list[Contradiction]:
-    """Return what checks.contradictions found, out of the error that pydantic makes of it."""
+    """Return the contradictions of checks.contradictions, extracted from pydantic's error."""
     causes = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
     return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.found]
 
 
 def unknown_keys(error: ValidationError, tree: Tree) -> list[KeyPath]:
-    """Return the paths of all keys that the schema does not have."""
+    """Return the paths of all keys that are not in the schema."""
     model = _model(tree)
     return [field_path(item["loc"], model) for item in error.errors() if item["type"] == "extra_forbidden"]
 
 
 def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
-    """Return the path in the recipe of a pydantic error; pydantic adds the member of a union that it tried."""
+    """Return the recipe path of a pydantic error, without the union members that pydantic adds."""
     path: KeyPath = ()
     model: type[BaseModel] | None = whole
-    items: type[BaseModel] | None = None  # of the list that may be at `path`
+    items: type[BaseModel] | None = None  # of the list at `path`, if it is one
     for part in loc:
         if items is not None and not isinstance(part, int):
             continue
@@ -106,7 +106,7 @@ def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
 
 
 def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
-    """Where ``path`` was written, or else something in it, or else the nearest thing around it."""
+    """Return where ``path`` was written, or else something inside it, or else its nearest parent."""
     while path:
         inside = (origin for known, origin in tree.origins.items() if known[: len(path)] == path)
         if origin := tree.origins.get(path) or next(inside, None):
@@ -118,7 +118,7 @@ def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
 def _model(tree: Tree) -> type[BaseModel]:
     try:
         return model_of(tree.values)
-    except RequestError:  # of the task, which is one of the problems
+    except RequestError:  # about the task, which is one of the problems
         return recipe_model()
 
 
@@ -131,7 +131,7 @@ def _mistaken_values(
             by_path.setdefault(field_path(item["loc"], model), []).append(item)
     for path, items in by_path.items():
         if items[0]["type"] == "missing":
-            if path not in suggested:  # else its mistyped name is reported already
+            if path not in suggested:  # otherwise its mistyped name is already reported
                 yield Problem(
                     origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path, model)}".rstrip()
                 )
@@ -140,7 +140,7 @@ def _mistaken_values(
 
 
 def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
-    """Return the words for a value of ``key`` that is of none of the types it may be of; each of ``items`` is of
+    """Return the message for a value of ``key`` that matches none of its types; each of ``items`` is the error of
     one.
     """
     if items[0]["type"] == "extension":
@@ -176,7 +176,7 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
         key: tree.origins[path] for key, path in zip(contradiction.keys, paths, strict=True) if path in tree.origins
     }
     origin = next(iter(written.values()), None) or origin_of(paths[0], tree, file)
-    # Whoever reads one file does not see that a value is another's.
+    # The reader of one file does not see that a value comes from another.
     elsewhere = [f"{key}: {place}" for key, place in written.items() if place.source != origin.source]
     where = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
@@ -192,7 +192,7 @@ def _meant(path: KeyPath, near: KeyPath | None, model: type[BaseModel]) -> str:
 
 
 def _nearest(path: KeyPath, model: type[BaseModel]) -> KeyPath | None:
-    """Return the known key that an unknown one most likely stands for, here or in another section."""
+    """Return the known key that an unknown one most likely means, here or in another section."""
     *above, key = path
     here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above), model)}
     sections = model.model_fields
@@ -215,7 +215,7 @@ def _keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
 
 
 def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """Return the section at ``key`` of ``model``, or None where it is a single value or nothing known."""
+    """Return the section at ``key`` of ``model``, or None if the key is a single value or unknown."""
     field = model.model_fields.get(key) if model is not None else None
     kind = field.annotation if field is not None else None
     kinds = [kind, *get_args(kind)] if get_origin(kind) is not list else []  # a section of one task may be None
@@ -231,7 +231,7 @@ def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None
 
 
 def _items(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """Return the section that each item of the list at ``key`` is, or None where there is no list of sections."""
+    """Return the section type of the items of the list at ``key``, or None if it is not a list of sections."""
     field = model.model_fields.get(key) if model is not None else None
     return _listed(field.annotation) if field is not None else None
 

@@ -18,12 +18,13 @@ _PLACE = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 
 @dataclass(frozen=True)
 class Registered:
-    """With ``Annotated[str, Registered(registry)]``: a name of the registry, or a place ``module:Name``.
+    """Annotate a key as ``Annotated[str, Registered(registry)]``: a name of the registry, or a place
+    ``module:Name``.
 
     Args:
-        others: further values.
-        imports: import what is not built in when the recipe is read, so that a faulty extension is refused there; not
-            where it needs torch.
+        others: additional values.
+        imports: whether to import extensions when the recipe is read, so that a faulty one is rejected there; false if
+            they need torch.
     """
 
     registry: Registry[Any]

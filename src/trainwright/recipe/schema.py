@@ -1,8 +1,7 @@
-"""The recipe: every key a user can write, its type, its default and what it means.
+"""The recipe's schema: every key, its type, its default and its description.
 
-The descriptions are the reference for users: ``trainwright recipe schema`` hands them to editors, and a
-missing key is explained by them. Checks that need two keys are in ``checks.py``. The section of a task is in the
-task's spec.
+The descriptions are the reference for users: ``trainwright recipe schema`` passes them to editors, and messages about
+missing keys quote them. Checks across keys are in ``checks.py``. The section of a task is in the task's spec.
 """
 
 from __future__ import annotations
@@ -196,12 +195,12 @@ class ParallelSection(Section):
 
     @property
     def spec(self) -> StrategySpec | None:
-        """What is known of the strategy; None where it is auto."""
+        """Return the spec of the strategy; None if it is auto."""
         return None if self.strategy == "auto" else spec_of(self.strategy)
 
     @property
     def is_one_process(self) -> bool:
-        """Whether the strategy is one that runs a single process."""
+        """Return whether the strategy runs a single process."""
         return self.spec is not None and self.spec.is_one_process
 
 
@@ -313,24 +312,24 @@ class Recipe(Section):
 
     @property
     def spec(self) -> TaskSpec:
-        """What is known of the task."""
+        """Return the spec of the task."""
         spec: TaskSpec = TASKS.get(self.task)
         return spec
 
     def own(self, kind: type[S]) -> S:
-        """Return the task's own section, which is a ``kind``."""
+        """Return the task's own section, which must be a ``kind``."""
         section = getattr(self, self.spec.name)
         assert isinstance(section, kind), f"task {self.task} has a section of another kind"
         return section
 
     @property
     def has_texts(self) -> bool:
-        """Whether the model reads texts: sections model and data are of these."""
+        """Return whether the model reads texts, so that the sections model and data apply."""
         return self.spec.reads_texts
 
     @property
     def validates(self) -> bool:
-        """Whether there is anything to measure the model on."""
+        """Return whether there are validation rows."""
         return not self.has_texts or self.data.validation is not None
 
     @model_validator(mode="after")
@@ -341,10 +340,10 @@ class Recipe(Section):
 
 
 def model_of(values: Any) -> type[Recipe]:
-    """Return a recipe with the sections that ``values`` may have.
+    """Return the recipe model with the sections that ``values`` may have.
 
     Raises:
-        RequestError: a task of another package cannot be used.
+        RequestError: a task of another package is not usable.
     """
     task = values.get("task") if isinstance(values, dict) else None
     if not isinstance(task, str) or ":" not in task or _spec(task) in map(_spec, TASKS.names()):
@@ -354,10 +353,11 @@ def model_of(values: Any) -> type[Recipe]:
 
 @cache
 def recipe_model(task: str | None = None) -> type[Recipe]:
-    """Return a recipe with the section of every registered task, and of ``task`` where that is a place ``module:Name``.
+    """Return the recipe model with the section of every registered task, and of ``task`` if that is a
+    ``module:Name``.
 
     Raises:
-        RequestError: a task of another package cannot be used.
+        RequestError: a task of another package is not usable.
     """
     specs = {name: _spec(name) for name in (*TASKS.names(), *([] if task is None else [task]))}
     summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
@@ -387,7 +387,7 @@ def _described(name: str) -> str:
 
 
 def _spec_of(task: Any) -> TaskSpec | None:
-    """None where there is no such task, which is said when the key is validated."""
+    """Return the spec of a task; None if it does not exist, which the validation of the key reports."""
     try:
         return _spec(task) if isinstance(task, str) else None
     except RequestError:
@@ -395,7 +395,7 @@ def _spec_of(task: Any) -> TaskSpec | None:
 
 
 def _with_a_corpus_for_the_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
-    """Name the texts to train on for a tokenizer that is made from texts, unless it names its own."""
+    """Set the training texts of a tokenizer that is trained from texts, unless it names its own."""
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(source := data.get("train"), str) and isinstance(model, dict):
         name = model.get("tokenizer")

@@ -1,7 +1,7 @@
-"""What is known of a strategy without its code, so that recipes are checked, planned and launched without torch.
+"""The description of a strategy without its code, to check, plan and launch recipes without torch.
 
-A spec stands beside the strategy's code and is registered in ``registries.py``, or by an entry point of the group
-``trainwright.strategies`` in another package. Its module imports no torch.
+A spec is in a module beside the strategy's code and registered in ``registries.py``, or by an entry point of the group
+``trainwright.strategies`` in another package. The module must not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Part = Literal["parameters", "gradients", "optimizer state"]
 class Collective:
     """What the processes exchange, and when.
 
-    ``when``: "buckets": as soon as a bucket of gradients is there, in the last backward pass of a step; "passes": as
-    the blocks run, in every pass over a micro-batch; "micro-batch", "step": after the backward pass of each micro-batch
-    or of the last one; "update": after the optimizer's update.
+    ``when``: "buckets": when a bucket of gradients is complete, in the last backward pass of a step; "passes": as the
+    blocks run, in every pass over a micro-batch; "micro-batch", "step": after the backward pass of each micro-batch or
+    of the last one; "update": after the optimizer's update.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -34,9 +34,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of the recipe of which a strategy takes only some values.
+    """A recipe key of which a strategy supports only some values.
 
-    ``why``: for a recipe that asks for another, {value}, with what to do; ``short``: for a table.
+    ``why``: the message for another value, {value}, with the fix; ``short``: for a table.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Limit:
 class Library:
     """A library that a strategy needs.
 
-    ``versions``: how a version that works begins. ``users``: the strategies that need it. ``process_bytes``: what it
+    ``versions``: prefixes of the versions that work. ``users``: the strategies that need it. ``process_bytes``: what it
     adds to the resident memory of a process.
     """
 
@@ -79,29 +79,29 @@ class Library:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec:
-    """What is known of a strategy without running it.
+    """The description of a strategy without its code.
 
     Attributes:
-        summary: who holds what, in a few words, for tables.
-        implementation: place of the class that does it, ``module:Class``: a ``parallel.strategy.Strategy`` that is made
+        summary: what each process holds, in a few words, for tables.
+        implementation: the class that implements it, as ``module:Class``: a ``parallel.strategy.Strategy``, constructed
             from a ``parallel.strategy.Setup``.
-        memory: place of the class that models what it holds, a ``planning.memory_strategy.StrategyMemory``.
-        shards: what is divided among the processes of a replica; each has all of the rest.
-        parameters_by: how parameters are divided: in rows, or flat, in ranges of their elements.
-        separate_masters: whether the optimizer's fp32 masters are copies beside the weights that compute; if not, the
-            parameters at rest are the masters.
-        collectives: what is exchanged, but for a few bytes that processes tell each other after every step.
-        hooks_modules: whether parameters are gathered module by module, not a block at a time.
-        bucket_bytes: of gradients that are exchanged "buckets"; None: all of them are one bucket.
-        reads: keys of the recipe's section ``parallel`` that it reads, but for those of ``offloads``.
-        offloads: for keys that move numbers to the host's memory, what they move.
-        layouts: values of these keys that a plan tries, in this order; with none it runs where it is asked for only.
-        least_processes, most_processes: how many it runs on.
-        limits: what of a recipe it does not take.
-        library: what has to be installed.
-        changes_in_run: whether a run may go on from its checkpoint under another strategy of which that is true too,
-            to the same losses.
-        accelerate_type: the ``distributed_type`` of Accelerate's files that ask for it, where it is not a plain one.
+        memory: the class that models its memory, a ``planning.memory_strategy.StrategyMemory``.
+        shards: what is sharded over the processes of a replica; the rest is replicated.
+        parameters_by: how parameters are sharded: in rows, or flat, in ranges of their elements.
+        separate_masters: whether the optimizer's fp32 master weights are separate from the weights that compute; if
+            not, the parameters at rest are the master weights.
+        collectives: what is exchanged, except for a few bytes after every step.
+        hooks_modules: whether parameters are gathered by module instead of by block.
+        bucket_bytes: of gradients exchanged in "buckets"; None: all of them are one bucket.
+        reads: keys of the recipe's section ``parallel`` that it reads, except those of ``offloads``.
+        offloads: for each key that offloads something to the host's memory, what it offloads.
+        layouts: values of these keys that a plan tries, in this order; without any it runs only if asked for.
+        least_processes, most_processes: the supported numbers of processes.
+        limits: unsupported values of the recipe.
+        library: a library that has to be installed.
+        changes_in_run: whether a run may continue from its checkpoint under another such strategy, with the same
+            losses.
+        accelerate_type: the ``distributed_type`` in Accelerate's files, if not the default one.
     """
 
     summary: str
@@ -125,7 +125,7 @@ class StrategySpec:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of the recipe's section ``parallel`` that it reads."""
+        """Return all keys of the recipe's section ``parallel`` that it reads."""
         return (*self.reads, *self.offloads)
 
     @property
@@ -135,7 +135,7 @@ class StrategySpec:
 
     @property
     def gathers_blocks(self) -> bool:
-        """Whether parameters are gathered a block at a time."""
+        """Return whether parameters are gathered by block."""
         return self.shards_parameters and not self.hooks_modules
 
     @property
@@ -144,26 +144,26 @@ class StrategySpec:
         return self.most_processes == 1
 
     def offloaded(self, values: object) -> frozenset[str]:
-        """Return what is in the host's memory by the keys that ``values`` has set, such as a recipe's section."""
+        """Return what ``values``, such as a recipe's section, offload to the host's memory."""
         return frozenset().union(*(moved for key, moved in self.offloads.items() if getattr(values, key)))
 
     def refuses(self, values: Mapping[str, object]) -> Limit | None:
-        """Return the first limit that ``values``, by key of a recipe, go beyond."""
+        """Return the first limit that ``values``, by recipe key, violate."""
         return next((one for one in self.limits if values.get(one.key, "auto") not in (*one.allowed, "auto")), None)
 
 
 def spec_of(name: str) -> StrategySpec:
-    """Return the spec of a strategy that is named in a recipe. Raises RequestError as ``Registry.get`` does."""
+    """Return the spec of a strategy by its name in a recipe. Raises RequestError like ``Registry.get``."""
     spec: StrategySpec = STRATEGIES.get(name)
     return spec
 
 
 def check_library(name: str) -> None:
-    """Raise MachineError if a strategy needs a library that is not installed, or not in a version that works."""
+    """Raise MachineError if a library that a strategy needs is not installed, or in a version that does not work."""
     if (library := spec_of(name).library) is not None:
         library.check()
 
 
 def all_specs() -> dict[str, StrategySpec]:
-    """All that are built in or registered, by name. Raises RequestError where one of them cannot be had."""
+    """Return all built-in or registered strategies, by name. Raises RequestError if one cannot be loaded."""
     return {name: spec_of(name) for name in STRATEGIES.names()}

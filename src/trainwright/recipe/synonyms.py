@@ -1,7 +1,7 @@
-"""What other tools call the keys and values of a recipe, to name ours where a recipe has theirs.
+"""Other tools' names for keys and values of a recipe, to suggest the right ones.
 
-The names are those of the configurations of transformers' Trainer and TRL, Axolotl, LLaMA-Factory, torchtune, DeepSpeed
-and Lightning.
+The names are from the configurations of transformers' Trainer and TRL, Axolotl, LLaMA-Factory, torchtune, DeepSpeed and
+Lightning.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from trainwright.registries import TASKS
 
 
 class Ours(NamedTuple):
-    """Our key, and how its value is written: ``value`` in place of true, or in words."""
+    """A key of ours, and how its value is written: ``value`` in place of true, or a description."""
 
     key: str
     value: str | None = None
     note: str | None = None
 
     def shown(self, key: str) -> str:
-        """For a question: ``key`` is our key as it is called there."""
+        """Return the suggestion for a message, for another tool's ``key``."""
         return f"{key}{f': {self.value}' if self.value else ''}{f' ({self.note})' if self.note else ''}"
 
 
@@ -98,7 +98,7 @@ _KEYS: dict[Ours, str] = {
     Ours("logging.tensorboard"): "report_to tensorboard_dir use_tensorboard",
 }
 
-# By key: what other tools call its values; tasks have theirs in their specs.
+# By key: other tools' names of its values; those of tasks are in their specs.
 _VALUES: dict[str, dict[str, str]] = {
     "optimizer.name": {
         "adam": "adamw",
@@ -145,12 +145,12 @@ _VALUES: dict[str, dict[str, str]] = {
 
 
 def our_key(name: str) -> Ours | None:
-    """Our key for one that another tool has; None where none is known."""
+    """Return our key for a key of another tool; None if unknown."""
     return _by_name().get(name.lower().replace("-", "_"))
 
 
 def our_value(key: str, value: object) -> str | None:
-    """Our value of a dotted ``key`` for what another tool has there; None where none is known."""
+    """Return our value of a dotted ``key`` for another tool's value; None if unknown."""
     name = str(value).lower()
     if key == "task":
         return next((task for task in TASKS.names() if name in TASKS.get(task).also_called), None)

@@ -1,7 +1,7 @@
-"""What is known of a task without its code, so that recipes are read, checked and planned without torch.
+"""The description of a task without its code, to read, check and plan recipes without torch.
 
-A spec stands beside the task's code and is registered in ``registries.py``, or by an entry point of the group
-``trainwright.tasks`` in another package. Its module imports no torch.
+A spec is in a module beside the task's code and registered in ``registries.py``, or by an entry point of the group
+``trainwright.tasks`` in another package. The module must not import torch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from trainwright.recipe.sections.fields import Section
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
-# examples: a text or a conversation. pairs: two answers that were compared. answers: pairs, or one answer with a label.
+# examples: a text or a conversation. pairs: a chosen and a rejected answer. answers: pairs, or one answer with a label.
 # refused: conversations, each also with a refusal of data.idk as its answer.
 RowKind = Literal["examples", "pairs", "answers", "refused"]
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """A model that the trained one is compared with.
+    """The reference model of a task.
 
     Args:
-        every_step: it computes in every step; else it is asked once, before the first.
-        own_weights: it is another model than the one that training starts from.
+        every_step: whether it computes in every step; otherwise once, before the first.
+        own_weights: whether it differs from the model that training starts from.
         last_block: the last block that computes; None: all do.
-        share: the part of the batch that it sees.
+        share: the fraction of the batch that it processes.
     """
 
     every_step: bool
@@ -40,13 +40,13 @@ class ReferenceModel:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A model that is made by the task itself and reads no texts, as a plan sees it.
+    """A model that the task makes itself and that reads no texts, as seen by a plan.
 
     Args:
         config: the configuration of the most similar transformer.
-        tokens: of an example.
-        target_fraction: the part of the tokens that are predicted.
-        assumption: what is taken for granted, in words.
+        tokens: per example.
+        target_fraction: the fraction of the tokens that are predicted.
+        assumption: what the plan assumes, as text.
     """
 
     config: Mapping[str, Any]
@@ -57,14 +57,14 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a plan has to know of a task with its recipe.
+    """What a plan needs to know about a task and its recipe.
 
     Args:
-        documents: rows that are one example.
-        full: every example has exactly data.max_length tokens.
-        last_block: the block whose output the loss is of; None: the whole model.
-        trainable: patterns of the names of the parameters that are trained, and the key that has them; None: all.
-        reference: a model that is in memory beside the trained one.
+        documents: the number of rows in one example.
+        full: whether every example has exactly data.max_length tokens.
+        last_block: the block whose output the loss uses; None: the full model.
+        trainable: name patterns of the trained parameters, and the key that sets them; None: all.
+        reference: a model that is in memory in addition to the trained one.
         own_model: of a task that reads no texts.
     """
 
@@ -101,25 +101,25 @@ class TaskSpec:
     """A kind of training, as recipes, checks and plans know it.
 
     Args:
-        name: its name, which is that of its section in a recipe too.
-        summary: what it is, for the description of the key ``task``.
-        module: where its code is; has ``build(recipe, cache) -> Task`` and ``prepare_once(recipe, cache) -> int``.
+        name: also the name of its section in a recipe.
+        summary: for the description of the key ``task``.
+        module: its code, with ``build(recipe, cache) -> Task`` and ``prepare_once(recipe, cache) -> int``.
         section: the keys of its section; None: it has none.
-        section_description: the section, in the schema.
-        check: what contradicts itself in a recipe of the task.
-        fill: a recipe's values as written, with those that follow from the task.
-        rows: what the rows at a key of the section ``data`` are.
-        needs: what a plan has to know.
-        inputs: the model and the data in words.
-        reads_texts: the sections ``model`` and ``data`` apply.
-        corpus: trains on windows of a corpus rather than on rows.
-        data_keys: keys of ``data`` that say what is trained on; those of other tasks have no effect.
-        keeps_best: the lowest validation loss says which checkpoint is best.
+        section_description: of the section in the schema.
+        check: returns contradictions in a recipe of the task.
+        fill: adds values that follow from the task to the recipe's values as written.
+        rows: the kind of rows at a key of the section ``data``.
+        needs: returns what a plan needs to know.
+        inputs: describes the model and the data.
+        reads_texts: whether the sections ``model`` and ``data`` apply.
+        corpus: whether it trains on windows of a corpus rather than on rows.
+        data_keys: keys of ``data`` for the training data; those of other tasks have no effect.
+        keeps_best: whether the lowest validation loss determines the best checkpoint.
         no_validation_rows: why ``eval`` cannot measure on a run's own validation rows; None: it can.
-        examples: the key and the parts that decide what the examples are, for messages.
+        examples: the key and the parts that determine the examples, for messages.
         length_keys: the keys that make examples shorter; None: those of ``data``.
-        also_called: what other tools call the task.
-        other_keys: keys of the section, dotted, and what other tools call them, separated by spaces.
+        also_called: other tools' names of the task.
+        other_keys: dotted keys of the section, and other tools' names of them, separated by spaces.
     """
 
     name: str

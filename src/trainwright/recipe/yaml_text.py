@@ -1,7 +1,7 @@
-"""YAML to plain values and back, with the line of every key kept.
+"""Convert YAML to plain values and back, keeping the line of every key.
 
-Numbers and truth values are those of YAML 1.2: ``2e-4`` is a number (YAML 1.1 reads text), ``no`` and ``on``
-are text, and there are no dates or base-60 numbers to meet by accident.
+Numbers and booleans follow YAML 1.2: ``2e-4`` is a number (text in YAML 1.1), ``no`` and ``on`` are text, and there are
+no dates or base-60 numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trainwright.recipe.files import DEEPEST
 
 KeyPath = tuple[str | int, ...]
 
-_MOST_VALUES = 50_000  # read in seconds
-# Values that aliases may add to those that are written. They stand for what they name, so aliases of aliases multiply.
+_MOST_VALUES = 50_000  # which take seconds to read
+# Values that aliases may add to the written ones. An alias repeats its content, so nested aliases multiply.
 _MOST_REPEATED = 10_000
 
 
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something for the user to put right, and where."""
+    """A problem that the user has to fix, and its place."""
 
     origin: Origin
     message: str
@@ -45,9 +45,9 @@ class Problem(NamedTuple):
 
 @dataclass
 class Tree:
-    """A mapping read from YAML, where each of its keys was written, and what was wrong with the text.
+    """A mapping read from YAML, with the place of each key and the problems of the text.
 
-    ``file``: what it was read from; None for values that no file has.
+    ``file``: the file it was read from; None for values from no file.
     """
 
     values: dict[Any, Any] = field(default_factory=dict)
@@ -56,15 +56,15 @@ class Tree:
     file: Path | None = None
 
     def __str__(self) -> str:
-        """Its name in messages."""
+        """Return its name in messages."""
         return "recipe" if self.file is None else str(self.file)
 
 
 def parse_mapping(text: str, source: str) -> Tree:
-    """Read the one YAML mapping in ``text``; ``source`` names it in messages.
+    """Read the single YAML mapping in ``text``; ``source`` names it in messages.
 
-    Raises RequestError, with the line, where the text is empty, is not YAML or is no mapping. Duplicated keys
-    are put into ``problems`` and the later one is taken.
+    Raises RequestError, with the line, if the text is empty, not YAML or not a mapping. Duplicate keys are added to
+    ``problems``, and the later one is used.
     """
     loader, node = _compose(text, source, first_line=True)
     if node is None or node.tag == "tag:yaml.org,2002:null":
@@ -78,9 +78,9 @@ def parse_mapping(text: str, source: str) -> Tree:
 
 
 def parse_value(text: str, source: str, path: KeyPath) -> tuple[Any, Tree]:
-    """Read one YAML value that will stand at ``path``; the tree has its origins and problems, no values.
+    """Read one YAML value for ``path``; the returned tree has its origins and problems, but no values.
 
-    Raises RequestError where the text is not YAML.
+    Raises RequestError if the text is not YAML.
     """
     loader, node = _compose(text, source, first_line=False)
     tree = Tree()
@@ -89,7 +89,7 @@ def parse_value(text: str, source: str, path: KeyPath) -> tuple[Any, Tree]:
 
 
 def to_yaml(values: object) -> str:
-    """YAML text, keys in their order, that this module and any other YAML reader read alike."""
+    """Return YAML text with the keys in order, which all YAML readers read alike."""
     return yaml.dump(
         values,
         Dumper=_Dumper,
@@ -117,7 +117,7 @@ def _compose(text: str, source: str, first_line: bool) -> tuple[_Loader, yaml.No
 
 
 class _Builder:
-    """Turns composed nodes into values; PyYAML's own constructor would drop the lines and the duplicates."""
+    """Convert composed nodes to values; PyYAML's own constructor would drop lines and duplicates."""
 
     def __init__(self, loader: _Loader, source: str, tree: Tree, has_lines: bool) -> None:
         self.loader, self.source, self.tree, self.has_lines = loader, source, tree, has_lines
@@ -189,7 +189,7 @@ class _Builder:
 
 
 def dotted(path: KeyPath) -> str:
-    """``train.max_steps``, ``evaluate.prompts[0]``: a path as users write it."""
+    """Return a path in the form that users write: ``train.max_steps``, ``evaluate.prompts[0]``."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) and text else f".{part}" if text else str(part)
@@ -201,7 +201,7 @@ class _Loader(yaml.SafeLoader):
     depth = values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As the base class, which takes any number of values, at any depth until Python's own stack is full."""
+        """Compose a node with limits on size and depth; the base class has none but Python's own stack."""
         self.depth += 1
         self.values += 1
         problem = f"nested more than {DEEPEST} deep" if self.depth > DEEPEST else None
@@ -215,7 +215,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    # Keeps YAML 1.1's resolvers too, so that text such as `no` is in quotes for readers that follow it.
+    # Also keeps YAML 1.1's resolvers, so that text such as `no` is quoted for readers that follow it.
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 
@@ -252,7 +252,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # A block that keeps blank lines at its end is open: PyYAML closes the whole document after it.
+    # A block that keeps trailing blank lines is open: PyYAML closes the whole document after it.
     style = ('"' if _BLANK_END.search(text) else "|") if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

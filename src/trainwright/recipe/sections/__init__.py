@@ -1,1 +1,1 @@
-"""The sections of a recipe that are not a task's own."""
+"""The sections of a recipe other than those of tasks."""

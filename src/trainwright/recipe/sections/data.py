@@ -33,7 +33,7 @@ DataFormat = Literal[
     "labelled",
 ]
 
-# The keys of what unlearning takes in place of `train`.
+# The keys of unlearning that replace `train`.
 PARTS = ("forget", "retain", "holdout", "idk")
 _OF_A_TASK = ("train", "benchmark", *PARTS)
 
@@ -124,7 +124,7 @@ class DataSection(Section):
         description="Use only the first this many rows of train, those held back for validation among them; of forget "
         "and of retain each. A validation source of its own is read whole.",
     )
-    _part: str | None = PrivateAttr(None)  # which key `train` was put in from
+    _part: str | None = PrivateAttr(None)  # the key that `train` was filled in from
 
     @model_validator(mode="before")
     @classmethod
@@ -146,7 +146,7 @@ class DataSection(Section):
         return {key: value for key, value in values.items() if value is not None or key not in _OF_A_TASK}
 
     def part(self, key: str) -> DataSection:
-        """Return the data of one of ``PARTS`` alone, as what is trained on; nothing is held back of it."""
+        """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held back."""
         nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
         found = self.model_copy(update={**nothing, "train": getattr(self, key)})
         found._part = f"data.{key}"
@@ -154,7 +154,7 @@ class DataSection(Section):
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:
-        """What is trained on, one or several."""
+        """Return the training sources, one or several."""
         if self.train is None:
             parts = (self.forget, self.retain)
             return tuple(SourceSection(source=one, format=self.format, limit=self.limit) for one in parts if one)
@@ -164,7 +164,7 @@ class DataSection(Section):
 
     @property
     def source_keys(self) -> tuple[str, ...]:
-        """The recipe keys of ``sources``, for messages."""
+        """Return the recipe keys of ``sources``, for messages."""
         if self.train is None:
             return tuple(f"data.{key}" for key in ("forget", "retain") if getattr(self, key))
         if isinstance(self.train, str):
@@ -173,12 +173,12 @@ class DataSection(Section):
 
     @property
     def validation_source(self) -> SourceSection | None:
-        """What is validated on where it is a source of its own."""
+        """Return the validation source, if it is a separate one."""
         if not isinstance(self.validation, str):
             return None
         return SourceSection(source=self.validation, format=self.format)
 
     @property
     def name(self) -> str:
-        """What is trained on, for messages."""
+        """Return the name of the training data, for messages."""
         return " + ".join(source.source for source in self.sources)

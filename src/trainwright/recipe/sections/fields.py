@@ -1,4 +1,4 @@
-"""The types of a recipe's keys, and what a section is."""
+"""The types of a recipe's keys, and the base class of sections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Auto = Literal["auto"]
 
 
 def whole(value: object) -> object:
-    """Refuse true and false as whole numbers."""
-    # Python's True is the number 1; a user who writes `max_steps: true` means something else.
+    """Reject true and false as whole numbers."""
+    # In Python True equals 1; a user who writes `max_steps: true` means something else.
     if isinstance(value, bool):
         raise PydanticKnownError("int_type")
     return value
@@ -26,7 +26,7 @@ def _number(value: object) -> object:
 
 
 def _steps(value: object) -> object:
-    # A float is a part of something and an int is a count of it, so 1.0 (all of it, or one?) is refused.
+    # A float is a fraction and an int is a count, so 1.0 is ambiguous and rejected.
     if not _is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
         raise PydanticCustomError("steps", "a whole number of steps or a fraction below 1")
     return value
@@ -44,7 +44,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 Text = Annotated[str, StringConstraints(min_length=1)]
-# More tokens than there are; a plan or a stream of what is far beyond that would not come to an end.
+# More tokens than exist; a plan or a stream far beyond that would not finish.
 Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(whole)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
@@ -58,13 +58,13 @@ ValidationRows = Annotated[
 ]
 
 
-# A number and a unit, as people write a time.
+# A number and a unit.
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|seconds?|min|minutes?|h|hours?)")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def seconds_of(time: str) -> float:
-    """Return the seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError for what is none."""
+    """Return the seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError if it is malformed."""
     found = _TIME.fullmatch(time.strip())
     seconds = float(found[1]) * _UNITS[found[2][0]] if found else 0.0
     if seconds <= 0:
@@ -89,6 +89,6 @@ Interval = Annotated[Annotated[int, Field(ge=1)] | Text | None, BeforeValidator(
 
 
 class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused; a recipe is a value and does not change once read."""
+    """A section of a recipe. Unknown keys are rejected; a recipe is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())

@@ -1,4 +1,4 @@
-"""The section of the model, and the one of its adapter."""
+"""The sections of the model and of its adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.sections.fields import BelowOne, Count, Positive, Section, Text
 
-# What an adapter may be written as in one word, and what the word stands for.
+# Short forms of an adapter, and what they stand for.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {"type": "none"},
     "lora": {"type": "lora"},

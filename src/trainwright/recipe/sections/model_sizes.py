@@ -1,4 +1,4 @@
-"""Whether the numbers in a model's configuration are those of a model that could be built at all."""
+"""Check that the numbers in a model's configuration describe a model that can be built."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from trainwright.errors import RequestError
 
-# Modules are made one by one, so their number bounds the time it takes to look at a model. The deepest published
-# language models have 1,000 layers (DeepNet, arXiv 2203.00555).
+# Modules are made one by one, so this bounds the time to inspect a model. The deepest published language models have
+# 1,000 layers (DeepNet, arXiv 2203.00555).
 _COUNTS = (
     (re.compile(r"layers?$|^n_layers?$|blocks?$|^depth$"), 10_000, "layers"),
     (re.compile(r"experts?$"), 100_000, "experts"),
@@ -17,12 +17,12 @@ _COUNTS = (
     (re.compile(r"^vocab_size$"), 100_000_000, "tokens"),
 )
 _POSITIVE = re.compile(r"^(vocab|hidden|intermediate)_size$|^head_dim$|^num_.*(layers|heads)$")
-_LARGEST = 2**40  # of any number: parameters of today's largest models together
+_LARGEST = 2**40  # of any number: more than the parameters of today's largest models
 _DEEPEST = 64
 
 
 def absurd_sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and what is wrong with it, for every number that no model can have."""
+    """Yield the dotted key and the problem for every impossible number."""
     stack: list[tuple[str, Any, int]] = [("", config, 0)]
     while stack:
         place, value, depth = stack.pop()
@@ -33,7 +33,7 @@ def absurd_sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def check_sizes(config: Mapping[str, Any], origin: str) -> None:
-    """Refuse a configuration before anything is made of it. Raises RequestError, which begins with ``origin``."""
+    """Check a configuration before anything is built from it. Raises RequestError, which begins with ``origin``."""
     if lines := [f"{origin}: {key}: {reason}" for key, reason in absurd_sizes(config)]:
         raise RequestError("\n".join(lines[:10]))
 
