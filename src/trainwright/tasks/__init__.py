@@ -1,1 +1,1 @@
-"""The kinds of training, one folder each."""
+"""The tasks, one package each."""

@@ -1,6 +1,6 @@
-"""What every task on a causal language model shares: its data, its model, samples and what is written in the end.
+"""The common parts of tasks with a causal language model: data, model, samples and export.
 
-A task of its own says which rows it takes, what an example counts, and what is minimised and measured.
+A task defines the rows, the weight of an example, the loss and the metrics.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
-    """Prepare the data and convert the weights; both are found in the cache afterwards."""
+    """Prepare the data and convert the weights, so that both are in the cache; return the number of examples."""
     return len(prepare_data(recipe, prepare_model(recipe), cache).train)
 
 
 def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Have the model where it can be loaded from, and check what its configuration shows; its tokenizer."""
+    """Make the model available locally, check its configuration, and return its tokenizer."""
     resolve(recipe.model)
     check_adapter(recipe.model, recipe.train.seed)
     tokenizer = load_tokenizer(recipe.model)
@@ -60,12 +60,12 @@ def prepare_model(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse before the launch what the model's configuration shows by itself."""
+    """Raise RequestError before the launch for errors that the model's configuration shows."""
     config = load_config(recipe.model, tokenizer)
     if recipe.parallel.wrap != "auto" and recipe.model.adapter.type == "none":
         empty = CausalLM(empty_model(config), packed=False)
         find_units(empty, empty.blocks(), recipe.parallel.wrap)
-    if fills_parts(recipe):  # no process will have the weights to check all layers with, and one of each kind tells
+    if fills_parts(recipe):  # no process has all weights, so check a small model
         few = CausalLM(
             fresh_model(cut_config(config, varied_layers(config)), 0), packed=recipe.data.pack_length is not None
         )
@@ -73,7 +73,7 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
 
 
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
-    """Return the data of a resolved recipe, prepared or found in the cache."""
+    """Return the data of a resolved recipe, prepared or from the cache."""
     positions = positions_of(recipe, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
@@ -82,12 +82,12 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
 
 
 def positions_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """How many positions the model has, where that is limited."""
+    """Return the maximum number of positions of the model, or None if unlimited."""
     return getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
 
 
 def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
-    """Refuse data that does not go with the recipe; keep how long its examples are for plans to come."""
+    """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
     _check_packs(recipe, datasets)
@@ -96,7 +96,7 @@ def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
-    """Refuse packs that do not hold every example; of how many documents these are is known from the rows."""
+    """Raise RequestError if packs cannot hold every example, whose number of documents is known from the rows."""
     pack, longest = recipe.data.pack_length, recipe.data.max_length
     for dataset in datasets:
         each = dataset.documents_per_example
@@ -110,7 +110,7 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
 def load(
     recipe: Recipe, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
 ) -> tuple[PreTrainedModel, Weights | None]:
-    """Return a model; an empty one with what fills it, where each process needs parts of the weights only."""
+    """Return a model, or an empty one with its weights if each process only needs parts of them."""
     if fills_parts(recipe):
         empty = load_empty(section, recipe.train.seed, tokenizer, prefix)
         if empty is not None:
@@ -119,12 +119,12 @@ def load(
 
 
 def fills_parts(recipe: Recipe) -> bool:
-    """Whether every process reads only what it holds of the weights; an adapter is put on whole ones."""
+    """Return whether every process only reads its own shards of the weights; adapters need the whole weights."""
     return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
 
 def _questions(recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase) -> ValidationQuestions | None:
-    """Return the validation rows to be answered; None where the recipe wants none."""
+    """Return the validation rows to answer, or None if the recipe has no metrics of answers."""
     if not recipe.evaluate.metrics:
         return None
     assert prepared.validation is not None, "evaluate.metrics needs data.validation"
@@ -139,7 +139,7 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampl
 
 
 class LanguageModelTask:
-    """The part of a task that does not depend on what is minimised."""
+    """Base class with the parts of a task that do not depend on the loss."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
         self._recipe = recipe
@@ -161,7 +161,7 @@ class LanguageModelTask:
         self._lm = self._wrapped(model)
         self.module: nn.Module = self._lm
         self.start: str | None = None
-        if self.weights is None:  # of an empty one a few layers have been checked when the run was prepared
+        if self.weights is None:  # for an empty model, a few layers were checked when the run was prepared
             check_model(self._lm, probe(model.config.get_text_config().vocab_size))
         self._plain = prepared.train.report["format"] == "text"
         self._asker = Asker(tokenizer, plain=self._plain)
@@ -177,7 +177,7 @@ class LanguageModelTask:
         return stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
-        """Return the module that is trained, around the model with its adapter."""
+        """Return the module to train, around the model with its adapter."""
         return CausalLM(model, packed=self._packed, z_loss=self._z_loss())
 
     def blocks(self) -> list[nn.Module]:
@@ -188,27 +188,27 @@ class LanguageModelTask:
         return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad).to(device)
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Nothing is to be known of the weights of the start."""
+        """Do nothing: no information about the initial weights is needed."""
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """Do nothing: the loss of a micro-batch depends on nothing outside it."""
+        """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
 
     def _how_to_write(self) -> Sampling:
-        """Prompts are answered with the likeliest tokens."""
+        """Return the sampling settings of prompts: greedy decoding."""
         return Sampling(max_new_tokens=self._recipe.evaluate.max_new_tokens)
 
     def _z_loss(self) -> float:
         return 0.0
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Nothing but the weights is changed by a step."""
+        """Do nothing: a step only changes the weights."""
 
     def _example_weight(self, dataset: TokenDataset) -> float | None:
-        """Return what every example counts in the loss; None: as much as it has targets."""
+        """Return the weight of an example in the loss; None: its number of targets."""
         return None
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
-        """Return the metrics of the model's answers to validation rows. Every rank must call."""
+        """Return the metrics of the model's answers to validation rows; all ranks must call it."""
         assert self._questions is not None and isinstance(module, CausalLM)
         with module.for_generation() as model:
             return self._questions.metrics(model, self._stop, world, together=together)
@@ -221,11 +221,11 @@ class LanguageModelTask:
         return answer.text.strip()
 
     def _asked(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt: a text to continue, or a user's turn."""
+        """Return the tokens of a prompt: text to continue, or a user turn."""
         return self._asker(prompt if self._plain else [{"role": "user", "content": prompt}])
 
     def describe(self) -> dict[str, Any]:
-        """Return fields of the `start` event: weights and data."""
+        """Return the fields of the `start` event: weights and data."""
         return {
             "weights": resolve(self._recipe.model).origin,
             "data": self._prepared.summary,
@@ -240,7 +240,7 @@ class LanguageModelTask:
         return repr(" ".join(str(text).split())[:60])
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-        """Write a directory that plain ``transformers`` loads, or with an adapter ``peft``."""
+        """Write a directory that ``transformers`` loads or, with an adapter, ``peft``."""
         prefix = "model."
         named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
         model = self._lm.model
@@ -255,7 +255,7 @@ class LanguageModelTask:
         return adds_nothing(tensors)
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
-        """Check that the exported adapter on its base gives the trained model's logits."""
+        """Check that the exported adapter on its base gives the logits of the trained model."""
         assert isinstance(module, CausalLM) and self._adapter is not None
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)

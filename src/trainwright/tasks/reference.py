@@ -1,10 +1,10 @@
-"""What the model that a run starts from says of the data: computed once, before the first step, and kept.
+"""Log-probabilities of the data under the reference model: computed once, before the first step, and cached.
 
-    <cache>/references/<fingerprint>.npy    float64 [documents], NaN where no run has asked yet
+    <cache>/references/<fingerprint>.npy    float64 [documents], NaN for documents that no run has needed yet
 
-It is computed through the strategy's own module, so a model that fits no single device works as well, and every rank
-takes its part. The fingerprint is of the weights, the data, and the precision and kind of device that it is computed
-in: a run that is resumed finds it again, and so does the next run from the same model on the same data.
+They are computed through the strategy's own module, so the model need not fit on one device, and every rank computes a
+part. The fingerprint covers the weights, the data, the precision and the kind of device: a resumed run finds the file
+again, and so does the next run from the same model on the same data.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from trainwright.text import plural
 
 Sums = npt.NDArray[np.float64]
 
-_PART = 2**22  # bytes of a tensor that are summed up at a time for its fingerprint
+_PART = 2**22  # bytes of a tensor to sum at a time for its fingerprint
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The summed log-probability, in nats, of the targets of every document [documents] that a run sees."""
+    """The summed log-probability, in nats, of the targets of every document of a run [documents]."""
 
     sums: Sums
 
     def of(self, batch: Batch) -> torch.Tensor:
-        """Of a batch's documents [D], float64, where the batch is."""
+        """Return the log-probabilities of a batch's documents [D], float64, on the batch's device."""
         return torch.from_numpy(self.sums[list(batch.documents)]).to(batch.targets.device)
 
 
@@ -58,16 +58,16 @@ def reference(
     notify: Callable[[str], None],
     without: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Reference:
-    """Return what the module, as it is now, says of some examples of a stream's data set. Every rank must call.
+    """Compute log-probabilities of examples of a stream's dataset with the current module. All ranks must call it.
 
     Args:
         stream: divides examples into micro-batches.
-        batch_of: the tensors of a micro-batch of the stream's data set.
-        identity: all that the numbers depend on beside the data.
-        without: what the module is computed in, such as one that takes an adapter out of it.
+        batch_of: collates a micro-batch of the stream's dataset.
+        identity: everything except the data that the numbers depend on.
+        without: context for the computation, such as one that disables an adapter.
 
     Raises:
-        TrainingError: memory runs out with one row at a time, or a probability is no number.
+        TrainingError: out of memory with one row per micro-batch, or a probability is not finite.
     """
     world, dataset = strategy.world, stream.dataset
     documents = sorted({document for example in examples for document in dataset.documents(example)})
@@ -76,7 +76,7 @@ def reference(
     if all(world.gather(not np.isnan(known[documents]).any())):
         notify(f"the reference's log-probabilities of {plural(len(documents), 'answer')} are in {file}")
         return Reference(known)
-    known = world.broadcast(known if world.is_main else None)  # machines may have caches of their own
+    known = world.broadcast(known if world.is_main else None)  # machines may have separate caches
     missing = [example for example in examples if np.isnan(known[list(dataset.documents(example))]).any()]
     notify(f"computing the reference's log-probabilities of {len(missing):,} of {plural(len(examples), 'example')}")
     begun = time.monotonic()
@@ -91,7 +91,7 @@ def reference(
 
 
 def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> str:
-    """Of all bits of the weights as they are, without those that have the names to ``leave_out``. For all ranks."""
+    """Return a hash of all weights, except those named in ``leave_out``. All ranks must call it."""
     digest = hashlib.sha256()
     for name, tensor in strategy.parameters():
         if strategy.world.is_main and name not in leave_out:
@@ -101,14 +101,14 @@ def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> st
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
-    """Return the sums of a tensor's bits as whole numbers, which are the same in any order and on any device."""
+    """Return integer sums of a tensor's bits, which are the same in any order and on any device."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     parts = flat.split(_PART)
     return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]
 
 
 def _compute(strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: list[int]) -> Sums:
-    """Return the sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches if memory runs out."""
+    """Return the sums of the documents of ``examples``, NaN elsewhere; out of memory halves the micro-batches."""
     size, rows = stream.global_batch_size, None
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     while True:
@@ -135,7 +135,7 @@ def _compute(strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch]
 
 
 def _together(world: World, own: Sums) -> Sums:
-    """Return what each rank has found; a document that several have counts once."""
+    """Combine the results of all ranks; documents that several ranks computed count once."""
     mine = np.flatnonzero(~np.isnan(own))
     together = np.full_like(own, np.nan)
     for documents, values in world.gather((mine, own[mine])):
@@ -146,13 +146,13 @@ def _together(world: World, own: Sums) -> Sums:
 def _open(file: Path, dataset: TokenDataset) -> Sums:
     try:
         known: Sums = np.load(file, mmap_mode="r")
-    except (OSError, ValueError):  # none yet, or not whole
+    except (OSError, ValueError):  # missing or incomplete
         known = np.full(0, np.nan)
     return known if len(known) == dataset.document_count else np.full(dataset.document_count, np.nan)
 
 
 def _save(file: Path, sums: Sums, world: World) -> bool:
-    """Keep the sums, on every machine; whether it could be done here. They can be computed again."""
+    """Save the sums on every machine; return whether this rank did. A failure is ignored, as they can be recomputed."""
     if world.local_rank:
         return False
     scratch = file.with_name(f".{file.stem}-{os.getpid()}.npy")

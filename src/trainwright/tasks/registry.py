@@ -1,4 +1,4 @@
-"""From a task's name in a recipe to its code, imported when it is asked for."""
+"""Import the code of the task that a recipe names."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from trainwright.recipe.schema import Recipe
 
 
 def build_task(recipe: Recipe, cache: Path) -> Task:
-    """Return the recipe's task with its data mapped and its model on the CPU in fp32. Knows nothing of other
-    processes.
-    """
+    """Return the recipe's task with its data memory-mapped and its model on the CPU in fp32; needs no process group."""
     task: Task = task_module(recipe).build(recipe, cache)
     return task
 
 
 def prepare_task(recipe: Recipe, cache: Path) -> int:
-    """Do once what every worker needs: prepared data, converted weights. Returns the number of training examples.
+    """Prepare once what every worker needs: data and converted weights. Returns the number of training examples.
 
     Raises:
-        RequestError: the data or the model cannot be used as the recipe says.
+        RequestError: the data or the model does not fit the recipe.
     """
     examples: int = task_module(recipe).prepare_once(recipe, cache)
     return examples
 
 
 def task_module(recipe: Recipe) -> Any:
-    """Return the code of the recipe's task, imported.
+    """Import and return the module of the recipe's task.
 
     Raises:
-        RequestError: that of another package cannot be imported, or lacks a function.
+        RequestError: the module of another package cannot be imported, or lacks a function.
     """
     described = f"{recipe.spec.module}, the code of task {recipe.task},"
     try:

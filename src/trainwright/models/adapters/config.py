@@ -1,4 +1,4 @@
-"""From a recipe's adapter section, or an adapter that was saved, to PEFT's settings for a model."""
+"""Create PEFT's settings for a model from a recipe's adapter section or a saved adapter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.sections.model import AdapterSection
 
-RANK, ALPHA = 16, 32.0  # where neither the recipe nor an existing adapter has them
+RANK, ALPHA = 16, 32.0  # defaults if neither the recipe nor an existing adapter sets them
 
 
 def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
-    """PEFT's settings of what is trained in ``model``; its weights need not be there.
+    """Return PEFT's settings for training ``model``, which needs no weights.
 
     Raises:
-        RequestError: names that match nothing in the model, or that cannot be adapted; an existing adapter of another
-            model than ``base``, or of other settings than the recipe's.
+        RequestError: names match nothing in the model or cannot be adapted, or an existing adapter belongs to another
+        model than ``base`` or has other settings than the recipe.
     """
     _quiet()
     saved = start_from(adapter)
@@ -59,7 +59,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     return config
 
 
-# Compares names with regular expressions as PEFT does; it is ended when that takes too long.
+# Matches names against regular expressions as PEFT does, in a process that can be killed on a timeout.
 _COMPARISON = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -72,7 +72,7 @@ _COMPARISON_SECONDS = 20
 
 
 def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
-    """Raise RequestError where a setting is no regular expression, or one that does not come to an end."""
+    """Raise RequestError if a setting is an invalid regular expression or takes too long to match."""
     texts = [saved.config.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern")]
     patterns = [text for text in texts if isinstance(text, str)]
     patterns += [key for name in ("rank_pattern", "alpha_pattern") for key in saved.config.get(name) or {}]
@@ -94,12 +94,12 @@ def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
 
 
 def saved_config(saved: SavedAdapter) -> Any:
-    """PEFT's settings of an adapter that was saved, to train it or to have it beneath another."""
+    """Return PEFT's settings of a saved adapter, to train it or to train another on top of it."""
     from peft import LoraConfig
 
     config = LoraConfig.from_pretrained(str(saved.directory))
     config.inference_mode = False
-    config.init_lora_weights = True  # what is drawn is overwritten
+    config.init_lora_weights = True  # the initial values are overwritten
     return config
 
 
@@ -130,7 +130,7 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that can carry an adapter: the linear ones but the head."""
+    """Return the names of the modules that can be adapted: all linear ones except the head."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
@@ -140,7 +140,7 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
-    """Full names of what the recipe's targets are."""
+    """Return the full names of the recipe's target modules."""
     linear = [name for name in linear_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
     if adapter.targets is None or adapter.targets == "all-linear":
         return linear
@@ -160,7 +160,7 @@ def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
 
 
 def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[list[str], bool]:
-    """Names of what is trained whole, and whether embeddings and head are among it, as the one matrix they are."""
+    """Return names of modules that are trained in full, and whether they include tied embeddings and head."""
     named = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
     for wanted in adapter.modules_to_save:
@@ -179,14 +179,14 @@ def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[l
 
 
 def matched(config: Any, names: list[str]) -> list[str]:
-    """Which of the modules of these names PEFT's settings put an adapter on."""
+    """Return the names of the modules that PEFT's settings adapt."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return [name for name in names if check_target_module_exists(config, name)]
 
 
 def ends_with(name: str, endings: Sequence[str], *, inside: bool = False) -> bool:
-    """Whether a module's name is one of ``endings`` or ends with one, or (``inside``) is of a part of such a module."""
+    """Return whether a module name equals or ends with one of ``endings``, or (``inside``) is within such a module."""
     names = [name]
     if inside:
         parts = name.split(".")
@@ -195,19 +195,19 @@ def ends_with(name: str, endings: Sequence[str], *, inside: bool = False) -> boo
 
 
 def _kinds(names: list[str]) -> list[str]:
-    """Return the last parts of the names, each once."""
+    """Return the unique last parts of the names."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def _short(names: list[str], model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names where nothing else in the model ends so, else the names."""
+    """Return the last parts of the names if they match no other modules, otherwise the full names."""
     kinds = _kinds(names)
     meant = {name for name, _ in model.named_modules() if ends_with(name, kinds)}
     return sorted(kinds if meant == set(names) else names)
 
 
 def _refuse_beneath(saved: SavedAdapter) -> None:
-    """Only the sum of two low-rank products is another one."""
+    """Raise RequestError if the lower adapter cannot be merged: only low-rank products can be added."""
     problem = "is a DoRA adapter" if saved.type == "dora" else "has modules that it replaces whole"
     if saved.type == "dora" or saved.config.get("modules_to_save"):
         raise RequestError(
@@ -217,5 +217,5 @@ def _refuse_beneath(saved: SavedAdapter) -> None:
 
 
 def _quiet() -> None:
-    # bitsandbytes, which PEFT imports, says that it found no kernels on the hub, for which it is not asked.
+    # PEFT imports bitsandbytes, which logs that it found no kernels on the Hub; none are requested.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""An adapter's directory as PEFT has it, and whether it belongs to a model.
+"""Read the directory of a PEFT adapter, and check that it belongs to a model.
 
 adapter_config.json           PEFT's settings
 adapter_model.safetensors     the trained tensors
-base_model.json               of which weights it is an adapter (models/adapters/base_model.py)
+base_model.json               the base model of the adapter (models/adapters/base_model.py)
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ START_FROM = "model.adapter.start_from"
 
 logger = logging.getLogger(__name__)
 
-# Settings of PEFT that change what is computed in a way that is not known here, and the values that do not.
+# PEFT settings that change the computation in unsupported ways, and the values that do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "lora_bias": (False,),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base beneath the adapter
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # other values change the base model
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
@@ -53,7 +53,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def check_libraries(adapter: AdapterSection) -> None:
-    """Raise MachineError when a library that ``adapter`` needs is not installed, or is another than the known one."""
+    """Raise MachineError if a library that ``adapter`` needs is not installed, or its version is not supported."""
     if adapter.type == "none":
         return
     _check_library("peft", "model.adapter", lambda version: version[:2] == (0, 21), "peft>=0.21,<0.22")
@@ -74,12 +74,12 @@ def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bo
 
 
 def start_from(adapter: AdapterSection) -> SavedAdapter | None:
-    """Return the adapter that the recipe starts from, if it does. Raises RequestError as ``SavedAdapter.open``."""
+    """Return the adapter that the recipe starts from, or None; raise RequestError as ``SavedAdapter.open``."""
     return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
 
 
 def trained_whole(adapter: AdapterSection) -> list[str]:
-    """Return the ends of the names of the modules that are trained in full, by the recipe or the adapter that it
+    """Return the name suffixes of modules that are trained in full, from the recipe or the adapter that it
     continues.
     """
     saved = None if adapter.stack else start_from(adapter)
@@ -88,7 +88,7 @@ def trained_whole(adapter: AdapterSection) -> list[str]:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter that was saved: where, and its settings as PEFT writes them."""
+    """A saved adapter: its directory, and its settings in PEFT's format."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -98,7 +98,7 @@ class SavedAdapter:
         """Return the adapter in ``path``, or in ``final`` inside it.
 
         Raises:
-            RequestError: there is none, or one that cannot be used here.
+            RequestError: there is no adapter, or it cannot be used.
         """
         given = Path(path).expanduser()
         directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
@@ -117,21 +117,21 @@ class SavedAdapter:
         return "dora" if self.config.get("use_dora") else "lora"
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Its tensors by the names in the file. Raises RequestError if the file is damaged."""
+        """Return its tensors by their names in the file; raise RequestError if the file is damaged."""
         from safetensors.torch import load_file
 
         check_safetensors(self.directory / WEIGHTS, START_FROM)
         return load_file(self.directory / WEIGHTS)
 
     def fingerprint(self) -> str:
-        """Of its settings and its weights."""
+        """Return a hash of its settings and weights."""
         digest = hashlib.sha256()
         for name in (CONFIG, WEIGHTS):
             digest.update((self.directory / name).read_bytes())
         return digest.hexdigest()[:16]
 
     def check_base(self, base: BaseModel) -> None:
-        """Warn where this adapter was trained on other weights of the model that ``base`` is.
+        """Warn if this adapter was trained on other weights of the same model as ``base``.
 
         Raises:
             RequestError: it is an adapter of another model.
@@ -160,7 +160,7 @@ class SavedAdapter:
             )
 
     def _check_name(self, base: BaseModel) -> None:
-        """Of one that was made elsewhere: a name is all there is, and one model may lie in several places."""
+        """Check an adapter of another program by the name of its base; a model may be stored under several paths."""
         name = str(self.config.get("base_model_name_or_path") or "")
         if name and Path(name).name.lower() not in {Path(each).name.lower() for each in (base.name, base.path)}:
             raise RequestError(
@@ -174,7 +174,7 @@ class SavedAdapter:
             )
 
     def check_settings(self, section: AdapterSection) -> None:
-        """Raise RequestError if the recipe asks for another adapter than the one it goes on with."""
+        """Raise RequestError if the recipe's settings differ from those of the adapter that it continues."""
         config = self.config
         rank = "the ranks of its rank_pattern" if config.get("rank_pattern") else config.get("r")
         alpha = "the alphas of its alpha_pattern" if config.get("alpha_pattern") else config.get("lora_alpha")
@@ -196,7 +196,7 @@ class SavedAdapter:
 
 @lru_cache
 def _warn_once(message: str) -> None:
-    """Warn once: an adapter is read several times before and while it is loaded."""
+    """Log a warning once: an adapter is read several times before and during loading."""
     logger.warning("%s", message)
 
 
@@ -247,8 +247,8 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-_HIGHEST_RANK = 2**16  # no matrix of a model has a higher one
-# What settings of PEFT that are used here may be, and in words.
+_HIGHEST_RANK = 2**16  # above the rank of any matrix of a model
+# Checks of the PEFT settings that are used, with a description of valid values.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "a whole number of at least 1"),
     "lora_alpha": (_is_number, "a number"),

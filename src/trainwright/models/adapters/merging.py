@@ -1,4 +1,4 @@
-"""An adapter worked into its base: one plain model, verified before it is there."""
+"""Merge an adapter into its base: the result is a plain model, verified before it appears."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.sections.model import ModelSection
 
-# By how much logits may differ, as a part of the largest: the same numbers are added in another order, and in low
-# precision every product is rounded too.
+# Largest difference of logits relative to the largest logit: the order of additions differs, and in low precision every
+# product is rounded too.
 _SAME = {torch.float32: 1e-4}
 _SAME_ROUNDED = 0.2
-_CHECK_MEMORY = 1.5  # times the fp32 weights: what comparing in fp32 takes
+_CHECK_MEMORY = 1.5  # memory for the comparison in fp32, relative to the fp32 weights
 _PROBE_TOKENS, _NEW_TOKENS = 24, 8
 _PROMPT = "The"
 _KEPT, _REPLACED, _ORIGINAL = ".base_layer", ".modules_to_save.default", ".original_module"
 
 
 def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None = None) -> Merged:
-    """Write the base of ``section`` with its adapter worked in to ``out``, whole and verified or not at all.
+    """Write the base of ``section`` merged with its adapter to ``out``, atomically and verified.
 
-    The base is the unquantised one, whatever the adapter was trained on. It is mapped from its files and written matrix
-    by matrix, so no more than a shard of the result is in memory at a time; the check afterwards needs the model once.
+    The base is not quantized, even if the adapter was trained on a quantized one. It is memory-mapped and written
+    matrix by matrix, so at most one shard of the result is in memory; the verification needs memory for one model.
 
     Args:
-        dtype: to store in; None: as the base is stored.
+        dtype: dtype of the result; None: the dtype of the base.
 
     Raises:
-        RequestError: there is no adapter, ``out`` is taken, or in ``dtype`` the result is the base again.
-        TrainingError: the result does not compute what base and adapter do.
+        RequestError: there is no adapter, ``out`` exists, or in ``dtype`` the result equals the base.
+        TrainingError: the result does not compute the same as base and adapter.
     """
     section = _unquantised(section)
     _check_out(section, out)
@@ -95,7 +95,7 @@ def _check_out(section: ModelSection, out: Path) -> None:
 def _with_adapter(
     section: ModelSection, seed: int, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
-    """Load base and adapter side by side: without a requested dtype as stored, and mapped from the files."""
+    """Load the base with its adapter; with dtype None in the stored dtype, memory-mapped from the files."""
     from transformers import AutoModelForCausalLM
 
     source = resolve(section).directory
@@ -112,7 +112,7 @@ def _with_adapter(
 
 
 def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the merged model's tensors by their plain names; ``changes`` gets whether each adapted one is new."""
+    """Yield the merged model's tensors by their plain names; append to ``changes`` whether each adapted one differs."""
     merged = {f"{name}{_KEPT}.weight": layer for name, layer in lora_layers(model)}
     wanted = model.state_dict(keep_vars=True)
     for name, tensor in wanted.items():
@@ -131,7 +131,7 @@ def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) ->
 
 @torch.no_grad()
 def _merged_weight(layer: Any) -> torch.Tensor:
-    """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer is left as it was."""
+    """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer does not change."""
     base = layer.get_base_layer()
     original = base.weight.data
     base.weight.data = original.to(torch.float32, copy=True)
@@ -145,7 +145,7 @@ def _merged_weight(layer: Any) -> torch.Tensor:
 
 
 def _untied_where_replaced(model: PreTrainedModel) -> Any:
-    """Return the configuration; of a model whose head or embedding was trained apart from the other, an untied one."""
+    """Return the configuration, without tied embeddings if the head or the embedding was trained separately."""
     from copy import deepcopy
 
     config = deepcopy(model.config)
@@ -160,11 +160,13 @@ def _untied_where_replaced(model: PreTrainedModel) -> Any:
 def _verify(
     section: ModelSection, seed: int, directory: Path, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[float, str]:
-    """Load what was written as anybody would, and compare it with base and adapter; one model in memory at a time.
+    """Load the written model and compare it with base and adapter, with one model in memory at a time.
 
-    In two steps: the merged weights compute what base and adapter do, and what was written computes what these weights
-    do once they are rounded. So neither has to allow for the rounding, which no bound fits: it may be as large as a
-    weak adapter.
+    Two comparisons: merged weights against base and adapter, and the written model against the rounded merged weights.
+    Neither needs a tolerance for the rounding, which may be as large as a weak adapter.
+
+    Returns:
+        The relative difference of the logits from base and adapter, and a sample of generated text.
     """
     from transformers import AutoModelForCausalLM
 
@@ -210,6 +212,6 @@ def _check_same(done: str, found: torch.Tensor, expected: torch.Tensor, compute:
 
 
 def _has_room(directory: Path, dtype: torch.dtype) -> bool:
-    """Whether the model of ``directory``, stored in ``dtype``, can be compared in fp32 here."""
+    """Return whether the model in ``directory``, stored in ``dtype``, fits in memory for a comparison in fp32."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return 4 / dtype.itemsize * stored * _CHECK_MEMORY < detect().usable_bytes

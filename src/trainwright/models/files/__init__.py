@@ -1,1 +1,1 @@
-"""Weights on disk."""
+"""Weight files."""

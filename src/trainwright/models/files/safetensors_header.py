@@ -1,6 +1,6 @@
-"""What a safetensors file says it holds, checked before anything else reads the file.
+"""Read and check the header of a safetensors file before the tensors are read.
 
-The library checks names, types, shapes and offsets, and takes no header over 100 MB
+The library checks names, types, shapes and offsets, and rejects headers over 100 MB
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-_INCOMPLETE = "incomplete metadata"  # what the library says where header and size of the file do not agree
+_INCOMPLETE = "incomplete metadata"  # the library's message if header and file size do not agree
 
 
 class DamagedFile(ValueError):
-    """Not a safetensors file, or not a whole one. The message says why and does not name the file."""
+    """Not a safetensors file, or an incomplete one. The message has the reason without the file name."""
 
 
 def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in ``file``, by name.
 
     Raises:
-        DamagedFile: no regular file, no valid header, or a header that does not fit the size of the file.
+        DamagedFile: it is not a regular file, or its header is invalid or does not fit the size of the file.
         OSError: the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
     found = file.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody to write to it
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
         raise DamagedFile("it is not a regular file")
     try:
         with safe_open(file, framework="numpy") as opened:

@@ -1,4 +1,4 @@
-"""Write a model as a plain ``transformers`` directory, whole or not at all."""
+"""Write a model as a ``transformers`` directory, atomically."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ def save_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Save to ``directory`` what ``AutoModelForCausalLM.from_pretrained`` loads with the same weights.
+    """Save a model to ``directory`` so that ``AutoModelForCausalLM.from_pretrained`` loads the same weights.
 
-    A GPT of our own becomes the architecture of transformers that it is.
-
-    It is written beside ``directory``, flushed to the disk and renamed; a directory that was there is
-    replaced after that, and kept if anything fails. Settings of the training (``model.dropout``) are taken
-    back out of the config.
+    The built-in GPT is saved as the equivalent architecture of transformers. Files are written to a temporary
+    directory, flushed and renamed; an existing directory is replaced afterwards, and kept if anything fails. Training
+    settings (``model.dropout``) are removed from the config.
 
     Args:
-        config: the model's; it is not changed.
-        tensors: the state dict, or its items one by one (then at most one shard is in memory). Names are
-        those of
-            the bare model; of tied weights the source is enough and the copies are left out.
-        dtype: what floating-point tensors are stored as; the fp32 of the training if None.
+        config: of the model; not modified.
+        tensors: the state dict, or its items one by one (then at most one shard is in memory). Names are those of the
+        bare model; copies of tied weights are optional.
+        dtype: dtype of floating-point tensors; fp32 if None.
         shard_bytes: the weights are split into files of at most this size.
 
-    Raises TrainingError if a tensor is missing, unknown or of a wrong shape, and OSError if the disk is full.
+    Raises:
+        TrainingError: a tensor is missing, unknown or has a wrong shape.
+        OSError: the disk is full.
     """
     import torch
 
@@ -63,7 +62,7 @@ def save_model(
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """Provide an empty directory that replaces ``directory`` at the end, flushed, or is removed on failure."""
+    """Provide an empty directory that replaces ``directory`` after a flush, or is removed on failure."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     for stale in directory.parent.glob(f".{directory.name}.tmp-*"):
         shutil.rmtree(stale)
@@ -78,12 +77,12 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model without memory for its weights; it knows the names, the shapes and the ties."""
+    """Return the model on the meta device, with the names, the shapes and the ties of its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # the training's own attention need not be registered here
+    config._attn_implementation = "eager"  # the attention implementation of the training may not be registered
     with making(config), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -97,7 +96,7 @@ def _checked(
     items = _expected(tensors.items() if isinstance(tensors, Mapping) else tensors, model)
     if not has_conversions(model):
         yield from items
-    else:  # several tensors make one, so all of them are needed at once
+    else:  # several tensors become one, so all of them are needed at once
         yield from revert_weight_conversion(model, dict(items)).items()
 
 
@@ -118,7 +117,7 @@ def _expected(items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel)
 
 
 def has_conversions(model: PreTrainedModel) -> bool:
-    """Whether files have other tensors than the model, which transformers makes of them."""
+    """Return whether transformers converts tensors of the files to obtain those of the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))
@@ -151,7 +150,7 @@ def _write_weights(
 
 
 def _name_shards(directory: Path, weight_map: Mapping[str, int], count: int, total: int) -> None:
-    """Only now is it known of how many files each is one; names as transformers'."""
+    """Rename the shards as transformers does, now that their number is known; write the index if there are several."""
     if count == 1:
         (directory / "shard-1").rename(directory / "model.safetensors")
         return
@@ -183,10 +182,10 @@ def _write_settings(
 
 
 def _flush(directory: Path) -> None:
-    """Have every file and the directory itself on the disk, so that the rename cannot come before them."""
+    """Flush every file and the directory to the disk before the rename."""
     mode = next(directory.glob("*.json")).stat().st_mode
     for path in directory.glob("*.safetensors"):
-        path.chmod(mode)  # safetensors writes files that only their owner can read
+        path.chmod(mode)  # safetensors creates files that only their owner can read
     for path in [*directory.rglob("*"), directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -198,7 +197,7 @@ def _flush(directory: Path) -> None:
 def _replace(temporary: Path, directory: Path) -> None:
     old = directory.parent / f".{directory.name}.old-{os.getpid()}"
     if directory.exists():
-        directory.rename(old)  # a directory that is not empty cannot be renamed over
+        directory.rename(old)  # rename cannot replace a non-empty directory
     temporary.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
     descriptor = os.open(directory.parent, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Python that loads a saved model or adapter with transformers and peft, for cards and messages."""
+"""Python code that loads a saved model or adapter with transformers and peft, for model cards and messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _QUANTISATION = {
 
 
 def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
-    """Lines that leave a ``model`` and its ``tokenizer``; None for an adapter on fresh weights, which have no files.
+    """Return code that creates ``model`` and ``tokenizer``, or None for an adapter on fresh weights, which have no
+    files.
 
     Args:
         weights: the directory of a model, or of an adapter with its base_model.json.
-        name: what the lines load it by.
-        published: for others than the machine it lies on: a base that is a path here goes by its last name.
+        name: the name or path in the code.
+        published: the code is for other machines: a local path of the base is replaced by its last part.
     """
     base = _base(weights)
     if base is None:
@@ -58,7 +59,7 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
 
 
 def asking(weights: Path) -> str:
-    """Lines that have the ``model`` of ``loading`` write something."""
+    """Return code that generates text with ``model`` and ``tokenizer`` of ``loading``."""
     if _is_chat(weights):
         inputs = [
             'messages = [{"role": "user", "content": "Hello"}]',
@@ -78,7 +79,7 @@ def asking(weights: Path) -> str:
 
 
 def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
-    """Lines that come first, and the arguments that name the base."""
+    """Return the lines before, and the arguments that name the base."""
     name = base.name
     is_path = Path(name).is_absolute()
     if base.file is None:
@@ -98,7 +99,7 @@ def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
 
 
 def _base(weights: Path) -> BaseModel | None:
-    """Of an adapter what it was trained on; one that does not say it itself names it to PEFT."""
+    """Return the base of an adapter, from its own description or PEFT's settings, or None for a model."""
     settings = weights / "adapter_config.json"
     if not settings.is_file():
         return None

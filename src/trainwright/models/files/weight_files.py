@@ -1,4 +1,4 @@
-"""safetensors files as the library writes them, with the operating system's errors."""
+"""Write safetensors files, with the operating system's errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write contiguous tensors on the CPU to a safetensors file that transformers loads.
+    """Write contiguous CPU tensors to a safetensors file that transformers loads.
 
     Raises:
-        OSError: the disk is full or cannot be written. The library has an error of its own for that, with the
-            system's number in its text only.
+        OSError: the disk is full or cannot be written; converted from the library's own error, which has the system's
+        error number only in its text.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

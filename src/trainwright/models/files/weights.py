@@ -1,8 +1,8 @@
-"""A model without memory for its weights, and what fills the parts of it that each process holds.
+"""Models without memory for their weights, and the weights that fill the shards of each process.
 
-Where every weight is a tensor of the model's files as it is, each rank reads its own part from there. Otherwise (fresh
-weights, tensors that transformers renames or merges) rank 0 has the model and gives each tensor to all, one after the
-other. So nobody holds more than one whole copy, and a machine not one for each of its ranks.
+If every weight is stored in the model's files in its final form, each rank reads its own shard from there. Otherwise
+(fresh weights, tensors that transformers renames or merges) rank 0 loads the model and broadcasts each tensor in turn,
+so only one rank holds a full copy.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SENT_BYTES = 64 * 2**20  # at a time
-_SAMPLED = 64  # elements of every tensor that a fingerprint is made of
+_SENT_BYTES = 64 * 2**20  # per broadcast
+_SAMPLED = 64  # elements per tensor in a fingerprint
 
 
 class Weights(Protocol):
-    """The values that the parameters and buffers of an empty model begin with, by their names in it."""
+    """The initial values of the parameters and buffers of an empty model, by name."""
 
     def load(self, rank: int) -> None:
-        """Have at hand what ``fill`` needs; may take long, so before anybody waits in a process group.
+        """Load what ``fill`` needs; may take long, so call it before other ranks wait in a process group.
 
         Raises:
             RequestError: the weights do not fit the model's configuration.
         """
 
     def fill(self, name: str, block: Shard, world: World) -> None:
-        """Have this rank's block (of whole rows) in ``block.local``, in its dtype.
+        """Copy this rank's block (whole rows) of a tensor to ``block.local``, in its dtype.
 
-        Every rank calls it, for the same names in the same order, and for each name once.
+        All ranks must call it, with the same names in the same order, and once per name.
         """
 
     def fingerprint(self) -> str | None:
-        """Of the names and a sample of the values; None where only one rank has them."""
+        """Return a hash of the names and a sample of the values, or None if only one rank has them."""
 
 
 def load_empty(
     model: ModelSection, seed: int, tokenizer: PreTrainedTokenizerBase | None = None, prefix: str = ""
 ) -> tuple[PreTrainedModel, Weights] | None:
-    """Return the model in fp32, its parameters on the meta device and its buffers on the CPU, with what fills them.
+    """Return the model in fp32 with parameters on the meta device and buffers on the CPU, and its weights.
 
-    Filled it is what ``load_model`` gives, which rank 0 may call for it. None where only reading the weights shows how
-    the model is built.
+    Filled with the weights, it equals ``load_model``, which rank 0 may call for them. Returns None if the structure of
+    the model is only known after reading the weights.
 
     Args:
-        prefix: in front of the weights' names in the module that the model will be part of.
+        prefix: prefix of the parameter names in the module that contains the model.
 
     Raises:
-        RequestError: an architecture or a key that ``transformers`` does not have, or files that are not whole.
+        RequestError: ``transformers`` does not have the architecture or a key, or files are incomplete.
     """
     from transformers import GenerationConfig
 
@@ -80,7 +80,7 @@ def load_empty(
     directory = resolve(model).directory
     if directory is None or model.implementation == "gpt":
         return finish_loading(empty, model, config), given
-    if (directory / "generation_config.json").is_file():  # there need not be one
+    if (directory / "generation_config.json").is_file():  # the file is optional
         try:
             empty.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except (OSError, *NOT_MADE) as error:
@@ -88,7 +88,7 @@ def load_empty(
     finish_loading(empty, model, config)
     files = _tensors(directory)
     if (empty.all_tied_weights_keys or {}).keys() & files.keys():
-        return None  # what the configuration ties is stored twice, and may differ
+        return None  # tied weights are stored twice, and may differ
     shapes = {name: tuple(tensor.shape) for name, tensor in _stored(empty)}
     as_they_are = all(name in files and files[name][1] == shape for name, shape in shapes.items())
     if has_conversions(empty) or not as_they_are:
@@ -99,9 +99,7 @@ def load_empty(
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a causal model of this configuration in fp32, its parameters on the meta device and its buffers on the
-    CPU.
-    """
+    """Return a causal model in fp32 with its parameters on the meta device and its buffers on the CPU."""
     from transformers import AutoModelForCausalLM
 
     with making(config), _parameters_on_meta():
@@ -111,7 +109,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """While entered, modules are made without memory for their parameters; buffers are as they would be."""
+    """Create modules without memory for their parameters within the context; buffers are created as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -127,9 +125,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class FileWeights:
-    """Weights that lie in safetensors files (by name) under their own names and in their own shapes.
+    """Weights in safetensors files (by name), with the names and shapes of the model.
 
-    A file is open while one tensor is read: what is mapped of it counts as memory of the process.
+    Each file is only open while a tensor is read, because mapped pages count as memory of the process.
     """
 
     def __init__(self, files: Mapping[str, Path], prefix: str) -> None:
@@ -141,7 +139,7 @@ class FileWeights:
         pass
 
     def fill(self, name: str, block: Shard, world: World) -> None:
-        """Fill ``block`` of the parameter ``name``."""
+        """Copy this rank's rows of the parameter ``name`` to ``block``."""
         from safetensors import safe_open
 
         name = name.removeprefix(self._prefix)
@@ -150,7 +148,7 @@ class FileWeights:
             block.local.copy_(file.get_slice(name)[rows])
 
     def fingerprint(self) -> str | None:
-        """Return a hash of the content."""
+        """Return a hash of the names and a sample of the values."""
         from safetensors import safe_open
 
         digest = hashlib.sha256()
@@ -171,7 +169,7 @@ def _add_sample(digest: Any, stored: Any) -> None:
 
 
 class GivenWeights:
-    """Weights of a model that rank 0 has, by ``load``, and gives to all."""
+    """Weights of a model that rank 0 loads and broadcasts."""
 
     def __init__(self, load: Callable[[], nn.Module], empty: nn.Module, prefix: str) -> None:
         self._load = load
@@ -188,13 +186,13 @@ class GivenWeights:
         self._tensors = dict(_stored(model))
         found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
         assert found == self._expected, "the weights make the model of their configuration"
-        for parameter in model.parameters():  # which may live on until its cycles of references are looked for
+        for parameter in model.parameters():  # the model may live on until garbage collection
             parameter.data = parameter.data.new_empty(0)
 
     def fill(self, name: str, block: Shard, world: World) -> None:
-        """Fill ``block`` of the parameter ``name``."""
+        """Copy this rank's part of the parameter ``name``, broadcast from rank 0, to ``block``."""
         name = name.removeprefix(self._prefix)
-        own = self._tensors.pop(name, None)  # freed when all have it
+        own = self._tensors.pop(name, None)  # freed after the broadcast
         self._let_go(0 if own is None else own.nbytes)
         if world.size == 1:
             assert own is not None
@@ -208,7 +206,7 @@ class GivenWeights:
                 local[low - begin : high - begin].copy_(sent[low - first : high - first])
 
     def _let_go(self, count: int) -> None:
-        """Have the memory of what has been sent before given back, as this rank's parts need as much meanwhile."""
+        """Return memory of broadcast tensors to the system, because this rank's shards grow meanwhile."""
         self._sent += count
         if self._sent > _SENT_BYTES:
             return_freed_memory()
@@ -222,7 +220,9 @@ class GivenWeights:
 def _sent(
     flat: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the elements that rank 0 has, a bounded number at a time, and the index of their first; on every rank."""
+    """Yield the elements of rank 0's tensor in bounded parts, each with the index of its first element, on every
+    rank.
+    """
     total, most = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
     for first in range(0, total, most):
         size = min(most, total - first)
@@ -238,14 +238,14 @@ def _width(shape: tuple[int, ...]) -> int:
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, shared ones once, and the buffers that are saved with them."""
+    """Yield ``(name, tensor)`` of the parameters, shared ones once, and of the buffers that are saved with them."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
     saved = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """File and shape of every tensor in a model's directory."""
+    """Return the file and shape of every tensor in a model directory."""
     from safetensors import safe_open
 
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}

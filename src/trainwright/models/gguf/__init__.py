@@ -1,1 +1,1 @@
-"""GGUF files: read, and written."""
+"""Read and write GGUF files."""

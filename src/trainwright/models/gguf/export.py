@@ -1,7 +1,7 @@
-"""A plain model directory as one GGUF file, as llama.cpp and its relatives read it.
+"""Export a model directory as one GGUF file, for llama.cpp and compatible programs.
 
-Names, keys and the changes of tensors are those that transformers undoes when it reads such a file
-(transformers.modeling_gguf_pytorch_utils), which is how the result is checked.
+The names, keys and tensor conversions are the inverse of what transformers applies when it reads such a file
+(transformers.modeling_gguf_pytorch_utils), which is also used to verify the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GgufPrecision = Literal["f32", "f16"]
 
-# transformers' model_type: the architecture's name in the file.
+# Maps model_type of transformers to the architecture name in the file.
 _ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -42,14 +42,14 @@ _TEXTS = (
 
 
 def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") -> int:
-    """Write the model in ``directory`` to the file ``out``, whole and read back or not at all; returns its size.
+    """Write the model in ``directory`` to the file ``out`` atomically, verify it, and return its size in bytes.
 
     Tensors are read and written one by one. Matrices are stored in ``precision``, vectors in fp32.
 
     Raises:
-        RequestError: an architecture or a tokenizer that a GGUF file cannot hold, or ``out`` is taken.
-        MachineError: it cannot be written.
-        TrainingError: what was written is not read back as the same model.
+        RequestError: GGUF does not support the architecture or tokenizer, or ``out`` exists.
+        MachineError: the file cannot be written.
+        TrainingError: the file does not read back as the same model.
     """
     from trainwright.models.load import config_from, tokenizer_from
 
@@ -94,7 +94,7 @@ def _write(
     if missing:
         raise RequestError(f"{directory} lacks {', '.join(sorted(missing)[:3])}")
     change = _CHANGES.get(_ARCHITECTURES[config.model_type], _unchanged)
-    # The file begins with a table of all tensors, so they are gone through twice.
+    # The file starts with a table of all tensors, so they are read twice.
     for name, read in shapes:
         values = _stored(change(name, read(), config), precision)
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
@@ -107,7 +107,7 @@ def _write(
 
 
 def _names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names in the file by those in transformers; of tied weights the source alone."""
+    """Return a mapping from names in transformers to names in the file, without tied copies."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     kind = "llama" if model.config.model_type == "mistral" else None
@@ -118,7 +118,7 @@ def _names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Names, and how to read each tensor when it is wanted."""
+    """Yield each name with a function that reads the tensor."""
     import functools
 
     from safetensors import safe_open
@@ -139,7 +139,7 @@ def _read(file: Path, name: str) -> torch.Tensor:
 
 
 def _settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the file's keys that transformers reads for this architecture, and some that llama.cpp wants beside."""
+    """Return the keys that transformers reads for this architecture, and additional ones that llama.cpp needs."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     mapping: Any = GGUF_CONFIG_MAPPING[_ARCHITECTURES[config.model_type]]
@@ -180,7 +180,7 @@ def _add(writer: Any, key: str, value: object) -> None:
 
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
-    """Add the vocabulary with its merges, which are pairs of pieces in the order they were learnt."""
+    """Add the vocabulary and the merges, which are pairs of tokens in the order they were learned."""
     import gguf
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -203,7 +203,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
     writer.add_tokenizer_model("gpt2" if by_bytes else "llama")
     if by_bytes:
         writer.add_tokenizer_pre(_pre_tokenizer(backend.get("pre_tokenizer")))
-    if not by_bytes or not merges:  # an empty list cannot be written, and readers then go by the scores
+    if not by_bytes or not merges:  # an empty list cannot be written; readers then use the scores
         writer.add_token_scores([-float(index) for index in range(size)])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -211,7 +211,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
         writer.add_token_merges(merges)
     for name in ("bos", "eos", "unk", "pad"):
         index = getattr(tokenizer, f"{name}_token_id")
-        if index is not None and index < size:  # one that was added beyond the model's embeddings is never met
+        if index is not None and index < size:  # tokens beyond the model's embeddings never occur
             getattr(writer, f"add_{name}_token_id")(index)
     writer.add_add_bos_token(tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id])
     if isinstance(tokenizer.chat_template, str):
@@ -228,7 +228,7 @@ def _token_type(token: str, added: Mapping[str, Any] | None, by_bytes: bool) -> 
 
 
 def _pre_tokenizer(settings: Any) -> str:
-    """llama.cpp's name for how text is cut before merging, by the rules of it; its default is GPT-2's."""
+    """Return llama.cpp's name of the pre-tokenizer, found by its pattern; the default is GPT-2's."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     text = json.dumps(settings)
@@ -259,7 +259,7 @@ def _unchanged(name: str, values: torch.Tensor, config: PretrainedConfig) -> tor
 
 
 def _rotary_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Return queries and keys with the two halves of a head interleaved, as in Llama's own weights."""
+    """Interleave the two halves of each head of queries and keys, as in the original Llama weights."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -267,12 +267,12 @@ def _rotary_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> 
 
 
 def _norms_from_one(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Gemma multiplies by one more than its norms' weights."""
+    """Add one to the norm weights of Gemma, which transformers stores without it."""
     return values + 1 if name.endswith("norm.weight") else values
 
 
 def _linear_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """GPT-2 has its matrices the other way round."""
+    """Transpose the matrices of GPT-2, whose Conv1D layers store them transposed."""
     turned = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
     return values.t() if name.endswith(turned) else values
 
@@ -286,7 +286,7 @@ _CHANGES: dict[str, Callable[[str, torch.Tensor, PretrainedConfig], torch.Tensor
 
 
 def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, precision: GgufPrecision) -> None:
-    """Raise where transformers finds another model or other tokens in the file than in the directory."""
+    """Raise an error if transformers reads a different model or tokenization from the file than from the directory."""
     import tempfile
 
     import torch

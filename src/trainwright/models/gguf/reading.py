@@ -1,4 +1,4 @@
-"""Turn a GGUF file into a plain ``transformers`` directory, once, in the cache."""
+"""Convert a GGUF file to a ``transformers`` directory, once, in the cache."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-CONVERTER = "3"  # part of the fingerprint: a change of what is written here makes older conversions unused
-# A quantised value is scale * integer + offset, 15 bits and more of it significant: fp32 keeps it, bf16 (8
-# bits) would quantise a second time. Above this size of the fp32 file bf16 is stored all the same, and the
-# run says so.
+CONVERTER = "3"  # part of the fingerprint: raise it when the output changes, so that older conversions are not used
+# A quantized value is scale * integer + offset with at least 15 significant bits: fp32 represents it exactly, bf16 (8
+# bits) would quantize it again. If the fp32 file exceeds this size, bf16 is stored, and the user is told.
 MAX_FP32_BYTES = 32 << 30
-# Vocabularies that llama.cpp cuts into single digits before the words (llama-vocab.cpp), and transformers
-# does not.
+# Pre-tokenizers that split digits before words in llama.cpp (llama-vocab.cpp) but not in transformers.
 SINGLE_DIGIT_PRE_TOKENIZERS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
 GPT2_PRE_TOKENIZERS = {"default", "gpt-2", "gpt2", "phi-2", "jina-en", "mpt", "olmo"}
 
 
 def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[Path, str]:
-    """Convert ``file`` and return the directory with the precision stored there, "fp32" or "bf16".
+    """Convert ``file``; return the directory and the precision of its weights, "fp32" or "bf16".
 
-    The directory is ``<cache>/models/<name>-<fingerprint>`` and appears whole or not at all; concurrent
-    callers wait for the first one. ``notify`` gets a line if there is work to do. Raises RequestError naming
-    ``key`` for a file that is damaged or of an architecture that cannot be converted.
+    The directory is ``<cache>/models/<name>-<fingerprint>`` and is created atomically; concurrent callers wait for the
+    first one. ``notify`` receives a line if a conversion is needed.
+
+    Raises:
+        RequestError: the file is damaged, or its architecture cannot be converted; the message names ``key``.
     """
     from filelock import FileLock
 
@@ -51,20 +51,20 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
 
 @dataclasses.dataclass(frozen=True)
 class GgufFacts:
-    """Which file it is: the SHA-256 of its content, and the precision of its weights, such as Q4_K_M."""
+    """The SHA-256 of a file's content, and the precision of its weights, such as Q4_K_M."""
 
     sha256: str
     precision: str
 
 
 def gguf_facts(file: Path) -> GgufFacts:
-    """Return what tells ``file`` from others of the same model. Raises RequestError for a file that is damaged."""
+    """Return the hash and the precision of ``file``; raise RequestError if it is damaged."""
     digest = _remembered(file, cache_root() / "models", "sha256", lambda: _digest(file, "sha256"))
     return GgufFacts(digest, _precision(file))
 
 
 def _precision(file: Path) -> str:
-    """As llama.cpp names the kind of file; without that, the type of most of its numbers."""
+    """Return llama.cpp's name of the file type or, without it, the type of most of its bytes."""
     from gguf import GGMLQuantizationType, LlamaFileType
     from transformers.integrations.gguf.reader import GgufHeader
 
@@ -86,7 +86,7 @@ def _fingerprint(file: Path, models: Path) -> str:
 
 
 def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
-    """Of the file's content; remembered by path, size and time, as hashing takes a second a gigabyte."""
+    """Return a digest of the file's content, cached by path, size and time: hashing takes a second per GB."""
     stat = file.stat()
     identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
     memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
@@ -106,7 +106,7 @@ def _digest(file: Path, name: str) -> str:
 
 
 def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:
-    """Write the model in ``file`` to ``directory`` as transformers has it. Raises RequestError as ``convert_gguf``."""
+    """Write the model in ``file`` to ``directory`` in transformers' format; raise RequestError as ``convert_gguf``."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -129,7 +129,7 @@ def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str
 
 
 def _metadata(file: Path, key: str) -> dict[str, Any]:
-    """Return the file's key-value pairs; refuses damaged files and architectures without a conversion."""
+    """Return the file's metadata; raise RequestError if it is damaged or its architecture cannot be converted."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
@@ -139,7 +139,7 @@ def _metadata(file: Path, key: str) -> dict[str, Any]:
         end = max(header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors)
         if file.stat().st_size < end:
             raise ValueError(f"{file.stat().st_size:,} bytes of {end:,}")
-    except Exception as error:  # a cut file gives struct, index, decoding or value errors
+    except Exception as error:  # a truncated file causes struct, index, decoding or value errors
         raise RequestError(f"{key}: {file} is damaged or no GGUF file ({error}); fetch it again") from error
     architecture = facts["general.architecture"]
     if architecture not in GGUF_CONFIG_MAPPING:
@@ -151,7 +151,7 @@ def _metadata(file: Path, key: str) -> dict[str, Any]:
     return facts
 
 
-# Keys of an architecture that transformers does not read for all that have them.
+# Keys that transformers does not read for every architecture that has them.
 _ALSO_READ = {
     "attention.key_length": "head_dim",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -176,8 +176,7 @@ def _config(file: Path, facts: dict[str, Any]) -> Any:
         value = facts.get(f"{facts['general.architecture']}.{key}")
         if value is not None and name in known:
             fields.setdefault(name, value)
-    # The file holds fp32 numbers; the shortest decimal that is the same fp32 number is the one that was meant
-    # (1e-05).
+    # The file stores fp32 numbers; the intended number is the shortest decimal with the same fp32 value (1e-05).
     fields = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in fields.items()}
     return AutoConfig.for_model(**fields)
 
@@ -202,7 +201,7 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
 
 
 def _of_the_file(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
-    """Without the tokens that transformers adds to the ``size`` of the file: the model has no embeddings for them."""
+    """Remove tokens that transformers adds beyond the ``size`` of the file: the model has no embeddings for them."""
     import json
 
     from tokenizers import Tokenizer
@@ -220,10 +219,10 @@ def _of_the_file(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTok
 
 
 def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and fp32 values of each tensor, one at a time, so that the model is never whole in memory.
+    """Yield the name and fp32 values of each tensor, so that the whole model is never in memory.
 
-    It is the loop of transformers' ``load_gguf_checkpoint``, which keeps all tensors. Its ``from_pretrained``
-    gives a model that refuses to be saved, and needs accelerate.
+    This is the loop of transformers' ``load_gguf_checkpoint``, which keeps all tensors in memory. Its
+    ``from_pretrained`` returns a model that cannot be saved, and needs accelerate.
     """
     import numpy as np
     import torch
@@ -238,7 +237,7 @@ def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Te
     architecture = reader.fields["general.architecture"].contents()
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
-    gathered: dict[str, Any] = {"tensors": {}}  # where processors of mixtures of experts stack the experts
+    gathered: dict[str, Any] = {"tensors": {}}  # processors of mixtures of experts stack the experts here
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         result = processor.process(

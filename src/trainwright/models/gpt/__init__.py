@@ -1,1 +1,1 @@
-"""Trainwright's own GPT."""
+"""The built-in GPT."""

@@ -1,4 +1,4 @@
-"""The configuration of the GPT in gpt.py, as transformers knows configurations."""
+"""The configuration of the GPT in model.py, as a transformers configuration."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainwright.models.gpt.variants import MODEL_TYPE, VARIANTS, expanded
 
 @strict
 class GPTConfig(PreTrainedConfig):
-    """Sizes and kinds of the parts of a GPT; what is left out is as in ``variant``, or else in the smallest GPT-2.
+    """Sizes and components of a GPT; defaults come from ``variant``, or from the smallest GPT-2.
 
-    ``position_embedding``, ``norm``, ``mlp``: learned, layer and gelu_tanh (or gelu, without its approximation by tanh,
-    which a CPU computes faster: arXiv 1606.08415) make a GPT-2; rotary, rms and swiglu a Llama,
-    and with ``qk_norm`` (a norm of every query and key head) a Qwen3. ``bias``: of linear layers and norms.
-    ``num_key_value_heads``: fewer than there are heads share keys and values (arXiv 2305.13245).
+    ``position_embedding``, ``norm``, ``mlp``: learned, layer and gelu_tanh (or gelu without the tanh approximation,
+    which is faster on a CPU: arXiv 1606.08415) are those of GPT-2; rotary, rms and swiglu those of Llama, and with
+    ``qk_norm`` (normalization of every query and key head) of Qwen3. ``bias``: in linear layers and norms.
+    ``num_key_value_heads``: for grouped-query attention, if fewer than heads (arXiv 2305.13245).
 
     Raises:
-        ValueError: parts of which transformers has no architecture, so that the model could not be saved as one.
+        ValueError: transformers has no architecture with these components, so the model could not be saved.
     """
 
     model_type = MODEL_TYPE
@@ -51,11 +51,11 @@ class GPTConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.variant is not None and self.variant not in VARIANTS:
             raise ValueError(f"variant {self.variant} is none of {', '.join(VARIANTS)}")
-        # What is 0 or None was left out; dropout may be 0 and stays.
+        # 0 and None mean that the key was omitted; a dropout of 0 is the default.
         given = {name: value for name, value in vars(self).items() if value is False or value}
         for name, value in expanded(given).items():
             setattr(self, name, value)
-        self.variant = None  # all of it is written out now
+        self.variant = None  # all values are set explicitly now
         self._check()
         super().__post_init__(**kwargs)
 
@@ -66,7 +66,7 @@ class GPTConfig(PreTrainedConfig):
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """Return the number of key-value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     def _check(self) -> None:
@@ -95,7 +95,7 @@ class GPTConfig(PreTrainedConfig):
 
 
 def register() -> None:
-    """Make the GPT known to transformers' Auto classes. Safe to call twice."""
+    """Register the GPT with the Auto classes of transformers. Can be called more than once."""
     from transformers import AutoModelForCausalLM
 
     from trainwright.models.gpt.model import GPT

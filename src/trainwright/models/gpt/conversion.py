@@ -1,7 +1,7 @@
-"""The GPT of gpt.py from and to architectures of transformers: GPT-2, Llama and Qwen3.
+"""Convert the GPT of model.py from and to architectures of transformers: GPT-2, Llama and Qwen3.
 
-The same numbers under other names: GPT-2 stores its matrices transposed, the others keep queries, keys and values, and
-the two matrices into the MLP, apart.
+The weights are the same under other names: GPT-2 stores matrices transposed, and the others store queries, keys and
+values, and the two input matrices of the MLP, separately.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Named = Iterator[tuple[str, torch.Tensor]]
 _IDS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "tie_word_embeddings")
-# What modules of ours are called there; matrices of several are apart in Llama, in this order.
+# Maps module names to those in transformers; Llama stores the parts of a combined matrix separately, in this order.
 _GPT2_NAMES = {
     "attention_norm": "ln_1",
     "attention.qkv": "attn.c_attn",
@@ -48,10 +48,12 @@ _LLAMA_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm"}
 def published(
     config: PretrainedConfig, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[PretrainedConfig, Iterable[tuple[str, torch.Tensor]]]:
-    """Return a GPT as the architecture of transformers that it is saved as; any other model as it is.
+    """Convert the config and tensors of a GPT to the architecture of transformers that it is saved as.
+
+    Other models are returned unchanged.
 
     Args:
-        tensors: its state dict, or the items one by one.
+        tensors: the state dict, or its items one by one.
     """
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(config, GPTConfig):
@@ -60,10 +62,11 @@ def published(
 
 
 def from_transformers(model: PreTrainedModel) -> GPT:
-    """Return a GPT with the weights of a GPT-2, a Llama or a Qwen3, in their dtype; it computes the same logits.
+    """Return a GPT with the weights of a GPT-2, Llama or Qwen3, in their dtype; it computes the same logits.
 
     Raises:
-        RequestError: another architecture, or one of these with what the GPT does not have, naming it.
+        RequestError: the architecture is another one, or uses a feature that the GPT does not have; the message names
+        it.
     """
     from trainwright.models.gpt.model import GPT
 
@@ -76,7 +79,7 @@ def from_transformers(model: PreTrainedModel) -> GPT:
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, gpt: GPT) -> None:
-    """Give ``gpt`` the weights of a model whose configuration makes its own by ``gpt_config``, and how it writes."""
+    """Copy weights and generation config to ``gpt``, whose configuration is ``gpt_config`` of the model's."""
     theirs = model.state_dict()
     collect = _from_gpt2 if gpt.config.norm == "layer" else _from_llama
     for name, parameter in gpt.named_parameters():
@@ -85,7 +88,7 @@ def copy_weights(model: PreTrainedModel, gpt: GPT) -> None:
 
 
 def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
-    """Return the configuration of the GPT that a GPT-2, Llama or Qwen3 of transformers is.
+    """Return the configuration of the GPT that is equivalent to a GPT-2, Llama or Qwen3 of transformers.
 
     Raises:
         RequestError: see ``from_transformers``.
@@ -160,7 +163,7 @@ def _published_config(config: GPTConfig) -> PretrainedConfig:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Return the number of the block ("" outside of them), module and kind (weight or bias) of a parameter of ours."""
+    """Split a parameter name into the block number ("" outside blocks), the module, and the kind (weight or bias)."""
     module, _, kind = name.rpartition(".")
     module = module.removeprefix("decoder.")
     if not module.startswith("blocks."):
@@ -174,7 +177,7 @@ def _to_gpt2(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Na
         theirs = _gpt2_name(name)
         yield theirs, tensor.t() if _is_matrix_of_a_block(name) else tensor
         number, module, kind = _parts(name)
-        if not config.bias and kind == "weight" and (number or module == "norm"):  # there it always has one
+        if not config.bias and kind == "weight" and (number or module == "norm"):  # GPT-2 always has one
             size = tensor.shape[0]
             yield theirs.removesuffix("weight") + "bias", tensor.new_zeros(size)
 
@@ -214,7 +217,7 @@ def _llama_names(name: str) -> list[str]:
 
 
 def _rows(config: GPTConfig, name: str) -> list[int]:
-    """Rows of each matrix that is one of ours."""
+    """Return the number of rows of each part of a combined matrix."""
     if _parts(name)[1] == "mlp.up":
         return [config.intermediate_size] * 2
     return [count * config.head_dim for count in (config.num_attention_heads, config.groups, config.groups)]

@@ -1,14 +1,14 @@
-"""A GPT: a decoder of equal blocks that predicts the next token.
+"""GPT: a stack of transformer blocks that predicts the next token.
 
     tokens -> embedding (+ learned positions) -> TransformerBlock x n -> norm -> head -> logits
     TransformerBlock: x = x + attention(norm(x)), then x = x + mlp(norm(x))
 
-With the parts of 2019 it is GPT-2, with those of today a Llama or a Qwen3: rotary positions (arXiv 2104.09864), RMSNorm
-(1910.07467), SwiGLU (2002.05202), fewer heads of keys and values than of queries (2305.13245), norms of queries and
-keys (2302.05442). Shapes: B rows, L positions, H hidden, h heads of d = H / h numbers, g heads of keys and values.
+With the components of 2019 it is GPT-2, with current ones a Llama or a Qwen3: rotary positions (arXiv 2104.09864),
+RMSNorm (1910.07467), SwiGLU (2002.05202), grouped-query attention (2305.13245), query-key normalization (2302.05442).
+Shapes: B rows, L positions, H hidden size, h query heads of size d = H / h, g key-value heads.
 
-From transformers come only what is around a model: generation, the cache of keys and values, the choice of an
-attention kernel. Weights go to and from its architectures by gpt_conversion.py.
+transformers provides generation, the key-value cache, and the choice of the attention kernel. conversion.py converts
+weights from and to its architectures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [B, 1, L, d]
 
 
 class TransformerBlock(nn.Module):
-    """One layer: tokens look at those before them, then each is worked on for itself; both are added to the stream."""
+    """One layer: causal attention, then an MLP at each position; both add to the residual stream."""
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
@@ -47,21 +47,23 @@ class TransformerBlock(nn.Module):
         cache: Cache | None = None,
         **documents: Any,
     ) -> torch.Tensor:
-        """``hidden`` [B, L, H] to the same; ``documents``: where packed ones begin, for the attention kernel."""
+        """Map ``hidden`` [B, L, H] to the same shape; ``documents`` are boundaries of packs for the attention
+        kernel.
+        """
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask, cache, **documents)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 class Attention(nn.Module):
-    """Causal self-attention with h heads of queries and g of keys and values."""
+    """Causal self-attention with h query heads and g key-value heads."""
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
         self.config = config
-        self.layer_idx = index  # the cache's name for it
+        self.layer_idx = index  # index in the key-value cache
         self.head_dim = config.head_dim
         self.heads, self.groups = config.num_attention_heads, config.groups
-        self.num_key_value_groups = self.heads // self.groups  # transformers' kernels repeat keys and values so often
+        self.num_key_value_groups = self.heads // self.groups  # how often transformers' kernels repeat keys and values
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         self.dropout = config.dropout
@@ -78,7 +80,7 @@ class Attention(nn.Module):
         cache: Cache | None,
         **documents: Any,
     ) -> torch.Tensor:
-        """Attend within the rows of ``hidden``."""
+        """Attend within each row of ``hidden`` [B, L, H]."""
         rows, length, _ = hidden.shape
         heads = self.qkv(hidden).view(rows, length, -1, self.head_dim)
         query, key, value = heads.split([self.heads, self.groups, self.groups], dim=2)
@@ -96,7 +98,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices around a GELU, or three around a product (SwiGLU)."""
+    """Two linear layers with a GELU, or three with a gated product (SwiGLU)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class MLP(nn.Module):
         self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the MLP to ``hidden``."""
+        """Apply the MLP to ``hidden`` [B, L, H]."""
         hidden = self.up(hidden)
         if self.gated:
             gate, hidden = hidden.chunk(2, dim=-1)
@@ -119,7 +121,7 @@ class MLP(nn.Module):
 
 
 class GPTBase(PreTrainedModel):
-    """What transformers has to know of the GPT."""
+    """Attributes and initialization that transformers needs."""
 
     config_class = GPTConfig
     base_model_prefix = "decoder"
@@ -131,7 +133,7 @@ class GPTBase(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As GPT-2's: normal, and smaller where every layer adds to the stream, so that it does not grow with depth."""
+        """Initialize as GPT-2: normal, with smaller residual projections so that activations do not grow with depth."""
         if isinstance(module, nn.Linear | nn.Embedding):
             layers = 2 * self.config.num_hidden_layers if getattr(module, "onto_the_stream", False) else 1
             module.weight.normal_(0.0, self.config.initializer_range / layers**0.5)
@@ -142,7 +144,7 @@ class GPTBase(PreTrainedModel):
 
 
 class Decoder(GPTBase):
-    """Everything below the head."""
+    """The model without its head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -154,11 +156,11 @@ class Decoder(GPTBase):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of the tokens."""
+        """Return the token embedding."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of the tokens."""
+        """Replace the token embedding."""
         self.embedding = value
 
     def forward(
@@ -171,7 +173,7 @@ class Decoder(GPTBase):
         use_cache: bool | None = None,
         **documents: Any,
     ) -> BaseModelOutputWithPast:
-        """``input_ids`` [B, L] (or what their embeddings are) to hidden states [B, L, H] after the last norm."""
+        """Map ``input_ids`` [B, L] or ``inputs_embeds`` [B, L, H] to hidden states [B, L, H] after the final norm."""
         hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
@@ -198,7 +200,7 @@ class Decoder(GPTBase):
 
 
 class GPT(GPTBase, GenerationMixin):
-    """The decoder with a head over the vocabulary, which may share its weights with the embedding."""
+    """The decoder with a head over the vocabulary, which may be tied to the embedding."""
 
     _tied_weights_keys = {"head.weight": "decoder.embedding.weight"}
 
@@ -209,11 +211,11 @@ class GPT(GPTBase, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of the tokens."""
+        """Return the token embedding."""
         return self.decoder.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of the tokens."""
+        """Replace the token embedding."""
         self.decoder.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
@@ -235,7 +237,9 @@ class GPT(GPTBase, GenerationMixin):
         logits_to_keep: int = 0,
         return_dict: bool = True,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, L, vocabulary], or of the last ``logits_to_keep`` positions only; the rest as ``Decoder``."""
+        """Return logits [B, L, vocabulary], or of the last ``logits_to_keep`` positions; other arguments as
+        ``Decoder``.
+        """
         assert return_dict, "what is given has names"
         output = self.decoder(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
         logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
@@ -253,11 +257,11 @@ def attention_in_words(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q k^T) v as it is written, for ``eager``; kernels give the same.
+    """Compute softmax(q k^T) v explicitly, for ``eager``; kernels give the same result.
 
     Args:
-        query: [B, h, L, d]; ``key``, ``value``: [B, g, K, d], those in the cache first.
-        mask: added to the scores [B, h, L, K]; None: every query sees what is up to its own place.
+        query: [B, h, L, d]; ``key``, ``value``: [B, g, K, d], cached ones first.
+        mask: added to the scores [B, h, L, K]; None: every query attends to positions up to its own.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -284,7 +288,7 @@ def _onto_the_stream(linear: nn.Linear) -> nn.Linear:
 
 
 def _rotation(positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Angles of every position: the faster the earlier the pair of numbers; computed in fp32."""
+    """Return cosines and sines of the rotary angles in ``dtype``, computed in fp32; earlier pairs rotate faster."""
     places = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, :, None].float() * theta ** (-places / size)
     angles = torch.cat([angles, angles], dim=-1)
@@ -292,7 +296,7 @@ def _rotation(positions: torch.Tensor, size: int, theta: float, dtype: torch.dty
 
 
 def _rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn the pairs (i, i + d/2) of each head by its position's angles."""
+    """Rotate the pairs (i, i + d/2) of each head by the angles of their position."""
     cosines, sines = rotation
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat([-second, first], dim=-1) * sines

@@ -1,7 +1,7 @@
-"""The sizes of the GPT under its usual names, and what is left out of its configuration. Imports no torch.
+"""The sizes of the GPT by name, and the defaults of its configuration. Imports no torch.
 
 The gpt2 sizes are those of Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2; the
-modern ones have as many layers and as wide ones, built as Llama 3 is (arXiv 2407.21783, section 3.2).
+modern ones have the same depth and width, with the components of Llama 3 (arXiv 2407.21783, section 3.2).
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "modern-large": {**_size(36, 20, 1280, 4), **_MODERN},
     "modern-xl": {**_size(48, 25, 1600, 5), **_MODERN, "tie_word_embeddings": False},
 }
-# What every key means that is left out: those of the smallest GPT-2.
+# The defaults of all keys: those of the smallest GPT-2.
 DEFAULTS: dict[str, Any] = VARIANTS["gpt2"]
 
 
 def expanded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with all keys: those of its ``variant``, over which its own stand.
+    """Return a configuration with all keys: those of its ``variant``, overridden by its own.
 
     Raises:
-        KeyError: a variant that is not known.
+        KeyError: the variant is unknown.
     """
     values = {**VARIANTS[config.get("variant") or "gpt2"], **config}
     values.pop("variant", None)
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
     if not values.get("intermediate_size"):
         hidden = values["hidden_size"]
-        # Three matrices where there were two, of as many weights together (arXiv 2002.05202), in steps of 64.
+        # Three matrices with as many weights in total as two (arXiv 2002.05202), rounded up to multiples of 64.
         wide = -(-8 * hidden // 3 // 64) * 64 if values["mlp"] == "swiglu" else 4 * hidden
         values["intermediate_size"] = wide
     return values

@@ -1,4 +1,4 @@
-"""Transformer blocks over histories, with a key-value cache of a fixed size."""
+"""Transformer blocks over histories, with a key-value cache of fixed size."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_BASE = 10_000.0  # of the rotation's wavelengths, arXiv 2104.09864
+_BASE = 10_000.0  # base of the rotary wavelengths, arXiv 2104.09864
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens that a context holds so far, of every block; room for ``capacity`` tokens.
+    """Keys and values of the context's tokens for every block, with space for ``capacity`` tokens.
 
-    ``append`` of a block writes behind the ``length`` tokens before; ``advance`` is called once all blocks have.
+    ``append`` writes after the first ``length`` tokens; call ``advance`` after all blocks have appended.
     """
 
     capacity: int
@@ -24,7 +24,7 @@ class KeyValueCache:
     values: list[torch.Tensor] = field(default_factory=list)
 
     def append(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep keys and values [n, heads, t, size] of the next tokens; all there are so far, these included."""
+        """Store keys and values [n, heads, t, size] of the next tokens; return those of all tokens so far."""
         if block == len(self.keys):
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             self.keys.append(keys.new_empty(shape))
@@ -37,23 +37,23 @@ class KeyValueCache:
 
     @property
     def room(self) -> int:
-        """Tokens that keys are held for, whether they are used or not."""
+        """Return the number of allocated tokens, used or not."""
         return max((keys.shape[2] for keys in self.keys), default=0)
 
     def advance(self, tokens: int) -> None:
-        """Count ``tokens`` more as cached."""
+        """Count ``tokens`` more tokens as cached."""
         self.length += tokens
 
     def clear(self) -> None:
-        """Forget all tokens and keep the room."""
+        """Remove all tokens, and keep the memory."""
         self.length = 0
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a normalisation (arXiv 2002.04745).
+    """Causal self-attention and a feed-forward layer, with pre-layer normalization (arXiv 2002.04745).
 
     Args:
-        index: place among the blocks, which is that of its keys and values in a cache.
+        index: index of the block, also in a cache.
     """
 
     def __init__(self, index: int, width: int, heads: int, dropout: float) -> None:
@@ -71,7 +71,9 @@ class Block(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotation: torch.Tensor | None = None, cache: KeyValueCache | None = None
     ) -> torch.Tensor:
-        """``hidden`` [n, t, width] follows what the cache holds; ``rotation`` [2, t, size] is of its positions."""
+        """Process ``hidden`` [n, t, width], which follows the cached tokens; ``rotation`` [2, t, size] has its
+        positions.
+        """
         count, tokens, width = hidden.shape
         joint = self.query_key_value(self.attention_norm(hidden))
         query, key, value = joint.view(count, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -94,7 +96,7 @@ class Block(nn.Module):
 
 
 def rotation_of(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Cosines and sines [2, t, size] by which queries and keys at ``positions`` [t] are turned (arXiv 2104.09864)."""
+    """Return the cosines and sines [2, t, size] of rotary embeddings for ``positions`` [t] (arXiv 2104.09864)."""
     frequencies = _BASE ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
     angles = positions.float()[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)
@@ -102,6 +104,6 @@ def rotation_of(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch
 
 
 def rotated(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """``vectors`` [..., t, size] turned by their positions."""
+    """Rotate ``vectors`` [..., t, size] by their positions."""
     first, second = vectors.chunk(2, -1)
     return vectors * rotation[0] + torch.cat([-second, first], -1) * rotation[1]

@@ -1,8 +1,8 @@
-"""The context in which a trained model acts, step after step and episode after episode, in memory that does not grow.
+"""The context of a trained model that acts over steps and episodes, in constant memory.
 
-A cache holds the keys and values of the tokens of the context. Where the context is full it moves on at once by a part
-of it, and what stays is computed anew: the keys of a token know what the model saw before it, so a cache from which
-only the oldest tokens were dropped would be another context than those that the model was trained in.
+A cache holds the keys and values of the context's tokens. When the context is full, it drops several steps at once and
+recomputes the rest: keys depend on earlier tokens, so a cache without only the oldest tokens would differ from the
+contexts seen in training.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
 
 
 class Context:
-    """What ``count`` copies of a model have seen so far, side by side.
+    """The contexts of ``count`` parallel copies of a model.
 
     Args:
-        moves_by: steps that are forgotten at once where a whole context is full; best a number of whole episodes.
-        cached: False computes the whole context anew in every step, to measure and check against.
+        moves_by: steps to drop at once when a context is full; best a number of whole episodes.
+        cached: False recomputes the whole context in every step, for measurements and tests.
     """
 
     def __init__(self, shape: HistoryShape, count: int, *, moves_by: int, cached: bool = True) -> None:
@@ -29,22 +29,22 @@ class Context:
         self._count = count
         self._moves_by = moves_by
         self._cache = KeyValueCache(shape.tokens) if cached else None
-        self._steps: Steps | None = None  # that are held, of a compressed context those of this region
-        self._before: torch.Tensor | None = None  # tokens in front of them
+        self._steps: Steps | None = None  # steps in the context; in a compressed one, those of this region
+        self._before: torch.Tensor | None = None  # tokens before them
         self._begun = False
 
     @property
     def held(self) -> int:
-        """Steps in the context; of a compressed one, in this region."""
+        """Return the number of steps in the context; in a compressed one, of this region."""
         return 0 if self._steps is None else self._steps.length
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that there is room for in the cache: of this size it stays."""
+        """Return the number of tokens allocated in the cache, which is constant."""
         return 0 if self._cache is None else self._cache.room
 
     def logits(self, model: HistoryModel, step: Steps) -> torch.Tensor:
-        """Of the actions [count, actions] after one more step [count, 1]."""
+        """Return the logits of actions [count, actions] after one more step [count, 1]."""
         if not self._begun:
             self._begun = True
             self._begin(model)
@@ -65,7 +65,7 @@ class Context:
             self._place(model, self._between_marks(model, model.no_region(self._count)), None)
 
     def _move_on(self, model: HistoryModel) -> None:
-        """Make room in a full context."""
+        """Free space in a full context."""
         assert self._steps is not None
         shape = self._shape
         if shape.latents:
@@ -95,7 +95,7 @@ class Context:
             model.decoded(self._tokens(model), self._cache)
 
     def _tokens(self, model: HistoryModel) -> torch.Tensor:
-        """All tokens of the context."""
+        """Return all tokens of the context."""
         parts = [] if self._before is None else [self._before]
         if self._steps is not None:
             parts.append(model.tokens(self._steps))

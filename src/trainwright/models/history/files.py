@@ -1,8 +1,8 @@
-"""A trained model of histories on disk: weights, shape, the environment it acts in, and how it is tried there.
+"""Save and load history models: weights, shape, environment, and evaluation settings.
 
-model.safetensors   the weights, by the names of ``HistoryModel``
-agent.json          ``model`` (its shape), ``environment`` (name and options), ``tried`` (which tasks were held back
-                    from it and how it is tried on them, by the keys of a recipe's section)
+model.safetensors   the weights, with the names of ``HistoryModel``
+agent.json          ``model`` (its shape), ``environment`` (name and options), ``tried`` (the held-out tasks and the
+evaluation settings, with the keys of the recipe's section)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHTS, ABOUT = "model.safetensors", "agent.json"
 def save_history_model(
     directory: Path, shape: HistoryShape, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write a model; ``about`` is ``environment`` and ``tried``."""
+    """Write a model; ``about`` has the keys ``environment`` and ``tried``."""
     about = {"model": shape.as_json(), **about}
     with replacing(directory) as scratch:
         write_weights({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
@@ -33,15 +33,15 @@ def save_history_model(
 
 
 def is_history_model(directory: Path) -> bool:
-    """Whether such a model lies in a directory."""
+    """Return whether a directory holds a history model."""
     return (directory / ABOUT).is_file() and (directory / WEIGHTS).is_file()
 
 
 def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
-    """Return the model on the CPU, and what ``agent.json`` says of it.
+    """Return the model on the CPU, and the content of ``agent.json``.
 
     Raises:
-        RequestError: files are missing, or do not fit each other.
+        RequestError: files are missing or inconsistent.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -1,9 +1,9 @@
-"""A causal transformer over the history of a learner: what it saw, did and got; it says what it would do next.
+"""A causal transformer over learning histories, which predicts the learner's next action.
 
-Algorithm Distillation, Laskin et al. 2022 (arXiv 2210.14215). A step of a history is what the agent sees, and what it
-did before and got for it. In the layout ``transition`` a step is one token, the sum of the embeddings of these; in
-``parts`` it is three: the action before, its reward, and the state. At the last token of every step the model predicts
-the action that the learner took there.
+Algorithm Distillation, Laskin et al. 2022 (arXiv 2210.14215). A step of a history is the agent's observation with its
+previous action and reward. In the layout ``transition`` a step is one token, the sum of their embeddings; in ``parts``
+it is three: the previous action, its reward, and the state. At the last token of every step the model predicts the
+learner's action.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ Layout = Literal["transition", "parts"]
 
 @dataclass(frozen=True)
 class HistoryShape:
-    """What the model is made of; all of it is kept with its weights.
+    """The architecture of the model; saved with its weights.
 
     Attributes:
         observations: number of values of each part of an observation.
         actions: number of actions.
-        steps: the longest context, in steps of an environment; of a compressed one, of a region.
-        regions: regions that lie in a context at once: 1 where it is not compressed, 2 where the region before is kept
-            as it is.
-        latents: tokens that stand for all regions before this one; 0 where none do.
+        steps: the longest context, in environment steps; with compression, the length of a region.
+        regions: regions in a context: 1 without compression, 2 if the previous region is kept unchanged.
+        latents: tokens that summarize all previous regions; 0 for none.
     """
 
     observations: tuple[int, ...]
@@ -49,43 +48,43 @@ class HistoryShape:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens that a step of the environment takes."""
+        """Return the number of tokens per environment step."""
         return 1 if self.layout == "transition" else 3
 
     @property
     def marks(self) -> int:
-        """Tokens that open and close the region before."""
+        """Return the number of tokens that open and close the previous region."""
         return 2 if self.regions == 2 else 0
 
     @property
     def tokens(self) -> int:
-        """The longest context in tokens: all regions, marks, and latents that are read and written."""
+        """Return the longest context in tokens: all regions, marks, and latents that are read and written."""
         return self.regions * self.steps * self.tokens_per_step + self.marks + 2 * self.latents
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> HistoryShape:
-        """Build the shape from JSON. Raises TypeError or KeyError if a value is missing or unknown."""
+        """Build the shape from JSON; raise TypeError or KeyError if a value is missing or unknown."""
         return cls(**{**values, "observations": tuple(values["observations"])})
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of histories, n side by side and t long.
+    """Steps of n histories of length t.
 
-    ``before_actions`` has the number of actions as its value where nothing was done before: a context begins there.
+    ``before_actions`` equals the number of actions where there is no previous action, at the start of a context.
     """
 
     states: torch.Tensor  # int64 [n, t, k]
     before_actions: torch.Tensor  # int64 [n, t]
     before_rewards: torch.Tensor  # float [n, t]
-    before_dones: torch.Tensor  # bool [n, t]: the step before was the last of its episode
+    before_dones: torch.Tensor  # bool [n, t]: the previous step was the last of its episode
 
     def part(self, begin: int, end: int) -> Steps:
-        """Return the steps from ``begin`` to before ``end``."""
+        """Return the steps from ``begin`` up to, not including, ``end``."""
         return Steps(*(getattr(self, field.name)[:, begin:end] for field in fields(self)))
 
     @property
@@ -94,7 +93,7 @@ class Steps:
         return self.states.shape[1]
 
     def forgetful(self, actions: int) -> Steps:
-        """Return the same steps where nothing is known of what was before the first one."""
+        """Return the same steps without the action, reward and done flag before the first one."""
         before = self.before_actions.clone()
         before[:, 0] = actions
         rewards, dones = self.before_rewards.clone(), self.before_dones.clone()
@@ -103,7 +102,7 @@ class Steps:
 
 
 class HistoryModel(nn.Module):
-    """Embeddings, blocks and heads. ``tokens`` and ``decoded`` are what training and acting are both made of."""
+    """Embeddings, blocks and heads. Training and acting both use ``tokens`` and ``decoded``."""
 
     def __init__(self, shape: HistoryShape, seed: int) -> None:
         super().__init__()
@@ -112,13 +111,13 @@ class HistoryModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.states = nn.ModuleList(nn.Embedding(count, width) for count in shape.observations)
-            self.actions = nn.Embedding(shape.actions + 1, width)  # the last: nothing was done before
+            self.actions = nn.Embedding(shape.actions + 1, width)  # the last: no previous action
             self.rewards = nn.Linear(1, width)
             self.dones = nn.Embedding(2, width)
             self.positions = nn.Embedding(shape.tokens, width) if shape.positions == "learned" else None
             self.parts = nn.Embedding(3, width) if shape.layout == "parts" else None
-            self.marks = nn.Embedding(3, width) if shape.regions == 2 else None  # open, close, a region without steps
-            self.memory = nn.Embedding(2 * shape.latents, width) if shape.latents else None  # at first, and to be asked
+            self.marks = nn.Embedding(3, width) if shape.regions == 2 else None  # open, close, empty region
+            self.memory = nn.Embedding(2 * shape.latents, width) if shape.latents else None  # initial ones, and queries
             self.memory_norm = nn.LayerNorm(width) if shape.latents else None
             blocks = (Block(i, width, shape.heads, shape.dropout) for i in range(shape.layers))
             self.blocks = nn.ModuleList(blocks)
@@ -136,7 +135,7 @@ class HistoryModel(nn.Module):
             self._initialise()
 
     def _initialise(self) -> None:
-        """As GPT-2: small normal weights, those that add to the residual stream smaller with depth."""
+        """Initialize as GPT-2: small normal weights, with smaller residual projections for deeper models."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 if name.endswith("bias"):
@@ -145,10 +144,10 @@ class HistoryModel(nn.Module):
             residual = name.endswith(("output.weight", "down.weight"))
             nn.init.normal_(parameter, std=0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02)
         if self.memory_norm is not None:
-            nn.init.constant_(self.memory_norm.weight, 0.02)  # the size of the tokens it stands among
+            nn.init.constant_(self.memory_norm.weight, 0.02)  # the scale of the token embeddings
 
     def tokens(self, steps: Steps) -> torch.Tensor:
-        """Embeddings [n, t * tokens_per_step, width] of steps."""
+        """Return the embeddings of steps [n, t * tokens_per_step, width]."""
         state = torch.stack([table(steps.states[..., i]) for i, table in enumerate(self.states)]).sum(0)
         action = self.actions(steps.before_actions)
         rewards = steps.before_rewards.to(action.dtype)[..., None]
@@ -159,7 +158,7 @@ class HistoryModel(nn.Module):
         return parts.flatten(1, 2)
 
     def decoded(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        """Hidden states of ``tokens`` [n, t, width], which follow those in the cache."""
+        """Return hidden states of ``tokens`` [n, t, width], which follow those in the cache."""
         begin = 0 if cache is None else cache.length
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
         rotation = None
@@ -175,38 +174,38 @@ class HistoryModel(nn.Module):
         return hidden
 
     def at_steps(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the hidden states of steps those at which actions are predicted [n, t, width]."""
+        """Return the hidden states that predict actions [n, t, width]."""
         every = self.shape.tokens_per_step
         return hidden[:, every - 1 :: every]
 
     def outcomes(self, hidden: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Return what the heads of reward and next state see: where the agent is, and what it does there."""
+        """Return the input of the reward and next-state heads, from hidden states and actions."""
         assert self.outcome is not None
         return F.gelu(self.outcome(torch.cat([hidden, self.actions(actions)], -1)))
 
     def no_region(self, count: int) -> torch.Tensor:
-        """Tokens that stand for a region before where there was none."""
+        """Return tokens in place of a missing previous region [count, length, width]."""
         assert self.marks is not None
         length = self.shape.steps * self.shape.tokens_per_step
         return self.marks.weight[2].expand(count, length, -1)
 
     def mark(self, count: int, *, closes: bool) -> torch.Tensor:
-        """Return the token that opens or closes the region before, [n, 1, width]."""
+        """Return the token that opens or closes the previous region [n, 1, width]."""
         assert self.marks is not None
         return self.marks.weight[int(closes)].expand(count, 1, -1)
 
     def first_memory(self, count: int) -> torch.Tensor:
-        """Return what stands for the past where there is none yet [n, latents, width]."""
+        """Return the initial latents, without previous regions [n, latents, width]."""
         assert self.memory is not None
         return self.memory.weight[: self.shape.latents].expand(count, -1, -1)
 
     def memory_questions(self, count: int) -> torch.Tensor:
-        """Tokens behind a region, whose hidden states become what stands for it [n, latents, width]."""
+        """Return the query tokens after a region, whose hidden states become its latents [n, latents, width]."""
         assert self.memory is not None
         return self.memory.weight[self.shape.latents :].expand(count, -1, -1)
 
     def remembered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what stands for the past from the hidden states of the questions, in the size of tokens."""
+        """Return latents from the hidden states of the queries, normalized to the scale of tokens."""
         assert self.memory_norm is not None
         remembered: torch.Tensor = self.memory_norm(hidden)
         return remembered

@@ -1,7 +1,6 @@
-"""What a model of histories is trained to say: the learner's actions at every step, and what came of them.
+"""The training objective of history models: the learner's action at every step, and optional outcomes.
 
-Whatever spreads a model over devices hangs on a module's ``forward``, so the losses are computed inside it, and acting
-goes through it as well.
+Strategies wrap ``forward`` of modules, so losses are computed inside it, and acting calls it too.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from torch import nn
 
 from trainwright.models.history.model import HistoryModel, Steps
 
-# The sums that ``forward`` gives, in their order. ``total`` is what is minimised.
+# The sums that ``forward`` returns, in order. ``total`` is minimized.
 SUMS = ("total", "action_loss", "correct", "actions", "reward_loss", "state_loss", "mark_loss", "marks_right", "marks")
 
 
 @dataclass(frozen=True)
 class HistoryBatch:
-    """Windows of histories: n of them, t steps long; of compressed contexts the last region may be cut short."""
+    """Windows of n histories, t steps long; with compressed contexts the last region may be shorter."""
 
     steps: Steps
     actions: torch.Tensor  # int64 [n, t]
     rewards: torch.Tensor  # float32 [n, t]
     next_states: torch.Tensor  # int64 [n, t, k]
-    real: torch.Tensor  # bool [n, t]; the others only fill a row up
+    real: torch.Tensor  # bool [n, t]; False for padding
     targets: torch.Tensor  # bool [n, t]
 
     def to(self, device: torch.device) -> HistoryBatch:
-        """Return the same on ``device``."""
+        """Return the same batch on ``device``."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {
@@ -46,7 +45,7 @@ class HistoryBatch:
 
 @dataclass(frozen=True)
 class Weights:
-    """How much each part of the loss counts beside the actions, and how far these are smoothed."""
+    """Weights of the parts of the loss relative to actions, and the label smoothing of actions."""
 
     label_smoothing: float = 0.0
     reward: float = 0.0
@@ -55,7 +54,7 @@ class Weights:
 
 
 class HistoryObjective(nn.Module):
-    """``forward(batch)`` gives ``SUMS`` over the batch (fp32); ``forward(use=f)`` gives ``f(model)``."""
+    """``forward(batch)`` returns ``SUMS`` over the batch (fp32); ``forward(use=f)`` returns ``f(model)``."""
 
     def __init__(self, model: HistoryModel, weights: Weights) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class HistoryObjective(nn.Module):
     def forward(
         self, batch: HistoryBatch | None = None, *, use: Callable[[HistoryModel], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return the sums of a batch's losses, or what ``use`` makes of the model."""
+        """Return the sums of a batch's losses, or the result of ``use(model)``."""
         if use is not None:
             return use(self.model)
         assert batch is not None
@@ -77,7 +76,7 @@ class HistoryObjective(nn.Module):
         return list(self.model.blocks)
 
     def _hidden(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
-        """Hidden states [n, t, width] where actions are predicted, region by region where regions follow another."""
+        """Yield batch parts with hidden states [n, t, width] that predict actions, one per region with latents."""
         model, shape = self.model, self.model.shape
         if shape.latents:
             yield from self._remembering(batch)
@@ -97,7 +96,7 @@ class HistoryObjective(nn.Module):
         return model.at_steps(torch.cat([hidden[:, 1 : 1 + length], hidden[:, 2 + length :]], 1))
 
     def _remembering(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
-        """Every region behind what the ones before left, through which gradients flow."""
+        """Process the regions in order, with latents of the previous ones, through which gradients flow."""
         model, shape = self.model, self.model.shape
         count, latents = len(batch.actions), shape.latents
         memory = model.first_memory(count)
@@ -141,7 +140,7 @@ class HistoryObjective(nn.Module):
         return torch.stack(losses).sum()
 
     def _mark_sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of every target, whether its region closes behind it; as many in the sum as there are targets."""
+        """Return loss, correct predictions and number of targets for whether a region ends at each target."""
         assert self.model.mark_head is not None
         steps = self.model.shape.steps
         closes = (torch.arange(batch.steps.length, device=hidden.device) % steps == steps - 1).long()

@@ -1,9 +1,9 @@
 """Cross-entropy of a linear head that never holds the logits of more than a chunk of targets.
 
-The head of a language model is its largest matrix product and its logits the largest tensor of a step: 49,152
-numbers a token for SmolLM2. Here the targets go through it in chunks, and as a loss that is a sum has its gradient
-at hand when its value is, both are computed in one pass: three matrix products a target, none of them twice.
-(The idea is that of Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or as the model in float64.)
+The head of a language model is its largest matrix product, and its logits are the largest tensor of a step: 49,152
+numbers per token for SmolLM2. Here the targets are processed in chunks. The gradient of a summed loss is known together
+with its value, so both are computed in one pass, with three matrix products per target and no recomputation. (The idea
+is from Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or in float64 for float64 models.)
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-# Bytes of the logits of one chunk, in the precision of the model.
+# Bytes of the logits of one chunk, in the model's precision.
 _CHUNK_BYTES = 128 * 2**20
-# Bytes of the fp32 logits that a CPU works on at a time.
+# Bytes of the fp32 logits that a CPU processes at a time.
 _BLOCK_BYTES = 2 * 2**20
-# Of log-likelihoods over the vocabulary, where a model is all but certain.
+# Lower bound for the variance of log-likelihoods over the vocabulary, for nearly certain predictions.
 _LEAST_VARIANCE = 1e-6
 
 
@@ -31,14 +31,14 @@ def linear_cross_entropy(
     target_weights: torch.Tensor | None = None,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Sum over N targets of the cross-entropy of ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
+    """Compute the summed cross-entropy of N targets from ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
 
     ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
-    ``target_weights`` [N], fp32: each target counts so much, and not 1; no gradient reaches them. ``z_loss`` times the
-    square of the log-sum-exp of its logits is added to the loss of every target.
+    ``target_weights`` [N], fp32, multiply the losses of the targets and get no gradient. ``z_loss`` times the squared
+    log-sum-exp of the logits is added to the loss of every target.
 
     Returns:
-        The sum in nats, fp32 scalar. Divide by a weight outside.
+        The sum in nats, fp32 scalar, which the caller divides by a weight.
     """
     total: torch.Tensor = _LinearCrossEntropy.apply(
         hidden, weight, bias, targets, softcap, logit_scale, target_weights, z_loss
@@ -56,7 +56,7 @@ def token_statistics(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood in nats [N] and whether the target was the likeliest token [N], without gradients."""
+    """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without gradients."""
     losses, correct = [], []
     for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)
@@ -80,8 +80,10 @@ def standardised_log_likelihood(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> torch.Tensor:
-    """By how many standard deviations a target's log-likelihood is above the mean [N], both taken over the vocabulary
-    with the model's own probabilities (arXiv 2404.02936, equation 2), without gradients."""
+    """Return how many standard deviations each target's log-likelihood is above the mean [N], without gradients.
+
+    Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
+    """
     found = [hidden.new_zeros(0, dtype=torch.float32)]
     for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)
@@ -129,20 +131,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError("the gradient of linear_cross_entropy was already taken")
-        ctx.spent = True  # the saved gradients are scaled in place: they are as large as the head
+        ctx.spent = True  # scale the saved gradients in place: they are as large as the head
         scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None)
 
 
 class HeadGradients:
-    """Gradients of the head summed over chunks; in fp32 as soon as there is more than one chunk."""
+    """Gradients of the head, summed over chunks; in fp32 if there is more than one chunk."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         self._like = (weight, bias)
         self._sums: list[torch.Tensor | None] = [None, None]
 
     def add(self, delta: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add the gradients of a part of the rows."""
+        """Add the gradients of a chunk."""
         weight, bias = self._like
         if weight is not None:
             before = self._sums[0]
@@ -173,12 +175,12 @@ def _loss_to_gradient(
     weights: torch.Tensor | None,
     z_loss: float,
 ) -> torch.Tensor:
-    """Return the summed loss of a few rows of logits, which are overwritten by its gradient with respect to them."""
+    """Return the summed loss of some rows of logits, and overwrite the logits with its gradient."""
     columns = targets[:, None]
     work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
     wanted = work.gather(1, columns)[:, 0]
-    # In place from here: probabilities, gradient.
+    # In place from here: probabilities, then the gradient.
     scale = _to_probabilities(work)
     losses = scale[:, 0] - wanted
     if z_loss:
@@ -198,9 +200,9 @@ def _loss_to_gradient(
 
 
 def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Make ``logits`` [n, V], fp32 or more, the softmax of each row; the rows' log-sum-exp [n, 1]."""
-    # With one exponential, and no copy: on a CPU an eighth of the time of logsumexp and what comes after it. The
-    # kernel of softmax is as fast, and adds up a row's numbers one after the other: off by 1e-5 at 49,152 of them.
+    """Replace ``logits`` [n, V], fp32 or higher, by the softmax of each row; return the log-sum-exp [n, 1]."""
+    # One exponential and no copy: on a CPU this takes an eighth of the time of logsumexp followed by softmax. The
+    # softmax kernel is as fast, but it sums each row sequentially, which gives errors of 1e-5 for 49,152 numbers.
     largest = logits.amax(1, keepdim=True)
     total = logits.sub_(largest).exp_().sum(1, keepdim=True)
     logits.mul_(total.reciprocal())
@@ -208,7 +210,7 @@ def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _finished_in_place(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
-    """As ``finished``, but in the memory of ``logits`` itself where its precision is enough."""
+    """Compute ``finished`` in the memory of ``logits`` if its precision suffices."""
     if logits.dtype != at_least_fp32(logits):
         return finished(logits, softcap, logit_scale)
     if logit_scale != 1.0:
@@ -217,7 +219,7 @@ def _finished_in_place(logits: torch.Tensor, softcap: float | None, logit_scale:
 
 
 def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
-    """Logits as the softmax takes them, in fp32 or more and memory of their own. Differentiable."""
+    """Return scaled and softcapped logits in fp32 or higher, as a differentiable copy."""
     logits = logits.to(at_least_fp32(logits), copy=True)
     if logit_scale != 1.0:
         logits *= logit_scale
@@ -228,17 +230,17 @@ def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) ->
 
 
 def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that sums and softmaxes of ``tensor`` are in."""
+    """Return the dtype for sums and softmaxes of ``tensor``: its own, but at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def chunks(count: int, weight: torch.Tensor) -> list[slice]:
-    """Slices of ``count`` targets of equal size, as few as keep a chunk's logits within bounds."""
+    """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
     return _slices(count, _CHUNK_BYTES // (weight.element_size() * weight.shape[0]))
 
 
 def row_blocks(logits: torch.Tensor) -> list[slice]:
-    """Rows whose fp32 logits a CPU's cache holds; all at once on a GPU."""
+    """Divide rows into slices whose fp32 logits fit a CPU's cache; a single slice on a GPU."""
     if logits.is_cuda:
         return [slice(None)]
     return _slices(len(logits), _BLOCK_BYTES // (4 * logits.shape[1]))

@@ -1,6 +1,7 @@
-"""Losses of all logits of a position, through a linear head that never holds those of more than a chunk of targets.
+"""Losses of all logits of a position, through a linear head that only holds the logits of a chunk of targets.
 
-As in linear_cross_entropy.py, but for any loss: its gradient by the logits is taken by autograd, a few rows at a time.
+As in linear_cross_entropy.py, but for any loss: autograd computes its gradient with respect to the logits, a few rows
+at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 
 from trainwright.models.losses.linear_cross_entropy import HeadGradients, chunks, finished, row_blocks
 
-# From logits [n, V], the targets [n] and a teacher's logits [n, V], if there is one, to the loss of each position [n].
+# Maps logits [n, V], targets [n] and a teacher's logits [n, V] or None to the loss of each position [n].
 LogitLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class Head(NamedTuple):
-    """Hidden states [N, H], the weight [V, H] and bias [V] of a head, and what is done to its logits."""
+    """Hidden states [N, H], weight [V, H] and bias [V] of a head, and the transformations of its logits."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -29,14 +30,14 @@ class Head(NamedTuple):
 def linear_logit_loss(
     head: Head, targets: torch.Tensor, loss: LogitLoss, teacher: Head | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of a loss over N positions; the loss of each, and the negative log-likelihood of each target in nats.
+    """Compute a loss at N positions; return its sum, the loss of each, and the negative log-likelihood of each target.
 
     Args:
         targets: [N].
-        teacher: no gradient reaches it.
+        teacher: gets no gradient.
 
     Returns:
-        scalar, [N], [N]; only the sum has a gradient, by the hidden states and the head.
+        Scalar, [N], [N] in nats; only the sum is differentiable, with respect to the hidden states and the head.
     """
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
         head.hidden, head.weight, head.bias, targets, loss, head, teacher
@@ -89,7 +90,7 @@ def _block(
     each: torch.Tensor,
     losses: torch.Tensor,
 ) -> None:
-    """Fill in the loss and the negative log-likelihood of a few rows; ``raw`` becomes the gradient by them."""
+    """Compute the losses and negative log-likelihoods of some rows; overwrite ``raw`` with the gradient."""
     with torch.enable_grad():
         work = raw.detach().requires_grad_()
         logits = finished(work, head.softcap, head.logit_scale)

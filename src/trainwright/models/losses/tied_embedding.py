@@ -1,7 +1,7 @@
-"""One gradient of an embedding that is the head's weight as well.
+"""Compute one gradient for an embedding that is tied to the head.
 
-Autograd makes a gradient of each use, both as large as the vocabulary, and adds them up: for SmolLM2 113 MB of zeros
-but for the rows of the tokens that there are. Here those rows are added to the gradient of the head, where it is.
+Autograd creates a gradient for each use, both as large as the vocabulary, and adds them: for SmolLM2, 113 MB of zeros
+except for the rows of tokens in the batch. Here those rows are added to the gradient of the head in place.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 @contextmanager
 def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
-    """While a model runs its ``embedding``; gives what to call after it for the weight of its head.
+    """Patch ``embedding`` while a model runs it; provide a function that returns the weight for its head afterwards.
 
-    Only on a CPU, where what is added to a row is added in the order of the tokens, and in fp32 or more, where it is no
-    less exact than a sum of its own; and only where nothing else (a quantiser, a sharder) has its hands on the modules.
+    Only applies on a CPU, where rows are added in the order of the tokens, in fp32 or higher, where this is as exact as
+    a separate sum, and if no quantization or sharding has changed the modules.
     """
     if not _applies(embedding, head):
-        # Asked for no sooner than it is used: a sharder may gather it then.
+        # Read when it is used: a sharding strategy may gather it until then.
         yield lambda: cast(torch.Tensor, head.weight)
         return
     assert isinstance(embedding, nn.Embedding)
@@ -53,7 +53,7 @@ def _applies(embedding: nn.Module, head: nn.Module) -> bool:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a weight [V, H] for tokens [...], and the weight itself for a use after this one."""
+    """Look up rows of a weight [V, H] for tokens [...]; also return the weight for a later use."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, of_rows: torch.Tensor, of_weight: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
         tokens, of_rows = tokens.reshape(-1), of_rows.reshape(-1, of_rows.shape[-1])
-        if ctx.padding is not None:  # has no gradient from here, as nn.Embedding has it
+        if ctx.padding is not None:  # padding has no gradient, as in nn.Embedding
             kept = tokens != ctx.padding
             tokens, of_rows = tokens[kept], of_rows[kept]
         return of_weight.index_add_(0, tokens, of_rows), None, None

@@ -1,4 +1,4 @@
-"""The built-in tokenizer: one token a byte. It needs no file and no download, and any text round-trips."""
+"""The built-in tokenizer: one token per byte. It needs no files and no download, and any text round-trips."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ END_TOKEN = "<|im_end|>"
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the byte-level tokenizer: ids 0-255 are the bytes, 256 pads, 257 and 258 open and close a turn.
+    """Build the byte-level tokenizer: ids 0-255 are bytes, 256 is padding, 257 and 258 open and close a turn.
 
-    The length is 259. ``<|im_end|>`` is the end-of-sequence token; there is no beginning-of-sequence token
-    and no unknown token, as every byte has an id. The same ids come out in every process and version.
+    The length is 259. ``<|im_end|>`` is the end-of-sequence token; there is no beginning-of-sequence token and no
+    unknown token, because every byte has an id. The ids are the same in every process and version.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # Without the regex the text is not cut at all, which is the same tokens sooner.
+    # Without the regex the text is not split, which gives the same tokens faster.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in (PAD_TOKEN, START_TOKEN, END_TOKEN)])
@@ -40,9 +40,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_letters() -> list[str]:
-    """Return the printable letter that stands for each byte 0-255 in a byte-level vocabulary.
+    """Return the printable character for each byte 0-255 in a byte-level vocabulary.
 
-    Printable Latin-1 bytes stand for themselves and the others take U+0100 and up, in order, as in GPT-2's
+    Printable Latin-1 bytes represent themselves and the others map to U+0100 and up, in order, as in GPT-2's
     ``bytes_to_unicode`` (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

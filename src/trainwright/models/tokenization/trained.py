@@ -1,6 +1,6 @@
-"""Tokenizers made from one's own text: one token a character, and byte-level BPE (Sennrich et al., arXiv 1508.07909).
+"""Tokenizers trained on the user's text: characters, and byte-level BPE (Sennrich et al., arXiv 1508.07909).
 
-A recipe names one as ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``; it is made once and kept in the cache.
+A recipe names one as ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``; it is built once and cached.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _VERSION = 1
 
 
 def is_trained(name: str) -> bool:
-    """Whether a recipe's tokenizer is one of these."""
+    """Return whether a recipe's tokenizer name is one of these."""
     return name == "characters" or name.startswith(("characters:", "bpe:"))
 
 
 def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedTokenizerFast:
-    """Return the tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or made now.
+    """Return the tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or newly built.
 
     Raises:
-        RequestError: it is named in another way, or the source is not there or no text.
+        RequestError: the name has another form, or the source is missing or not text.
     """
     from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
@@ -59,11 +59,11 @@ def make_tokenizer(
     size: int | None,
     report: Callable[[int], None] = lambda characters: None,
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of some texts: with ``size``, byte-level BPE of so many tokens; without, a token a character.
+    """Train a tokenizer on texts: byte-level BPE with ``size`` tokens, or one token per character if ``size`` is None.
 
     Args:
-        sources: with the key that names each in messages.
-        report: called with the characters that were read so far.
+        sources: pairs of a source and the key that names it in messages.
+        report: called with the number of characters read so far.
     """
 
     def texts() -> Iterator[str]:
@@ -93,7 +93,7 @@ def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:
 
 
 def _characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return the characters that there are, in the order of their code points; no other token."""
+    """Return a tokenizer whose only tokens are the characters of the texts, sorted by code point."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -102,12 +102,12 @@ def _characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         found.update(text)
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(found))}, merges=[]))
     backend.decoder = decoders.Fuse()
-    # That a text with other characters is refused, and not shortened, hangs on this mark.
+    # This setting makes unknown characters an error; otherwise they would be dropped.
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, characters=True)
 
 
 def _bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """GPT-2's way of cutting text into words, and its end-of-text token."""
+    """Return a BPE tokenizer with the word pattern and the end-of-text token of GPT-2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""Algorithm Distillation: agents that learn in their context."""
+"""Algorithm Distillation: agents that learn in context."""

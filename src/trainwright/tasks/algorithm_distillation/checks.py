@@ -1,4 +1,4 @@
-"""Checks of a recipe for Algorithm Distillation that need more than one key."""
+"""Contradictions in recipes for Algorithm Distillation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECTION = "algorithm_distillation"
 
 
 def check(recipe: Recipe) -> Iterator[Contradiction]:
-    """Yield what contradicts the task, and what in its section contradicts itself."""
+    """Yield contradictions between the section and the task, and within the section."""
     section = recipe.own(AlgorithmDistillationSection)
     yield from _texts(recipe)
     yield from source_contradictions(section.source, f"{_SECTION}.source")
@@ -55,7 +55,7 @@ def _model(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
         )
 
 
-# What each way of compressing reads.
+# The compression that reads each key.
 _READ_BY = {"compression": "", "mark_weight": "region", "latents": "latents", "trained_regions": "latents"}
 
 

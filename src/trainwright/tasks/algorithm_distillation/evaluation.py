@@ -1,10 +1,10 @@
-"""An agent tried on tasks by itself, after its training: in all processes, against its source, chance and the optimum.
+"""Evaluate a trained agent on tasks, with all ranks, against its source, random actions and the optimum.
 
-What is left in a directory:
+Files written to a directory:
 
-    eval_result.npz   returns of every episode, float32: sampled and greedy [tasks, copies, episodes], random likewise,
-                      source [tasks, streams, episodes] where there are histories of the tasks (NaN where a stream has
-                      no such episode); tasks [tasks, p], optimum [tasks]
+    eval_result.npz   returns of every episode, float32: sampled, greedy and random [tasks, copies, episodes]; source
+                      [tasks, streams, episodes] if there are histories of the tasks (NaN for missing episodes);
+                      tasks [tasks, p], optimum [tasks]
     metrics.json      means, with 95 % intervals
     returns.png       returns by episode
 """
@@ -49,7 +49,7 @@ _SHOWN_EPISODES = 10
 
 @dataclass(frozen=True)
 class AgentAsked:
-    """What is to be tried, and how; None: as the recipe of the run says."""
+    """The agent to evaluate, and how; None: the value of the run's recipe."""
 
     model: str
     checkpoint: str | None = None
@@ -60,7 +60,7 @@ class AgentAsked:
 
 
 def is_agent(model: str) -> bool:
-    """Whether what a user names is a model of histories, or a run or checkpoint of one. Reads no weights."""
+    """Return whether ``model`` is a history model, or a run or checkpoint of one. Reads no weights."""
     path = Path(model).expanduser()
     recipe = path / "recipe.yaml"
     if recipe.is_file():
@@ -71,10 +71,10 @@ def is_agent(model: str) -> bool:
 
 
 def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
-    """Where the weights are, and the section that says how they are tried.
+    """Return the location of the weights, and the section with the evaluation settings.
 
     Raises:
-        RequestError: there is no such agent.
+        RequestError: the agent does not exist.
     """
     path = Path(asked.model).expanduser()
     inside = path.resolve().parent if is_history_model(path) else path
@@ -89,7 +89,7 @@ def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
 
 
 def _section_of(agent: Path) -> AlgorithmDistillationSection:
-    """Return what a model that was taken out of its run says of itself."""
+    """Return the section saved with a model that was copied out of its run."""
     _, about = load_history_model(agent)
     try:
         environment = about["environment"]
@@ -119,12 +119,12 @@ def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryOb
     return objective.eval()
 
 
-# Told what is done now and of how many steps; gives what to tell of every step that is done.
+# Receives a description and the number of steps; returns a function to call after every step.
 Stage = Callable[[str, int], Callable[[], None]]
 
 
 def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
-    """Try the agent with all ranks; rank 0 leaves ``eval_result.npz`` in ``work``."""
+    """Evaluate the agent with all ranks; rank 0 writes ``eval_result.npz`` to ``work``."""
     found, section = find_agent(asked)
     environment = environment_of(section)
     tasks = tasks_tried(section, environment)
@@ -150,11 +150,11 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
 
 
 def _source(section: AlgorithmDistillationSection, environment: Environment, tasks: torch.Tensor) -> Returns | None:
-    """Return the returns of the source algorithm on the tasks; None where there are no histories of them."""
+    """Return the returns of the source algorithm on the tasks, or None if there are no histories of them."""
     try:
         with open_histories(section, environment) as histories:
             rows = [histories.goal(index) for index in histories.indices_of(tasks)]
-    except RequestError:  # none, others than those, or not of all of these tasks
+    except RequestError:  # none, of another environment, or not of all tasks
         return None
     found = [returns_of_episodes(history.dones, history.rewards) for history in rows]
     longest = max(returns.shape[1] for returns in found)
@@ -164,19 +164,19 @@ def _source(section: AlgorithmDistillationSection, environment: Environment, tas
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What was found: the arrays of ``eval_result.npz``, and of how many last episodes the end is."""
+    """The result: the arrays of ``eval_result.npz``, and the number of last episodes to average."""
 
     arrays: dict[str, Any]
     last_episodes: int
 
     @classmethod
     def of(cls, asked: AgentAsked, work: Path) -> AgentReport:
-        """Return what ``work_on`` left."""
+        """Load the result of ``work_on``."""
         with np.load(work / RESULT) as file:
             return cls({name: file[name] for name in file.files}, find_agent(asked)[1].trial.last_episodes)
 
     def metrics(self) -> dict[str, Any]:
-        """Mean returns of the first episode and of the last ones, with intervals, and of every task at the end."""
+        """Return mean returns of the first and the last episodes with intervals, and of every task at the end."""
         found: dict[str, Any] = {"optimum": _number(self.arrays["optimum"].mean())}
         for name in self._agents():
             returns = self.arrays[name]
@@ -195,7 +195,7 @@ class AgentReport:
         return found
 
     def lines(self) -> Iterator[str]:
-        """Yield a table of returns by episode, and the end of it with intervals."""
+        """Yield the lines of a table of returns by episode, and of first and last returns with intervals."""
         agents = self._agents()
         episodes = self.arrays["sampled"].shape[-1]
         shown = sorted({round(i * (episodes - 1) / max(1, _SHOWN_EPISODES - 1)) for i in range(_SHOWN_EPISODES)})
@@ -213,7 +213,7 @@ class AgentReport:
             yield f"{'optimum':<10} {best:.2f}"
 
     def write(self, directory: Path) -> None:
-        """Arrays, metrics and figure into a new directory."""
+        """Write arrays, metrics and figure to a new directory."""
         from trainwright.tasks.algorithm_distillation.figure import draw
 
         directory.mkdir(parents=True)
@@ -226,20 +226,20 @@ class AgentReport:
 
 
 def last_episodes(returns: Returns, count: int) -> Returns:
-    """Return the last episodes that each copy has, of returns [..., episodes] with NaN where one has no more."""
+    """Return the last ``count`` episodes of each copy, from returns [..., episodes] padded with NaN."""
     there = np.isfinite(returns)
     return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
 
 
 def interval(returns: Returns) -> tuple[float, float, float]:
-    """Mean of returns [tasks, copies, ...], and its 95 % interval for other copies on these same tasks.
+    """Return the mean of returns [tasks, copies, ...], and its 95 % interval over other copies on the same tasks.
 
-    The tasks are strata (Cochran 1977, chapter 5): the mean of one varies as those of its copies do. Copies of which
-    there is nothing, all NaN, do not count; NaN where a task has no others.
+    The tasks are strata (Cochran 1977, chapter 5): the variance of a task's mean is that of its copies. Copies with
+    only NaN are ignored; the result is NaN if a task has no others.
     """
     flat = returns.reshape(*returns.shape[:2], -1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of means over nothing, and of the spread of one
+        warnings.simplefilter("ignore", RuntimeWarning)  # from means of nothing, and the variance of one value
         each = np.nanmean(flat, -1, dtype=np.float64)
         spread = np.nan_to_num(np.nanvar(each, 1, ddof=1))
         mean = float(np.nanmean(each, 1).mean())

@@ -1,4 +1,4 @@
-"""Returns by episode as a picture."""
+"""Plot returns by episode."""
 
 from __future__ import annotations
 

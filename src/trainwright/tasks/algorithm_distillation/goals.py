@@ -1,4 +1,4 @@
-"""Which tasks a model is trained on, and on which it is tried."""
+"""Select the tasks for training, and those for evaluation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillati
 
 _MOST_NAMED = 3
 _KEY = "algorithm_distillation"
-# The section's keys that say which tasks are held back.
+# Keys of the section that determine the held-out tasks.
 HELD_BACK_BY = ("split_seed", "test_fraction", "test_tasks")
 
 
 @dataclass(frozen=True)
 class Goals:
-    """Tasks as parameters, and the histories of those that there are histories of.
+    """Tasks as parameters, and the histories of tasks.
 
     Attributes:
-        train: of the tasks to train on, as indices into the histories' goals.
-        held_back: of the tasks that are not trained on, where there are any.
-        train_tasks: ``[tasks, p]``.
-        tried: ``[tasks, p]``.
+        train: the training tasks, as indices into the histories' goals.
+        held_back: the held-out tasks that have histories, as such indices.
+        train_tasks: the training tasks ``[tasks, p]``.
+        tried: the tasks for evaluation ``[tasks, p]``.
     """
 
     train: list[int]
@@ -37,7 +37,7 @@ class Goals:
 
 
 def tasks_tried(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
-    """Return the tasks ``[tasks, p]`` that an agent is tried on: those held back, or the first of them.
+    """Return the tasks ``[tasks, p]`` to evaluate an agent on: the held-out tasks, or the first of them.
 
     Raises:
         RequestError: as ``tasks_held_back``.
@@ -46,12 +46,12 @@ def tasks_tried(section: AlgorithmDistillationSection, environment: Environment)
 
 
 def find_goals(section: AlgorithmDistillationSection, environment: Environment, histories: Histories) -> Goals:
-    """Divide the tasks as the recipe says.
+    """Divide the tasks into training and held-out ones.
 
-    Where a part of the environment's tasks was collected, that part is what is divided.
+    If only some of the environment's tasks were collected, these are divided.
 
     Raises:
-        RequestError: a task is none of the environment's, or there is no history of it, or it is trained on and tried.
+        RequestError: a task is not in the environment, has no history, or is both trained and evaluated on.
     """
     known = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
     train, test = environment.split(section.split_seed, section.test_fraction)
@@ -87,10 +87,10 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
 
 
 def tasks_held_back(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
-    """Return the tasks ``[tasks, p]`` that are not trained on.
+    """Return the held-out tasks ``[tasks, p]``.
 
     Raises:
-        RequestError: one of them is none of the environment's, or there are none.
+        RequestError: one of them is not in the environment, or there are none.
     """
     if section.test_tasks is not None:
         return _given(section.test_tasks, environment, "test_tasks")

@@ -1,4 +1,4 @@
-"""A trained model at work: weights frozen, it acts episode after episode and learns from nothing but its context."""
+"""Run a trained model with frozen weights: it acts over episodes and learns only in its context."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from trainwright.reinforcement.environments import Environment
 from trainwright.reinforcement.random_numbers import mixed, uniform
 
 Returns = npt.NDArray[np.float32]
-# From what the copies see and did before to the actions [n] they take.
+# Maps observations and previous actions of the copies to their next actions [n].
 Policy = Callable[[Steps], torch.Tensor]
-# A whole context forgets about one part in so many at once. With more parts the same few last episodes would always be
-# in it: agents that have found nothing in these then repeat them, and what stays is computed anew more often.
+# The fraction of a full context to drop at once is 1 / _MOVES_BY. With smaller parts, the same few last episodes would
+# always remain: agents without success in these repeat them, and the rest is recomputed more often.
 _MOVES_BY = 2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How an agent is tried on a task.
+    """How to evaluate an agent on a task.
 
     Attributes:
-        episodes: one after another, with all that was lived through before in the context.
-        copies: independent agents of each task.
-        temperature: the logits of actions are divided by it before one is drawn; 0 takes the likeliest.
-        cached: False computes the whole context anew in every step.
+        episodes: consecutive episodes, with the earlier ones in the context.
+        copies: independent agents per task.
+        temperature: divides the logits of actions before sampling; 0 selects the most likely action.
+        cached: False recomputes the whole context in every step.
     """
 
     episodes: int
@@ -52,15 +52,15 @@ def try_out(
     together: bool = False,
     every_step: Callable[[], None] | None = None,
 ) -> Returns:
-    """Evaluate the agent: returns of every episode [tasks, copies, episodes], float32, the same on every rank.
+    """Evaluate the agent; return the returns of every episode [tasks, copies, episodes], float32, on every rank.
 
-    What a copy does depends on the seed, its task and its place among the copies, and not on who computes it.
+    The actions of a copy depend on the seed, its task and its index, but not on the rank that computes it.
 
     Args:
         tasks: ``[tasks, p]``.
-        world: its ranks share the copies; every rank must call.
-        together: every rank runs the module equally often, whatever it has of the copies.
-        every_step: is called after every step of all copies.
+        world: its ranks share the copies; all ranks must call.
+        together: every rank runs the module equally often, regardless of its number of copies.
+        every_step: called after every step of all copies.
     """
     rows = len(tasks) * trial.copies
     mine = list(range(world.rank, rows, world.size)) or ([0] if together else [])
@@ -71,7 +71,7 @@ def try_out(
         seeds = _seeds(trial.seed, torch.tensor(mine))
         policy = _model_policy(module, context, trial.temperature, seeds.to(world.device))
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
-        # Compiled blocks would be compiled anew for every length of the context.
+        # Compiled blocks would be recompiled for every length of the context.
         with torch.compiler.set_stance("force_eager"):
             found = play(policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step)
     together_found = np.zeros((rows, trial.episodes), np.float32)
@@ -81,7 +81,7 @@ def try_out(
 
 
 def try_at_random(environment: Environment, tasks: torch.Tensor, copies: int, episodes: int, seed: int = 0) -> Returns:
-    """As ``try_out``, of an agent that takes all actions equally often; [tasks, copies, episodes]."""
+    """Evaluate an agent with uniformly random actions as ``try_out`` does; [tasks, copies, episodes]."""
     rows = torch.arange(len(tasks) * copies)
     seeds = _seeds(seed, rows)
     draws = _Draws(seeds)
@@ -104,14 +104,14 @@ def play(
     whole_length: bool = False,
     every_step: Callable[[], None] | None = None,
 ) -> Returns:
-    """Play a policy on tasks [n, p], a copy of the environment each; the result is the returns [n, episodes].
+    """Run a policy on tasks [n, p], with one copy of the environment each; return the returns [n, episodes].
 
     Args:
-        whole_length: take as many steps as the longest episodes would need, though all may be over before.
+        whole_length: take as many steps as the longest possible episodes need, even if all end earlier.
     """
     copies = environment.vector(tasks, device, seeds)
     rows = torch.arange(len(tasks), device=device)
-    returns = torch.zeros(len(tasks), episodes + 1, device=device)  # the last: of what comes after
+    returns = torch.zeros(len(tasks), episodes + 1, device=device)  # the last column collects later rewards
     episode = torch.zeros(len(tasks), dtype=torch.int64, device=device)
     states = copies.reset()
     step = _first_step(states, environment.action_count)
@@ -130,11 +130,11 @@ def play(
 
 
 def hop(shape: HistoryShape, horizon: int) -> int:
-    """How many steps a full context forgets at once: a number of whole episodes where it holds more than one."""
+    """Return how many steps a full context drops at once: whole episodes if it holds more than one."""
     if shape.steps <= horizon:
         return max(1, shape.steps // 2)
     episodes = max(1, shape.steps // (_MOVES_BY * horizon))
-    # What is left then begins with an episode, if episodes last as long as they may.
+    # The rest then starts with an episode if all episodes have the maximum length.
     return episodes * horizon
 
 
@@ -156,7 +156,7 @@ def _model_policy(module: HistoryObjective, context: Context, temperature: float
 
 
 class _Draws:
-    """Numbers in [0, 1), one a copy in every step; other ones than the environment draws."""
+    """Random numbers in [0, 1), one per copy and step, independent of those of the environment."""
 
     def __init__(self, seeds: torch.Tensor) -> None:
         self._seeds = mixed(mixed(seeds))
@@ -182,6 +182,6 @@ def _first_step(states: torch.Tensor, actions: int) -> Steps:
 
 
 def mean_over_last(returns: Returns, episodes: int) -> Returns:
-    """Mean return of the last episodes of every copy [...]."""
+    """Return the mean return of the last episodes of every copy [...]."""
     mean: Returns = returns[..., -episodes:].mean(-1)
     return mean

@@ -1,4 +1,4 @@
-"""The section of Algorithm Distillation: what is learnt from histories, and how the agent is tried."""
+"""The recipe section of Algorithm Distillation: training on histories, and the evaluation of the agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Sec
 from trainwright.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 
-# What stands in the sections that speak of texts; it is not written out.
+# Placeholders for the sections about texts; they are not written out.
 WITHOUT_TEXTS: dict[str, dict[str, Any]] = {
     "model": {"config": {"model_type": "history"}, "tokenizer": "none"},
     "data": {"train": "histories", "validation": None},
@@ -22,7 +22,7 @@ Number = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 
 
 class HistoryModelSection(Section):
-    """The transformer, which is always a fresh one."""
+    """The transformer, which is always trained from scratch."""
 
     n_embd: Count = Field(64, description="Width of the model.")
     n_layer: Count = Field(4, description="Number of blocks.")
@@ -40,7 +40,7 @@ class HistoryModelSection(Section):
 
 
 class TrialSection(Section):
-    """How the agent is tried at every evaluation, on tasks that it was not trained on."""
+    """How to evaluate the agent on held-out tasks."""
 
     episodes: Count = Field(50, description="Episodes one after another, in one context.")
     tasks: Count | None = Field(
@@ -54,7 +54,7 @@ class TrialSection(Section):
 
 
 class AlgorithmDistillationSection(Section):
-    """What a model learns from the histories of a reinforcement-learning algorithm (arXiv 2210.14215)."""
+    """Training on the histories of a reinforcement-learning algorithm (arXiv 2210.14215)."""
 
     environment: Annotated[str, Registered(ENVIRONMENTS, imports=False)] = Field(
         "darkroom", description="What is acted in; gymnasium: a class of your own, by its entry_point."

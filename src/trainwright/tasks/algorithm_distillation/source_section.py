@@ -1,4 +1,4 @@
-"""The algorithms whose histories are collected, as a recipe has them."""
+"""The recipe section of the algorithms whose histories are collected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Pos
 
 
 class PpoSection(Section):
-    """Proximal policy optimisation, with the names and defaults of Stable-Baselines3 where it has them."""
+    """Proximal policy optimization; names and defaults follow Stable-Baselines3."""
 
     rollout_steps: Count = Field(80, description="Steps of every stream from one round of learning to the next.")
     batch_size: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
@@ -29,7 +29,7 @@ class PpoSection(Section):
 
 
 class QLearningSection(Section):
-    """Q-learning with a table."""
+    """Tabular Q-learning."""
 
     learning_rate: Proportion = Field(0.5, description="How far an estimate moves to what was just seen.")
     gamma: BelowOne = Field(0.9, description="What a reward counts a step later.")
@@ -46,7 +46,7 @@ class UcbSection(Section):
 
 
 class SourceSection(Section):
-    """The algorithm that learns while its histories are kept."""
+    """The algorithm whose learning histories are collected."""
 
     name: Literal["ppo", "q-learning", "ucb"] = Field(
         "ppo",
@@ -70,14 +70,14 @@ class SourceSection(Section):
 
     @property
     def algorithm(self) -> dict[str, Any]:
-        """What a collection is asked for: ``name``, ``streams``, ``steps``, ``seed`` and the algorithm's own."""
+        """The settings of a collection: ``name``, ``streams``, ``steps``, ``seed`` and the algorithm's own."""
         own: Section = getattr(self, _section_of(self.name))
         common = {key: getattr(self, key) for key in ("name", "streams", "steps", "seed")}
         return {**common, **own.model_dump()}
 
 
 def source_contradictions(source: SourceSection, key: str) -> Iterator[Contradiction]:
-    """Yield what does not go together in the section at ``key``."""
+    """Yield contradictions in the section at ``key``."""
     for name in ("ppo", "q-learning", "ucb"):
         section = _section_of(name)
         kind = type(getattr(source, section))

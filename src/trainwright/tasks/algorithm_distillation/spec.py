@@ -1,4 +1,4 @@
-"""Algorithm Distillation, as recipes and plans know it: rows of one length, and a model whose sizes the recipe has."""
+"""The specification of Algorithm Distillation for recipes and plans: rows of one length, and its own model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainwright.tasks.algorithm_distillation.section import WITHOUT_TEXTS, Algo
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
-# Observations, actions and heads are a few dozen rows of embeddings; which environment it is hardly matters.
+# Observations, actions and heads have a few dozen rows of embeddings; the exact number hardly matters.
 _ROWS_OF_EMBEDDINGS = 64
 _TOKENS_OF_A_STEP = {"transition": 1, "parts": 3}
 
 
 def context_tokens(section: AlgorithmDistillationSection) -> int:
-    """Tokens of a window. With latents its regions follow each other, and all are kept for the backward pass."""
+    """Return the tokens of a window, including all its regions, which are kept for the backward pass."""
     steps = section.context_length * _TOKENS_OF_A_STEP[section.model.layout]
     if section.context == "full":
         return steps
@@ -27,7 +27,7 @@ def context_tokens(section: AlgorithmDistillationSection) -> int:
 
 
 def section_of(recipe: Recipe) -> AlgorithmDistillationSection | None:
-    """Return the task's section; None in a recipe of another task."""
+    """Return the task's section, or None in a recipe of another task."""
     return recipe.own(AlgorithmDistillationSection) if recipe.spec.name == SPEC.name else None
 
 
@@ -69,7 +69,7 @@ SPEC = TaskSpec(
     needs=_needs,
     inputs=_inputs,
     reads_texts=False,
-    keeps_best=False,  # the loss of predicted actions does not say which agent learns best in its context
+    keeps_best=False,  # the loss of predicted actions does not show how well an agent learns in context
     examples=("algorithm_distillation.histories", "the file, or what windows are cut from it,"),
     length_keys="algorithm_distillation.context_length",
 )

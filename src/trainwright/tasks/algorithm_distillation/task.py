@@ -1,4 +1,4 @@
-"""Algorithm Distillation: a model learns from histories of learning, and then learns in its context."""
+"""Algorithm Distillation: train a model on learning histories, so that it learns in context."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.steps import planned_examples, stream_of
 from trainwright.text import plural
 
-_VALIDATION_WINDOWS = 512  # drawn from all of the tasks that are held back
+_VALIDATION_WINDOWS = 512  # sampled from all held-out tasks
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
-    """Check that the histories are there and fit the recipe."""
+    """Check that the histories exist and fit the recipe; return the number of training windows."""
     section = recipe.own(AlgorithmDistillationSection)
     environment = environment_of(section)
     with open_histories(section, environment) as histories:
@@ -53,7 +53,7 @@ def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
 
 
 class AlgorithmDistillation:
-    """A transformer on windows of histories, tried on tasks whose histories it was not trained on."""
+    """A transformer trained on windows of histories, and evaluated on tasks that are held out."""
 
     weights = None
     prompts: Sequence[str] = ()
@@ -87,7 +87,7 @@ class AlgorithmDistillation:
         self.stream: Stream[HistoryWindows] = stream_of(
             recipe, train, planned_examples(recipe, train), training=True, shuffle=True
         )
-        # Without histories of the tasks held back there is no loss, and the agent is tried all the same.
+        # Without histories of the held-out tasks there is no validation loss, but the agent is still evaluated.
         measured = held_back or train
         few = min(_VALIDATION_WINDOWS, len(measured))
         self.validation: Stream[HistoryWindows] = stream_of(recipe, measured, few, training=False, shuffle=True)
@@ -97,7 +97,7 @@ class AlgorithmDistillation:
         return self._objective.blocks()
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Say what is seldom meant: a context short of an episode or longer than histories, or another's histories."""
+        """Warn about contexts shorter than an episode or longer than histories, and histories of another source."""
         for warning in (
             other_source(self._section, self._made_by),
             short_context(self._section, self._environment),
@@ -107,7 +107,7 @@ class AlgorithmDistillation:
                 notify(warning)
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """Do nothing: the loss of a micro-batch depends on nothing outside it."""
+        """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed losses of the windows of one micro-batch."""
@@ -122,7 +122,7 @@ class AlgorithmDistillation:
         return sums.double() * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Return the metrics from statistics that are summed over the split or step."""
+        """Return the metrics from statistics summed over the split or step."""
         found = dict(zip(SUMS, statistics, strict=True))
         metrics = {
             "loss": found["total"] / found["actions"],
@@ -139,12 +139,10 @@ class AlgorithmDistillation:
         return metrics
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Nothing but the weights is changed by a step."""
+        """Do nothing: a step only changes the weights."""
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
-        """Return the agent's returns on the held-back tasks, in its first episode and at the end, sampled and
-        greedy.
-        """
+        """Return returns on held-out tasks in the first and the last episodes, with sampled and greedy actions."""
         trial = self._section.trial
         metrics: dict[str, float] = {}
         assert isinstance(module, HistoryObjective)
@@ -156,7 +154,7 @@ class AlgorithmDistillation:
                 f"{prefix}return_last": float(mean_over_last(returns, trial.last_episodes).mean()),
             }
         best = float(self._environment.optimal_return(self._goals.tried).mean())
-        if best == best and best:  # not known of every environment
+        if best == best and best:  # not known for every environment
             metrics["share_of_optimum"] = metrics["return_last"] / best
         return metrics
 
@@ -170,11 +168,11 @@ class AlgorithmDistillation:
             module.train()
 
     def generate(self, module: nn.Module, prompt: str) -> str:
-        """Fail: there are no prompts."""
+        """Raise AssertionError: there are no prompts."""
         raise AssertionError("there are no prompts")
 
     def describe(self) -> dict[str, Any]:
-        """Return fields of the `start` event: the windows and the model."""
+        """Return the fields of the `start` event: the windows and the model."""
         windows = self._train
         seen = "every step" if self._section.targets == "every" else "the last step"
         every = f", subsample {windows.cut.subsample}" if windows.cut.subsample > 1 else ""
@@ -195,7 +193,7 @@ class AlgorithmDistillation:
         return self._train.describe(index)
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-        """Write the model's weights, its shape, the environment that it acts in, and how it is tried there."""
+        """Write the model's weights, its shape, its environment, and the evaluation settings."""
         prefix = "model."
         about = {
             "environment": {"name": self._environment.name, "options": self._environment.options},
@@ -205,16 +203,16 @@ class AlgorithmDistillation:
         save_history_model(directory, self._objective.model.shape, about, named)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Fail: there is no adapter."""
+        """Raise AssertionError: there is no adapter."""
         raise AssertionError("there is no adapter")
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
-        """Fail: there is no adapter."""
+        """Raise AssertionError: there is no adapter."""
         raise AssertionError("there is no adapter")
 
 
 def environment_of(section: AlgorithmDistillationSection) -> Environment:
-    """Return the environment of a recipe. Raises RequestError with the key."""
+    """Return the environment of a recipe; raise RequestError with the key."""
     try:
         return make(section.environment, **section.environment_options)
     except RequestError as error:
@@ -222,7 +220,7 @@ def environment_of(section: AlgorithmDistillationSection) -> Environment:
 
 
 def shape_of(section: AlgorithmDistillationSection, environment: Environment) -> HistoryShape:
-    """Return the model that a recipe asks for, in its environment."""
+    """Return the model shape of a recipe for its environment."""
     model, compressed = section.model, section.context == "compressed"
     return HistoryShape(
         observations=tuple(environment.observation_counts),
@@ -242,10 +240,9 @@ def shape_of(section: AlgorithmDistillationSection, environment: Environment) ->
 
 
 def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
-    """Return what the recipe's source has differently from the one that made the histories; None where it made them
-    itself.
+    """Return a warning if other settings of the source made the histories than the recipe has, otherwise None.
 
-    Histories that ``trainwright collect`` did not make are whatever they are.
+    Histories that ``trainwright collect`` did not make are not checked.
     """
     asked = section.source.algorithm
     if made_by.get("name") not in get_args(SourceSection.model_fields["name"].annotation):
@@ -262,7 +259,7 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
 
 
 def short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
-    """Return what a context costs that does not hold an episode; None where it does."""
+    """Return a warning if a context is shorter than an episode, otherwise None."""
     if section.context_length >= environment.horizon:
         return None
     return (
@@ -273,7 +270,7 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
 
 
 def short_histories(windows: HistoryWindows) -> str | None:
-    """Return what it costs where no history fills a context; None where one does."""
+    """Return a warning if every history is shorter than a context, otherwise None."""
     cut = windows.cut
     if windows.longest >= cut.window:
         return None
@@ -286,10 +283,10 @@ def short_histories(windows: HistoryWindows) -> str | None:
 
 
 def open_histories(section: AlgorithmDistillationSection, environment: Environment) -> Histories:
-    """Return the histories that a recipe names.
+    """Open the histories of a recipe.
 
     Raises:
-        RequestError: the file cannot be read, or is of another environment.
+        RequestError: the file cannot be read, or is for another environment.
     """
     try:
         histories = Histories(section.histories, environment)

@@ -1,10 +1,10 @@
-"""Windows of learning histories: the examples that Algorithm Distillation trains on.
+"""Windows of learning histories: the training examples of Algorithm Distillation.
 
-A history of a learner (one goal, one stream) is its episodes one after another. Of every n-th episode, n histories are
-made that each learn n times as fast: one begins with episode 0, one with episode 1, and so on. The steps are put in
-that order once, so that a window of any of them is a stretch of memory. Windows begin where episodes begin, and where
-contexts do when the model acts, which is in the midst of an episode where episodes have different lengths; those
-shorter than an episode begin anywhere. Where only their last step is a target, they end with every step there is.
+A history of a learner (one goal, one stream) is a sequence of episodes. Subsampling every n-th episode turns it into n
+histories that each learn n times as fast: one starts with episode 0, one with episode 1, and so on. The steps are
+sorted into this order once, so that every window is a contiguous range. Windows start at episodes, and where contexts
+start when the model acts, which is within an episode if episodes differ in length; windows shorter than an episode
+start anywhere. If only their last step is a target, there is one window for every last step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Cut:
-    """How histories become windows.
+    """How histories are divided into windows.
 
     Attributes:
-        subsample: every how many episodes one is kept.
-        steps: of a context, or of a region of a compressed one.
-        regions: that a window has of a compressed context; 1 where it is not compressed.
+        subsample: keep every n-th episode.
+        steps: steps of a context, or of a region of a compressed one.
+        regions: regions per window of a compressed context; 1 without compression.
         last_only: whether only the last step of a window is a target.
-        region_before: whether a window is a region and the one before it, which is not there at the beginning.
-        shortest: of the windows that the end of a history cuts short, those of so many steps are all kept; of shorter
-            ones only the longest, so that every step is in some.
+        region_before: whether a window is a region and the previous one, which is absent at the start.
+        shortest: of the windows that are truncated at the end of a history, all with at least this many steps are kept;
+        of shorter ones only the longest, so that every step is in a window.
     """
 
     subsample: int
@@ -52,11 +52,11 @@ class Cut:
     def of(
         cls, shape: HistoryShape, *, subsample: int, trained_regions: int, last_only: bool, forgotten_at_once: int
     ) -> Cut:
-        """How windows of a model's contexts are cut.
+        """Return the division for the contexts of a model.
 
         Args:
-            forgotten_at_once: steps by which a full context moves on when the model acts. It then goes on from a
-                context of the others, so those are trained too, wherever in a history they begin.
+            forgotten_at_once: steps that a full context drops when the model acts. It then continues from the remaining
+            context, so such contexts are trained too, wherever they start in a history.
         """
         regions = 2 if shape.regions == 2 else trained_regions if shape.latents else 1
         shortest = shape.steps - forgotten_at_once if regions == 1 else shape.steps * regions
@@ -64,23 +64,25 @@ class Cut:
 
     @property
     def moves_by(self) -> int:
-        """Steps from where one context begins to where the next does when the model acts; 0 where it stays."""
+        """Return the steps between the starts of successive contexts when the model acts; 0 if the start does not
+        move.
+        """
         if self.regions == 1:
             return max(0, self.steps - self.shortest)
         return self.steps if self.region_before else 0
 
     @property
     def window(self) -> int:
-        """Steps of the longest window."""
+        """Return the number of steps of the longest possible window."""
         return self.steps * self.regions
 
 
 class HistoryWindows:
-    """All windows of the histories of some goals; as the stream sees it, a data set of examples.
+    """All windows of the histories of some goals; implements the dataset interface of streams.
 
     Args:
         histories: read goal by goal.
-        goals: which of them, as indices into ``histories.goals``.
+        goals: indices into ``histories.goals``.
     """
 
     mixture: tuple[Part, ...] | None = None
@@ -100,48 +102,48 @@ class HistoryWindows:
 
     @property
     def steps(self) -> int:
-        """Steps of all histories together."""
+        """Return the number of steps of all histories."""
         return len(self._steps["actions"])
 
     @property
     def token_count(self) -> int:
-        """Steps of all windows together."""
+        """Return the number of steps of all windows."""
         return int(self._lengths.sum())
 
     @property
     def longest(self) -> int:
-        """Steps of the longest window there is, which is at most ``cut.window``."""
+        """Return the number of steps of the longest window, which is at most ``cut.window``."""
         return int(self._lengths.max())
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Return the one document of an example."""
+        """Return the single document of an example."""
         return (index,)
 
     def document_length(self, document: int) -> int:
-        """Return the number of tokens of one document."""
+        """Return the number of steps of one document."""
         return self.length(document)
 
     def length(self, index: int) -> int:
-        """Return the steps of one window."""
+        """Return the number of steps of one window."""
         return int(self._lengths[index])
 
     def target_count(self, index: int) -> int:
-        """Actions that are predicted in one window."""
+        """Return the number of predicted actions in one window."""
         return 1 if self.cut.last_only else self.length(index)
 
     def will_need(self, examples: Iterable[int]) -> None:
-        """All of it is in memory."""
+        """Do nothing: all data is in memory."""
 
     def describe(self, index: int) -> str:
-        """Where a window begins, for messages."""
+        """Describe where a window starts, for messages."""
         return f"{self.length(index)} steps from step {int(self._begins[index])} of all histories"
 
     def batch(self, examples: Sequence[int]) -> HistoryBatch:
-        """Tensors of some windows, filled up to the longest."""
+        """Return the tensors of windows, padded to the longest."""
         chosen = np.asarray(examples)
         lengths, absent = self._lengths[chosen], self._absent[chosen]
         width = int((lengths + absent).max())
-        # A region that is not there takes its room in front.
+        # Absent regions are padding at the front.
         place = np.arange(width)[None] - absent[:, None]
         real = (place >= 0) & (place < lengths[:, None])
         index = self._begins[chosen][:, None] + np.clip(place, 0, lengths[:, None] - 1)
@@ -179,18 +181,16 @@ def _tensor(values: Array, dtype: Any) -> torch.Tensor:
 
 
 def _ordered(history: History, subsample: int) -> dict[str, Array]:
-    """Return the steps of a goal's streams [streams * time], those of every n-th episode together, and where these
-    begin.
-    """
+    """Return the steps of a goal's streams [streams * time], grouped by phase of every n-th episode, and the starts."""
     dones = history.dones.T
     starts = np.ones(dones.shape, bool)
     starts[:, 1:] = dones[:, :-1]
     phase = (np.cumsum(starts, axis=1) - 1) % subsample
-    # Stable, so that within a phase the steps stay in the order of time.
+    # A stable sort keeps the order of time within a phase.
     order = np.argsort(phase, axis=1, kind="stable")
 
     def in_order(values: Array) -> Array:
-        """``values`` [time, streams] or [time, streams, k] as [streams * time] or [streams * time, k]."""
+        """Reorder ``values`` [time, streams] or [time, streams, k] to [streams * time] or [streams * time, k]."""
         values = np.swapaxes(values, 0, 1)
         index = order[..., None] if values.ndim == 3 else order
         return np.take_along_axis(values, index, axis=1).reshape(-1, *values.shape[2:])
@@ -203,13 +203,15 @@ def _ordered(history: History, subsample: int) -> dict[str, Array]:
 
 
 def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
-    """First step, length and absent steps in front of every window, from where histories and episodes begin."""
+    """Return first step, length and absent steps at the front of every window, from starts of histories and
+    episodes.
+    """
     edges = np.append(np.flatnonzero(segment), len(segment))
     if cut.last_only:
         return _windows_to_every_step(edges, cut)
     starts = np.flatnonzero(episode_start | segment)
     if np.diff(starts, append=len(segment)).max() > cut.steps:
-        # A context that does not hold an episode begins anywhere in it.
+        # Contexts shorter than an episode start anywhere in it.
         starts = np.arange(len(segment))
     elif cut.moves_by:
         place = np.arange(len(segment)) - np.repeat(edges[:-1], np.diff(edges))
@@ -217,7 +219,7 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
     of = np.searchsorted(edges, starts, side="right") - 1
     begin_of, end_of = edges[of], edges[of + 1]
     if cut.region_before:
-        # `starts` begin the later region; the one before is whole, or the history begins here.
+        # `starts` are those of the later region; the previous one is complete, or the history starts here.
         offset = starts - begin_of
         usable = (offset == 0) | (offset >= cut.steps)
         absent = np.where(offset == 0, cut.steps, 0)[usable]
@@ -225,7 +227,7 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
         return begins, np.minimum(end_of[usable] - begins, cut.window - absent), absent
     left = end_of - starts
     previous = np.roll(starts, 1)
-    # The window that begins before this one reaches the end of the history as well.
+    # Whether the previous window also reaches the end of the history.
     whole_before = (np.roll(of, 1) == of) & (end_of - previous <= cut.window)
     usable = ~whole_before | (left >= cut.shortest)
     usable[0] = True
@@ -233,7 +235,7 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
 
 
 def _windows_to_every_step(edges: Array, cut: Cut) -> tuple[Array, Array, Array]:
-    """As ``_windows``: for every step the context in which its action is predicted, which ends with it."""
+    """Return, as ``_windows``, the context of every predicted action, which ends with its step."""
     begin_of = np.repeat(edges[:-1], np.diff(edges))
     steps = np.arange(edges[-1])
     if cut.regions == 1:

@@ -1,9 +1,9 @@
-"""Prompts with answers to other prompts, from which KTO estimates how far a model has gone from its reference.
+"""Prompts with answers to other prompts, for KTO's estimate of the divergence from the reference.
 
-KTO measures answers against KL(pi || pi_ref). Its estimate is the mean log-ratio over answers that were not given to
-their prompt (arXiv 2402.01306, section 4.2); there each is taken from another example of the batch. Here it is the
-answer of the next example of the data set that has another prompt, always the same: so what the reference makes of it
-is known before training, and the estimate depends on neither ranks nor micro-batches.
+KTO compares answers with KL(pi || pi_ref). Its estimate is the mean log-ratio over answers that do not belong to their
+prompt (arXiv 2402.01306, section 4.2); the paper takes each from another example of the batch. Here it is always the
+answer of the next example of the dataset with another prompt, so its reference log-probability is known before
+training, and the estimate does not depend on ranks or micro-batches.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trainwright.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatched(TokenDataset):
-    """The examples of another data set, every document with the answer of another; made when it is looked at."""
+    """The examples of a dataset, every document with the answer of another one; created on access."""
 
     max_length: int
-    prompts: npt.NDArray[np.int64]  # [documents]: tokens before the answer
-    others: npt.NDArray[np.int64]  # [documents]: whose answer it has
+    prompts: npt.NDArray[np.int64]  # [documents]: number of tokens before the answer
+    others: npt.NDArray[np.int64]  # [documents]: the document that provides the answer
 
     @classmethod
     def of(cls, dataset: TokenDataset, max_length: int, key: str) -> Mismatched:
-        """Of ``dataset``; documents are cut to ``max_length`` tokens, as its own are.
+        """Create it from ``dataset``; documents are cut to ``max_length`` tokens, as in the dataset.
 
         Raises:
-            RequestError: all its prompts are the same; ``key`` is that of its source.
+            RequestError: all prompts are the same; ``key`` is that of the source.
         """
         prompts = np.asarray([_prompt_length(dataset, d) for d in range(dataset.document_count)], dtype=np.int64)
         return cls(
@@ -53,7 +53,7 @@ class Mismatched(TokenDataset):
         return int(min(self.prompts[document] + answer, self.max_length))
 
     def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Return a prompt with the answer of another row."""
+        """Return ``(tokens, targets)`` of a prompt with the answer of another document."""
         tokens, targets = super().document(document)
         answer, answer_targets = super().document(int(self.others[document]))
         begin, other_begin = self.prompts[document], self.prompts[self.others[document]]
@@ -67,12 +67,12 @@ class Mismatched(TokenDataset):
 
 
 def _prompt_length(dataset: TokenDataset, document: int) -> int:
-    """Tokens of a document before the first that is predicted."""
+    """Return the number of tokens of a document before its first target."""
     return 1 + int(np.argmax(dataset.document(document)[1][1:]))
 
 
 def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:
-    """For every document, the one at its place in the next example, around the end, that has another prompt."""
+    """Return, for every document, the one at its position in the next example (cyclically) with another prompt."""
     count, each = dataset.document_count, dataset.documents_per_example
     assert dataset.members is None or np.array_equal(dataset.members.ravel(), np.arange(count)), "as it is prepared"
     texts = [dataset.document(d)[0][: prompts[d]].tobytes() for d in range(count)]
@@ -84,7 +84,7 @@ def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> 
                 f"{key}: dpo.loss kto needs answers to at least two different prompts, as it measures answers against "
                 "those to other prompts; add rows, or set dpo.loss to another"
             )
-        # From the end, as the next example with another prompt is the next one's where that has the same.
+        # Backwards: if the next example has the same prompt, its own successor is used.
         following = {column[-1]: next(d for d in column if texts[d] != texts[column[-1]])}
         for document, after in zip(reversed(column[:-1]), reversed(column[1:]), strict=True):
             following[document] = after if texts[after] != texts[document] else following[after]

@@ -1,4 +1,4 @@
-"""Preference tuning, as recipes and plans know it: its section, its checks, its rows."""
+"""The specification of preference tuning for recipes and plans: its section, its checks, its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DpoSection(Section):
-    """What preference tuning minimises."""
+    """The loss of preference tuning."""
 
     loss: Literal["dpo", "ipo", "kto"] = Field(
         "dpo",

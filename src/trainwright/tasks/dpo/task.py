@@ -1,4 +1,4 @@
-"""Preference tuning: answers that were compared or judged, against what the model said of them at the start."""
+"""Preference tuning: train on compared or labelled answers, relative to a reference model."""
 
 from __future__ import annotations
 
@@ -43,27 +43,29 @@ def build(recipe: Recipe, cache: Path) -> PreferenceTuning:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers of a stream, and what the reference says of them."""
+    """The answers of a stream, and their log-probabilities under the reference."""
 
     stream: Stream
     reference: Reference
 
     def ratios(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """log pi(y|x) - log pi_ref(y|x) of a batch's answers [D], float64, from the losses of its targets [N]."""
+        """Return log pi(y|x) - log pi_ref(y|x) of a batch's answers [D], float64, from the losses of its targets
+        [N].
+        """
         return -batch.by_document(losses) - self.reference.of(batch)
 
 
 class PreferenceTuning(LanguageModelTask):
-    """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one that has a label."""
+    """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one labelled answer."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path) -> None:
         self._dpo = recipe.own(DpoSection)
         self._cache = cache
         super().__init__(recipe, tokenizer, prepared)
-        # An adapter that is new adds nothing yet: without it the model is that of the start.
+        # A new adapter is initially zero, so the model without it is the one that training starts from.
         new = recipe.model.adapter.start_from is None
         self._without_adapter = self._adapter is not None and (new or self._dpo.reference == "base")
-        # Of training and, under True, of validation; KTO has as many answers to other prompts.
+        # For training (False) and validation (True); _mismatched holds KTO's answers to other prompts.
         self._answers: dict[bool, _Answers] = {}
         self._mismatched: dict[bool, _Answers] = {}
         self._divergence = 0.0
@@ -72,7 +74,7 @@ class PreferenceTuning(LanguageModelTask):
         return float(dataset.documents_per_example) if self._dpo.loss == "kto" else 1.0
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Have the reference's log-probabilities of every answer that the run sees."""
+        """Compute the reference's log-probabilities of every answer in this run."""
         trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
         self.start = start_fingerprint(strategy, trained if self._without_adapter else ())
         for validation, stream in ((False, self.stream), (True, self.validation)):
@@ -104,7 +106,7 @@ class PreferenceTuning(LanguageModelTask):
         return _Answers(stream, found)
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """Estimate KTO's divergence from all of the global batch."""
+        """Estimate KTO's divergence from the whole global batch."""
         if self._dpo.loss != "kto":
             return
         answers, device = self._mismatched[validation], strategy.world.device
@@ -135,11 +137,11 @@ class PreferenceTuning(LanguageModelTask):
         return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
 
     def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return what answers are compared by [D]: their log-ratios, in IPO a token's in the mean."""
+        """Return the scores of answers [D]: their log-ratios, for IPO averaged over tokens."""
         return ratios / ratios.new_tensor(batch.target_counts) if self._dpo.loss == "ipo" else ratios
 
     def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss of every pair [P], in KTO of every answer [D]."""
+        """Return the loss of every pair [P], or for KTO of every answer [D]."""
         dpo = self._dpo
         if dpo.loss == "kto":
             weights = dpo.desirable_weight, dpo.undesirable_weight
@@ -157,11 +159,13 @@ class PreferenceTuning(LanguageModelTask):
         return self._statistics(scores, batch) * float(micro.weight > 0)
 
     def _statistics(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected, …]``."""
+        """Return ``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected,
+        …]``.
+        """
         rewards, chosen = self._dpo.beta * scores, _chosen(batch)
         right = rewards.new_zeros(0)
         if len(rewards) == 2 * len(batch.examples):
-            # Half a point where neither is preferred, as before training.
+            # A tie counts half, as before training.
             right = (rewards.view(-1, 2).diff(dim=1).neg().sign() + 1) / 2
         weight = rewards.new_tensor(batch.weight)
         sums = [
@@ -178,7 +182,7 @@ class PreferenceTuning(LanguageModelTask):
         return torch.stack([value.double() for value in sums])
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Return the metrics from statistics that are summed over the split or step."""
+        """Return the metrics from statistics summed over the split or step."""
         loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected = statistics
         found = {"loss": loss / weight}
         if pairs:
@@ -195,5 +199,5 @@ class PreferenceTuning(LanguageModelTask):
 
 
 def _chosen(batch: Batch) -> torch.Tensor:
-    """Which answers are the better ones of their pairs, or good ones; bool [D]."""
+    """Return which answers are chosen or good; bool [D]."""
     return torch.tensor([role == CHOSEN for role in batch.roles], device=batch.targets.device)

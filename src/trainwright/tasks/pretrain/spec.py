@@ -1,4 +1,4 @@
-"""Pretraining, as recipes and plans know it: its section, its checks, and what follows from it."""
+"""The specification of pretraining for recipes and plans: its section, its checks, and its needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PretrainSection(Section):
-    """How a corpus is cut into examples, and what is added to the loss."""
+    """How to divide a corpus into examples, and the z-loss."""
 
     windows: Literal["documents", "contiguous"] = Field(
         "documents",
@@ -32,7 +32,7 @@ class PretrainSection(Section):
 
 
 def _fill(values: dict[str, Any]) -> dict[str, Any]:
-    """Windows fill packs, unless the recipe says something else."""
+    """Set the pack length to the window length by default."""
     data = values.get("data")
     if not isinstance(data, dict):
         return values

@@ -1,4 +1,4 @@
-"""Pretraining: every token of a corpus is predicted from those before it in its window."""
+"""Pretraining: predict every token of a corpus from the previous ones in its window."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Pretraining", "build", "prepare_once"]
 
-# The likeliest token after the likeliest soon goes round in a circle.
+# Greedy decoding soon repeats itself.
 _TEMPERATURE, _TOP_P = 0.8, 0.95
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
-    """Prepare the shards and convert the weights; both are found in the cache afterwards."""
+    """Prepare the shards and convert the weights, so that both are in the cache; return the number of examples."""
     return len(_prepare_data(recipe, prepare_model(recipe), cache).train)
 
 
@@ -54,7 +54,7 @@ def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Pat
 
 
 class Pretraining(LanguageModelTask):
-    """Training of a causal language model on token shards."""
+    """Pretraining of a causal language model on token shards."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
         self._pretrain = recipe.own(PretrainSection)
@@ -75,15 +75,15 @@ class Pretraining(LanguageModelTask):
         return batch.to(device)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
-        """Return the summed losses of one micro-batch and the weight of its targets."""
+        """Return the summed loss of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)
         total = module(batch)
-        if self._pretrain.z_loss:  # what is minimised is then no loss of text alone
+        if self._pretrain.z_loss:  # then the total is not only the loss of the text
             return LossSum(total, float(len(batch.targets)))
         return LossSum(total, float(len(batch.targets)), torch.stack([total.detach().double(), self._bytes(batch)]))
 
     def _bytes(self, batch: Batch) -> torch.Tensor:
-        """Of the batch's targets, float64 scalar."""
+        """Return the number of bytes of the batch's targets, float64 scalar."""
         self._token_bytes = self._token_bytes.to(batch.targets.device)
         return self._token_bytes.index_select(0, batch.targets).sum()
 
@@ -96,9 +96,9 @@ class Pretraining(LanguageModelTask):
         return torch.stack(sums) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Return the metrics from statistics that are summed over the split or step."""
+        """Return the metrics from statistics summed over the split or step."""
         nats, size, *rest = statistics
-        # Bits for each byte of text: the same for every tokenizer (arXiv 2101.00027, section 3.1).
+        # Bits per byte of text are comparable between tokenizers (arXiv 2101.00027, section 3.1).
         found = {"bits_per_byte": nats / math.log(2) / size} if size else {}
         if not rest:
             return found

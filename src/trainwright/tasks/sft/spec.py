@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, as recipes and plans know it."""
+"""The specification of supervised fine-tuning for recipes and plans."""
 
 from __future__ import annotations
 

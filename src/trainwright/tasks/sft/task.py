@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loss is on what the assistant says, or on all of a plain text."""
+"""Supervised fine-tuning: the loss is over assistant turns, or over all tokens of plain text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
-        """Return the summed losses of one micro-batch and the weight of its targets."""
+        """Return the summed loss of one micro-batch and the weight of its targets."""
         batch = self._batch(self._prepared.train, micro, device)
         return LossSum(module(batch), float(len(batch.targets)))
 
@@ -39,7 +39,7 @@ class SupervisedFineTuning(LanguageModelTask):
         return torch.cat([sums, sums.new_full((1,), len(batch.targets))]) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Return the metrics from statistics that are summed over the split or step."""
+        """Return the metrics from statistics summed over the split or step."""
         loss, correct, targets = statistics
         mean = torch.tensor(loss / targets, dtype=torch.float64)
         return {

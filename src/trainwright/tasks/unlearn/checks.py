@@ -1,4 +1,4 @@
-"""Contradictions of a recipe for unlearning."""
+"""Contradictions in recipes for unlearning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
 
 
 def check(recipe: Recipe) -> Iterator[Contradiction]:
-    """Yield what does not go together in the sections ``unlearn`` and ``data``."""
+    """Yield contradictions in the sections ``unlearn`` and ``data``."""
     section = recipe.own(UnlearnSection)
     yield from _rows(recipe, section)
     yield from _objective(section)

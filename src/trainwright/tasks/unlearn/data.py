@@ -1,4 +1,4 @@
-"""The rows of an unlearning run, prepared: forget rows with their refusals, and retain rows beside them."""
+"""Prepare the rows of an unlearning run: forget rows with their refusals, and retain rows as companions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """``prepared``: pairs to train on and to measure. ``forget``: the forget rows by themselves, with their refusals;
-    their documents have the same numbers as in the pairs."""
+    """The rows of an unlearning run.
+
+    Attributes:
+        prepared: pairs of forget and retain rows, for training and validation.
+        forget: only the forget rows, with their refusals; documents have the same indices as in the pairs.
+    """
 
     prepared: Prepared
     forget: TokenDataset
 
 
 def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Rows:
-    """Return the rows of a resolved recipe, prepared or found in the cache.
+    """Return the rows of a resolved recipe, prepared or from the cache.
 
     Raises:
         RequestError: a source or a row is wrong.

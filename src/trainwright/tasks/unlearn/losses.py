@@ -1,7 +1,7 @@
-"""gamma x forget loss + alpha x retain loss of a micro-batch, whatever the objective.
+"""Compute gamma x forget loss + alpha x retain loss of a micro-batch, for any objective.
 
-Each of the two is a mean of its own, over tokens or over answers of the whole global batch. What one token or answer
-counts is known before the passes (``Counts``), so micro-batches give sums that add up to the same in any division.
+Each loss is a mean over the tokens or answers of the whole global batch. Their numbers (``Counts``) are known before
+the passes, so the sums of micro-batches add up to the same value for any division.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROLES = (FORGET, RETAIN, REFUSAL)
 
 @dataclass(frozen=True)
 class Counts:
-    """What the forget loss and the retain loss are means over: tokens or answers of the whole global batch."""
+    """The number of tokens or answers of the global batch that each loss is averaged over."""
 
     forget: float
     retain: float
 
     @classmethod
     def of(cls, section: UnlearnSection, documents: Sequence[tuple[int, int]]) -> Counts:
-        """Of documents, each ``(role, number of targets)``."""
+        """Return the counts for documents ``(role, number of targets)``."""
         learnt = _learnt(section)
         skip = section.value("skip_targets") or 0
         by_answer = section.facts.of in ("answers", "activations")
@@ -49,15 +49,21 @@ class Counts:
 
 @dataclass
 class Found:
-    """Sums over a micro-batch, without gradients: of the forget loss, the retain loss, and by role of the targets'
-    negative log-likelihood, of their number, of the answers' probabilities exp(-mean) and of the answers."""
+    """Sums over a micro-batch, without gradients.
+
+    Attributes:
+        forget: sum of the forget loss.
+        retain: sum of the retain loss.
+        likelihoods: by role, the targets' summed negative log-likelihood and their number, and the summed probabilities
+        exp(-mean) of answers and their number.
+    """
 
     forget: torch.Tensor | float = 0.0
     retain: torch.Tensor | float = 0.0
     likelihoods: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = field(default_factory=dict)
 
     def see(self, batch: Batch, losses: torch.Tensor, role: int) -> None:
-        """Take in the losses of the targets [n] of the documents with ``role``."""
+        """Add the losses of the targets [n] of the documents with ``role``."""
         counts = _counts(batch, role)
         sums = [part.sum() for part in losses.double().split(counts)]
         if sums:
@@ -65,7 +71,7 @@ class Found:
             self.likelihoods[role] = torch.stack(sums).sum(), sum(counts), chances.sum(), len(counts)
 
     def vector(self, counts: Counts, device: torch.device) -> torch.Tensor:
-        """``[forget loss, over how many, retain loss, over how many, then four numbers for each role]``, float64."""
+        """Return ``[forget loss, its count, retain loss, its count, then four numbers per role]``, float64."""
         values: list[torch.Tensor | float] = [self.forget, counts.forget, self.retain, counts.retain]
         for role in ROLES:
             values += self.likelihoods.get(role, (0.0, 0, 0.0, 0))
@@ -73,11 +79,11 @@ class Found:
 
 
 class Losses:
-    """The loss that a section asks for.
+    """The loss of an unlearning section.
 
     Args:
-        reference: the log-probability of each document of a batch [D], float64, for the objectives that need it.
-        direction: what rmu steers to [H].
+        reference: returns the log-probability of each document of a batch [D], float64, for objectives that need it.
+        direction: the direction that rmu steers to [H].
     """
 
     def __init__(
@@ -95,9 +101,9 @@ class Losses:
         self._held = section.value("retain_loss") if section.retains else None
 
     def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: Found) -> torch.Tensor:
-        """``forget`` times the sum of the forget losses and ``retain`` times that of the retain losses, a scalar.
+        """Return ``forget`` times the summed forget loss plus ``retain`` times the summed retain loss, a scalar.
 
-        To be called inside of the module's forward pass. ``found`` gets the sums.
+        Call it within the forward pass of the module. The sums are written to ``found``.
         """
         if self._of == "activations":
             return self._steering(lm, batch, forget, retain, found)
@@ -146,7 +152,7 @@ class Losses:
         return value + (weighted - weighted.detach())
 
     def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the forget loss of every token or answer, from the losses of the tokens of each role."""
+        """Return the forget loss of every token or answer, from the token losses of each role."""
         if self._of == "tokens":
             return self._formula(losses=lambda: losses[self._learnt])
         own = losses[FORGET]
@@ -158,7 +164,9 @@ class Losses:
         )
 
     def _ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
-        """log pi(y|x) - log pi_ref(y|x) of the documents with ``role``, float64, from the losses of their targets."""
+        """Return log pi(y|x) - log pi_ref(y|x) of documents with ``role``, float64, from the losses of their
+        targets.
+        """
         assert self._reference is not None
         chosen = torch.tensor([each == role for each in batch.roles], device=losses.device)
         return -_sums(batch, losses, role) - self._reference(batch)[chosen]
@@ -169,7 +177,7 @@ class Losses:
     def _of_logits(
         self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: Found
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of a loss over the targets of the documents with ``role``, with and without its gradient."""
+        """Return the summed loss over the targets of documents with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
         chosen = places(batch, {role}, skip)
         teacher = None
@@ -182,7 +190,7 @@ class Losses:
         return total, each.double().sum()
 
     def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: Found) -> torch.Tensor:
-        """Of rmu: means over the tokens of each answer, summed over answers."""
+        """Return the loss of rmu: means over the tokens of each answer, summed over answers."""
         assert self._direction is not None
         whole = self._held in ("nll", "kl")
         head = lm.head(batch) if whole else None
@@ -210,7 +218,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Formula:
-    """The objective's loss function, and which of its parameters are keys of the section."""
+    """The loss function of an objective, the settings it takes from the section, and its tensors."""
 
     function: Callable[..., torch.Tensor]
     settings: dict[str, Any]
@@ -218,9 +226,7 @@ class Formula:
 
     @classmethod
     def of(cls, section: UnlearnSection) -> Formula:
-        """Find the formula of an objective. Raises RequestError if it cannot be imported, or asks for something
-        unknown.
-        """
+        """Return the formula of an objective; raise RequestError if it cannot be imported or has unknown parameters."""
         described = f"objective {section.objective}: its loss {section.facts.loss}"
         function = load(section.facts.loss, described)
         names = [*inspect.signature(function).parameters]
@@ -235,11 +241,11 @@ class Formula:
         return cls(function, given, tuple(name for name in names if name in tensors))
 
     def __call__(self, **tensors: Callable[[], torch.Tensor | None]) -> torch.Tensor:
-        """Compute the objective from the tensors that it names."""
+        """Compute the loss from the tensors that the function takes."""
         return self.function(**{name: tensors[name]() for name in self.tensors}, **self.settings)
 
 
-# What a loss can be given, by what it is of.
+# The tensors that a loss may take, by what it is computed from.
 _TENSORS = {
     "tokens": ("losses",),
     "answers": ("losses", "counts", "ratios", "refused"),
@@ -264,12 +270,12 @@ def _at(head: Head, chosen: torch.Tensor) -> Head:
 
 
 def _counts(batch: Batch, role: int) -> list[int]:
-    """Targets of each document with ``role``."""
+    """Return the number of targets of each document with ``role``."""
     return [count for each, count in zip(batch.roles, batch.target_counts, strict=True) if each == role]
 
 
 def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
-    """Losses [n] of the targets of all documents with ``roles``, parted by role."""
+    """Split the target losses [n] of the documents with ``roles`` by role."""
     kept = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
     parts = list(zip(kept, losses.split([count for _, count in kept]), strict=True))
     return {
@@ -280,7 +286,7 @@ def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, t
 
 
 def _sums(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
-    """Return the sums over each document with ``role``, in float64, of values of their targets."""
+    """Return the sums of target values over each document with ``role``, in float64."""
     return torch.stack([part.sum() for part in values.double().split(_counts(batch, role))])
 
 

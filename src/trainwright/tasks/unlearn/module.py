@@ -1,7 +1,7 @@
-"""The model that is unlearning, and the frozen one that it is compared with.
+"""The model to unlearn from, with its frozen reference.
 
-The reference is a copy inside the module, so that whatever spreads the module over devices spreads it alike; or, where
-an adapter is trained, the module itself with the adapter switched off.
+The reference is a copy inside the module, so that strategies distribute both in the same way; or, if an adapter is
+trained, the module itself with the adapter disabled.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from trainwright.models.losses.linear_logit_loss import Head
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What is computed of a micro-batch inside of the module, where its parameters are at hand.
+# A computation on a micro-batch inside the module's forward pass, where its parameters are available.
 Work = Callable[["UnlearnLM", Batch], torch.Tensor]
 
 
 class UnlearnLM(CausalLM):
-    """A causal model beside its reference.
+    """A causal language model with its reference.
 
-    ``forward(batch, work=f)`` gives ``f(self, batch)``; all else is as in ``CausalLM``.
+    ``forward(batch, work=f)`` returns ``f(self, batch)``; otherwise as in ``CausalLM``.
 
     Args:
-        reference: a frozen model of its own; None: there is none, or it is the model without its adapter.
-        layer: the block, from 0, whose output ``activations`` gives.
+        reference: a separate frozen model, or None without reference or if it is the model without its adapter.
+        layer: index of the block, from 0, whose output ``activations`` returns.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class UnlearnLM(CausalLM):
         self._layer = layer
         self._tapped: torch.Tensor | None = None
         if layer is not None:
-            # Before anything is compiled: a hook that comes later is not seen by what is.
+            # Before compilation: compiled code does not see hooks that are registered later.
             self.blocks()[layer].register_forward_hook(self._tap)
 
     def forward(
@@ -55,7 +55,7 @@ class UnlearnLM(CausalLM):
         losses: bool = False,
         work: Work | None = None,
     ) -> torch.Tensor:
-        """Return the loss of a batch, or what the reference says of it."""
+        """Return the result of ``work``, token losses of the reference (see ``as_reference``), or as ``CausalLM``."""
         if work is not None:
             return work(self, batch)
         if self._speaks_for_reference:
@@ -74,7 +74,7 @@ class UnlearnLM(CausalLM):
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """While entered, the losses that are asked for are those of the frozen model."""
+        """Return the losses of the reference instead of the model's own within the context."""
         self._speaks_for_reference = True
         try:
             yield
@@ -82,24 +82,24 @@ class UnlearnLM(CausalLM):
             self._speaks_for_reference = False
 
     def head(self, batch: Batch) -> Head:
-        """Return what the head makes the logits of the batch's targets [N, V] from."""
+        """Return the hidden states of the batch's targets with the head that computes their logits [N, V]."""
         hidden, weight, bias, _ = self._at_targets(batch)
         return Head(hidden, weight, bias, self._head["softcap"], self._head["logit_scale"])
 
     def reference_head(self, batch: Batch) -> Head:
-        """As ``head``, of the reference."""
+        """Return the same as ``head`` for the reference."""
         with self._frozen() as lm:
             return lm.head(batch)
 
     def activations(self, batch: Batch) -> torch.Tensor:
-        """Output of the layer at every target [N, H], fp32 or more; no later block is run."""
+        """Return the output of the layer at every target [N, H], fp32 or higher; later blocks do not run."""
         assert self._layer is not None
         with first_blocks(self.model, self.blocks(), self._layer + 1):
             self._hidden(batch)
         return self.taken(batch)
 
     def reference_activations(self, batch: Batch) -> torch.Tensor:
-        """As ``activations``, of the reference."""
+        """Return the same as ``activations`` for the reference."""
         with self._frozen() as lm:
             return lm.activations(batch)
 
@@ -107,7 +107,7 @@ class UnlearnLM(CausalLM):
         self._tapped = output[0] if isinstance(output, tuple) else output
 
     def taken(self, batch: Batch) -> torch.Tensor:
-        """As ``activations``, of the last pass over the batch."""
+        """Return the same as ``activations`` from the last pass over the batch."""
         taken, self._tapped = self._tapped, None
         assert taken is not None
         at = taken.reshape(-1, taken.shape[-1]).index_select(0, batch.target_index + 1)
@@ -115,7 +115,7 @@ class UnlearnLM(CausalLM):
 
     @contextmanager
     def _frozen(self) -> Iterator[UnlearnLM]:
-        """Freeze the reference: no gradients and no dropout."""
+        """Provide the reference, without gradients and dropout."""
         with torch.no_grad():
             if self.reference is not None:
                 yield self.reference
@@ -131,7 +131,7 @@ class UnlearnLM(CausalLM):
 
 @contextmanager
 def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> Iterator[None]:
-    """Reduce the model to its first ``count`` blocks."""
+    """Reduce the model to its first ``count`` blocks within the context."""
     holder, name = next(
         (module, name)
         for module in model.modules()

@@ -1,7 +1,7 @@
 """Task-vector negation (arXiv 2212.04089, section 3): theta_0 - scale (theta_forget - theta_0).
 
-A run of it trains on the forget rows. What is written in the end are the weights of its start less what it has learnt;
-its checkpoints and the metrics on the way are of the weights that have learnt it.
+The run trains on the forget rows. Only the exported model is negated; checkpoints and metrics are those of the trained
+weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the trained parameters by name, each the other way round from what it was before; all else as it is."""
+    """Yield parameters by name: those in ``before`` with their change negated and scaled, others unchanged."""
     for name, tensor in tensors:
         start = before.get(name)
         if start is not None:
@@ -28,13 +28,13 @@ def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) ->
 
 
 def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the matrices of a LoRA, which began by adding nothing, so that they add the opposite."""
+    """Negate and scale the matrices of a LoRA, which was initially zero."""
     return ((name, tensor * -scale if ".lora_B." in name else tensor) for name, tensor in tensors)
 
 
 @contextmanager
 def scaled_adapter(model: nn.Module, factor: float) -> Iterator[None]:
-    """Scale what the model's adapter adds by ``factor``."""
+    """Scale the contribution of the model's adapter by ``factor``."""
     scales = [layer.scaling for _, layer in lora_layers(model)]
     before = [dict(scaling) for scaling in scales]
     for scaling in scales:

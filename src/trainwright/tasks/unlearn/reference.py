@@ -1,4 +1,4 @@
-"""Which model unlearning is compared with, and how it comes beside the one that is trained."""
+"""The reference model of unlearning: which model it is, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ _OWN = ("start", "base")
 
 
 def other_model(recipe: Recipe) -> ModelSection | None:
-    """Return the model that the recipe names as its reference; None where it is the run's own or nothing is
-    compared.
-    """
+    """Return the model that the recipe names as its reference, or None if it is the run's own or not needed."""
     section = recipe.own(UnlearnSection)
     if not section.compares or section.reference in _OWN:
         return None
@@ -37,10 +35,10 @@ def other_model(recipe: Recipe) -> ModelSection | None:
 
 
 def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have the reference where it can be loaded from.
+    """Make the reference available locally and check that it fits.
 
     Raises:
-        RequestError: it is not to be found, has another tokenizer, or activations of another width.
+        RequestError: it cannot be found, has another tokenizer, or a different activation size.
     """
     if (other := other_model(recipe)) is None:
         return
@@ -69,7 +67,7 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 def frozen_copy(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
 ) -> tuple[UnlearnLM, Weights | None] | None:
-    """Return the reference as a model of its own, and what fills it; None where none is needed beside the trained one.
+    """Return the reference as a separate model, and its weights, or None if no separate model is needed.
 
     Args:
         layer: where only its output is wanted, the last block that is kept.
@@ -89,7 +87,7 @@ def frozen_copy(
 
 
 def _cut(lm: UnlearnLM, count: int) -> None:
-    """Take the blocks after the first ``count`` out of the model for good."""
+    """Permanently remove the blocks after the first ``count``."""
     blocks = lm.blocks()
     for module in lm.modules():
         if isinstance(module, nn.ModuleList) and list(module) == blocks:
@@ -98,13 +96,13 @@ def _cut(lm: UnlearnLM, count: int) -> None:
 
 
 class Both:
-    """What fills the model that is trained and what fills its reference, as one."""
+    """The weights of the trained model and of its reference, combined."""
 
     def __init__(self, own: Weights, reference: Weights) -> None:
         self._own, self._reference = own, reference
 
     def load(self, rank: int) -> None:
-        """Load both models' weights."""
+        """Load the weights of both models."""
         self._own.load(rank)
         self._reference.load(rank)
 
@@ -113,6 +111,6 @@ class Both:
         (self._reference if name.startswith(PREFIX) else self._own).fill(name, block, world)
 
     def fingerprint(self) -> str | None:
-        """Return both models' fingerprints."""
+        """Return the combined fingerprints, or None if one is None."""
         both = self._own.fingerprint(), self._reference.fingerprint()
         return None if None in both else "+".join(map(str, both))

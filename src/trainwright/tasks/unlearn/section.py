@@ -1,4 +1,4 @@
-"""The section of unlearning."""
+"""The recipe section of unlearning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.tasks.unlearn.objective import Objective
 
 
 class UnlearnSection(Section):
-    """How is forgotten: gamma x forget loss + alpha x retain loss. Keys left out are as the objective has them."""
+    """Unlearning minimizes gamma x forget loss + alpha x retain loss. The objective sets the defaults of the keys."""
 
     objective: Annotated[str, Registered(OBJECTIVES)] = Field(
         "npo", description="The forget loss; `trainwright recipe objectives` says what each is and takes."
@@ -70,7 +70,7 @@ class UnlearnSection(Section):
     )
 
     def value(self, key: str) -> Any:
-        """Return what a key is: as written, or else as the objective has it."""
+        """Return the value of a key: from the recipe, or the objective's default."""
         written = getattr(self, key)
         if written is not None:
             return written
@@ -79,13 +79,13 @@ class UnlearnSection(Section):
 
     @property
     def facts(self) -> Objective:
-        """What the objective is and takes."""
+        """The description of the objective."""
         facts: Objective = OBJECTIVES.get(self.objective)
         return facts
 
     @property
     def refuses(self) -> bool:
-        """Whether a refusal is trained on beside each forget answer."""
+        """Whether a refusal is trained in addition to each forget answer."""
         return self.facts.idk and self.facts.learns == "forget"
 
     @property
@@ -95,19 +95,19 @@ class UnlearnSection(Section):
 
     @property
     def last_block(self) -> int | None:
-        """The block whose output all of the loss is of; None where it is of the whole model."""
+        """The block whose output determines the whole loss, or None if the loss uses the whole model."""
         if self.facts.of != "activations" or (self.retains and self.value("retain_loss") != "activations"):
             return None
         return int(self.value("layer"))
 
     @property
     def compares(self) -> bool:
-        """Whether anything is compared with a reference."""
+        """Whether the loss compares the model with a reference."""
         kept = self.retains and self.value("retain_loss") != "nll"
         return kept or self.facts.reference != "nothing"
 
     @property
     def needs_reference_model(self) -> bool:
-        """Whether the reference has to compute beside the model in every step: log-probabilities do not do."""
+        """Whether the reference runs in every step; log-probabilities are computed before training instead."""
         kept = self.retains and self.value("retain_loss") != "nll"
         return kept or self.facts.reference in ("logits", "activations")

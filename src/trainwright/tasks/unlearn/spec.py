@@ -1,4 +1,4 @@
-"""Unlearning, as recipes and plans know it: its rows, and what computes beside the model."""
+"""The specification of unlearning for recipes and plans: its rows, and its reference model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _needs(recipe: Recipe) -> Needs:
 
 
 def _reference(section: UnlearnSection) -> ReferenceModel:
-    # One that also says what retain rows are to be sees the whole batch; else it sees the rows of one side.
+    # If it also computes logits of retain rows, it sees the whole batch; otherwise only half of the rows.
     whole = section.facts.reference == "logits" and section.retains and section.value("retain_loss") != "nll"
     return ReferenceModel(
         every_step=section.needs_reference_model,
@@ -54,7 +54,7 @@ SPEC = TaskSpec(
     rows=_rows,
     needs=_needs,
     data_keys=("benchmark", "forget", "retain", "holdout", "idk"),
-    keeps_best=False,  # its loss is lowest where everything is forgotten
+    keeps_best=False,  # its loss is lowest when everything is forgotten
     no_validation_rows=(
         "a run that unlearns; name rows to measure on, or --metrics of a benchmark, such as extraction_strength, which "
         "are then of what it was to forget"

@@ -1,4 +1,4 @@
-"""Unlearning: a model that knows something is made to forget it, and nothing else."""
+"""Unlearning: make a model forget the rows to forget, while keeping its other abilities."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _NAMES = {FORGET: "forget", RETAIN: "retain", REFUSAL: "refusal"}
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
-    """Prepare the rows and convert the weights; both are found in the cache afterwards.
+    """Prepare the rows and convert the weights, so that both are in the cache.
 
     Raises:
-        RequestError: rows that are to be forgotten and kept, a reference that cannot be compared with, a layer or a
-            pattern that the model does not have.
+        RequestError: rows are both in the forget and the retain data, the reference does not fit, or the model lacks a
+        layer or pattern.
     """
     section = recipe.own(UnlearnSection)
     refuse_overlap(recipe.data)
@@ -72,7 +72,7 @@ def build(recipe: Recipe, cache: Path) -> Unlearning:
 
 
 class Unlearning(LanguageModelTask):
-    """Any objective of unlearning of a causal language model; an example is a forget row and a retain row."""
+    """An unlearning objective for a causal language model; an example is a forget row and a retain row."""
 
     _lm: UnlearnLM
 
@@ -98,7 +98,7 @@ class Unlearning(LanguageModelTask):
         self.answers = self._watch is not None
 
     def _watched(self, recipe: Recipe) -> Watch | None:
-        """Return what of the recipe's benchmark is measured beside the losses, on as many rows as they are."""
+        """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
         if recipe.data.benchmark is None or self._prepared.validation is None:
             return None
         positions = getattr(self._lm.config.get_text_config(), "max_position_embeddings", None)
@@ -107,7 +107,7 @@ class Unlearning(LanguageModelTask):
         return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
-        """Return the metrics of the model's answers to validation rows. Every rank must call."""
+        """Return the metrics of the model's answers to benchmark rows; all ranks must call it."""
         assert self._watch is not None and isinstance(module, CausalLM)
         return self._watch.metrics(module, world, together=together)
 
@@ -136,7 +136,7 @@ class Unlearning(LanguageModelTask):
         return 1.0
 
     def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
-        """Have the reference's log-probabilities of the forget rows that the run sees, where they are compared."""
+        """Compute the reference's log-probabilities of the forget rows in this run, if the objective needs them."""
         section = self._unlearn
         if not (section.compares or section.trainable is not None or section.facts.subtracts):
             return
@@ -167,7 +167,7 @@ class Unlearning(LanguageModelTask):
         return switched_off(self._lm.model) if self._without_adapter else nullcontext()
 
     def _forget_rows(self) -> list[int]:
-        """Return the forget rows that the run trains on or measures."""
+        """Return the forget rows that the run uses for training or validation."""
         streams = [stream for stream in (self.stream, self.validation) if stream is not None]
         if (self.stream.total_examples or 0) >= len(self._rows.forget):
             return list(range(len(self._rows.forget)))
@@ -181,16 +181,14 @@ class Unlearning(LanguageModelTask):
         return sorted({document // each for document in documents})
 
     def _log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return what the reference says of each document [D], float64; 0 of retain rows, which it was not asked
-        about.
-        """
+        """Return the reference's log-probability of each document [D], float64; 0 for retain rows, which have none."""
         assert self._of_reference is not None
         sums, last = self._of_reference.sums, len(self._of_reference.sums)
         values = [float(sums[document]) if document < last else 0.0 for document in batch.documents]
         return torch.tensor(values, dtype=torch.float64, device=batch.targets.device)
 
     def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
-        """Count what the two losses are means over, in all of the global batch."""
+        """Count the tokens or answers of the whole global batch, which the two losses are averaged over."""
         dataset = self._dataset(validation)
         documents = [
             (dataset.role(document), dataset.document_targets(document))
@@ -209,13 +207,13 @@ class Unlearning(LanguageModelTask):
 
     @property
     def _alpha(self) -> float:
-        """What the retain loss counts now."""
+        """Return the current weight of the retain loss."""
         return float(self.state.get("alpha", self._unlearn.value("alpha")))
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the weighted losses of the pairs of one micro-batch."""
         batch, found = self._batch(self._prepared.train, micro, device), Found()
-        # The engine divides by the number of pairs, and each of the two losses has a number of its own.
+        # The engine divides by the number of pairs, but each of the two losses is averaged over its own count.
         forget = self._unlearn.value("gamma") * self._pairs / max(1.0, self._counts.forget)
         retain = self._alpha * self._pairs / max(1.0, self._counts.retain)
         total = module(batch, work=lambda lm, batch: self._losses(lm, batch, forget, retain, found))
@@ -223,14 +221,14 @@ class Unlearning(LanguageModelTask):
         return LossSum(total, micro.weight, found.vector(self._counts_of(batch), device))
 
     def _allowed(self) -> float:
-        """Return what pdu takes off the loss: the limit of the retain loss, times its multiplier."""
+        """Return the constant that pdu subtracts from the loss: the limit of the retain loss, times its multiplier."""
         return self._alpha * (self._unlearn.retain_limit or 0.0)
 
     def _counts_of(self, batch: Batch) -> Counts:
         return Counts.of(self._unlearn, list(zip(batch.roles, batch.target_counts, strict=True)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the sums as ``Found.vector`` has them."""
+        """Return the sums of ``Found.vector``."""
         assert self._prepared.validation is not None
         batch, found = self._batch(self._prepared.validation, micro, device), Found()
         module(batch, work=lambda lm, batch: self._losses(lm, batch, 1.0, 1.0, found))
@@ -243,7 +241,7 @@ class Unlearning(LanguageModelTask):
         return found.vector(self._counts_of(batch), device) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Return the metrics from statistics that are summed over the split or step."""
+        """Return the metrics from statistics summed over the split or step."""
         forget, of_forget, retain, of_retain, *likelihoods = statistics
         parts = {}
         if of_forget:
@@ -263,7 +261,7 @@ class Unlearning(LanguageModelTask):
         return found
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Dual ascent, of pdu."""
+        """Update the multiplier by dual ascent (pdu only)."""
         if not self._unlearn.facts.ascends:
             return
         self.state["steps"] += 1
@@ -287,7 +285,7 @@ class Unlearning(LanguageModelTask):
         if scale is None and not any(not name.startswith(PREFIX) for name in frozen):
             super().export(own, directory)
             return
-        # What is frozen is held in the precision of the run, and is written as it was read.
+        # Frozen weights are held in the precision of the run, but written as they were loaded.
         start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
         before = {f"model.{name}": tensor.detach() for name, tensor in start.named_parameters()}
         if scale is not None:
@@ -296,7 +294,7 @@ class Unlearning(LanguageModelTask):
         super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
 
     def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
-        """Check that the exported adapter on its base gives the trained model's logits."""
+        """Check that the exported adapter on its base gives the logits of the trained model."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         with nullcontext() if scale is None else scaled_adapter(module.model, -scale):

@@ -1,4 +1,4 @@
-"""Which parameters unlearning trains."""
+"""Select the parameters that unlearning trains."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainwright.models.causal_lm import find_blocks
 
 
 def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: int | None) -> None:
-    """Leave trainable what ``patterns`` match whole names of; None: everything.
+    """Freeze parameters whose names do not fully match any of ``patterns``; None freezes none.
 
     Args:
-        last_block: the loss is of this block's output, so that what comes after it is not trained either.
+        last_block: the loss depends on the output of this block, so later parameters are frozen too.
 
     Raises:
-        RequestError: a pattern matches nothing, or nothing is left to train.
+        RequestError: a pattern matches nothing, or no trainable parameters remain.
     """
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns or ():
@@ -41,7 +41,7 @@ def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: 
 
 
 def _after(model: nn.Module, last_block: int) -> set[nn.Parameter]:
-    """Parameters that a block's output does not depend on, as far as they are matrices of blocks and of the head."""
+    """Return parameters of later blocks and the head, on which the output of a block does not depend."""
     blocks = find_blocks(model)
     embeddings = set(model.get_input_embeddings().parameters())  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -50,7 +50,7 @@ def _after(model: nn.Module, last_block: int) -> set[nn.Parameter]:
 
 
 def check_layer(layer: int, blocks: int) -> None:
-    """Raise RequestError unless a model of so many ``blocks`` has this one."""
+    """Raise RequestError unless a model with ``blocks`` blocks has this layer."""
     if layer >= blocks:
         raise RequestError(
             f"unlearn.layer: {layer} is not there: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of the "

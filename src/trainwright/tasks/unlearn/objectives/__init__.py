@@ -1,4 +1,4 @@
-"""The forget losses, by what they see of the model: a formula each. Which takes what is in specs.py.
+"""The forget losses, one formula each, by the model output they use. specs.py lists their inputs.
 
-Here pi is the model that is trained and pi_ref the reference, x a question and y its answer of |y| tokens.
+pi is the trained model and pi_ref the reference, x a question and y its answer with |y| tokens.
 """

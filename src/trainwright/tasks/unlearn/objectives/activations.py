@@ -6,12 +6,12 @@ import torch
 
 
 def steered(activations: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    """Of every forget position, the mean over H of (h - c u)^2, with c u the fixed ``direction`` [H]; [n]."""
+    """Return the mean over H of (h - c u)^2 at every forget position [n], with c u the fixed ``direction`` [H]."""
     return (activations - direction).square().mean(1)
 
 
 def held(activations: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
-    """Of every retain position, the mean over H of (h - h_ref)^2; [n].
+    """Return the mean over H of (h - h_ref)^2 at every retain position [n].
 
     Args:
         frozen: the reference's activations [n, H].
@@ -20,6 +20,9 @@ def held(activations: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
 
 
 def direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
-    """c u: a vector of ``coefficient`` length [H], fp32, its entries drawn evenly from 0 to 1 and by ``seed`` alone."""
+    """Return c u: a vector [H], fp32, of length ``coefficient``, with uniform entries in [0, 1) before scaling.
+
+    It depends only on ``width``, ``coefficient`` and ``seed``.
+    """
     drawn = torch.rand(width, generator=torch.Generator().manual_seed(seed))
     return drawn / drawn.norm() * coefficient

@@ -1,4 +1,4 @@
-"""Losses of every position, from its logits [n, V] and where there is one a teacher's, which get no gradient."""
+"""Losses of every position, from its logits [n, V] and optionally those of a teacher, which get no gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def undial(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
-    """UNDIAL (arXiv 2402.10052): cross-entropy from softmax(z_ref - beta 1_target) to the model.
+    """Compute UNDIAL (arXiv 2402.10052): cross-entropy from softmax(z_ref - beta 1_target) to the model.
 
     The teacher is the reference with the logit of the forget token lowered by ``beta``.
     """
@@ -15,25 +15,27 @@ def undial(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, b
 
 
 def ce_u(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """CE-U (arXiv 2503.01224): cross-entropy from the model's own softmax without the target to the model.
+    """Compute CE-U (arXiv 2503.01224): cross-entropy from the model's own softmax without the target to the model.
 
-    The logit of the forget token is minus infinity in what is aimed at, which no gradient goes through.
+    In the target distribution the logit of the forget token is minus infinity, and there is no gradient.
     """
     aim = logits.detach().scatter(1, targets[:, None], float("-inf")).softmax(1)
     return _cross_entropy(logits, aim)
 
 
 def flatten(logits: torch.Tensor) -> torch.Tensor:
-    """Logit-margin flattening of PDU (arXiv 2506.05314): (max_v z_v - mean_v z_v)^2."""
+    """Compute the logit-margin flattening of PDU (arXiv 2506.05314): (max_v z_v - mean_v z_v)^2."""
     return (logits.amax(1) - logits.mean(1)).square()
 
 
 def divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL(reference || model) = sum_v pi_ref(v) (log pi_ref(v) - log pi(v)); on retain rows (arXiv 2401.06121)."""
+    """Compute KL(reference || model) = sum_v pi_ref(v) (log pi_ref(v) - log pi(v)); on retain rows (arXiv
+    2401.06121).
+    """
     expected = teacher.log_softmax(1)
     return (expected.exp() * (expected - logits.log_softmax(1))).sum(1)
 
 
 def _cross_entropy(logits: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
-    """-sum_v aim(v) log pi(v) [n]."""
+    """Return -sum_v aim(v) log pi(v) [n]."""
     return -(aim * logits.log_softmax(1)).sum(1)

@@ -1,4 +1,4 @@
-"""Losses of every forget answer, from sums over its tokens [D]; all are element-wise."""
+"""Losses of every forget answer, from sums over its tokens [D]; all functions are element-wise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 
 
 def npo(ratios: torch.Tensor, beta: float) -> torch.Tensor:
-    """Negative preference optimisation (arXiv 2404.05868): -(2 / beta) log sigma(-beta log(pi / pi_ref)).
+    """Compute negative preference optimization (arXiv 2404.05868): -(2 / beta) log sigma(-beta log(pi / pi_ref)).
 
     Args:
         ratios: log pi(y|x) - log pi_ref(y|x), summed over the answer.
@@ -16,9 +16,9 @@ def npo(ratios: torch.Tensor, beta: float) -> torch.Tensor:
 
 
 def simnpo(losses: torch.Tensor, counts: torch.Tensor, beta: float, delta: float) -> torch.Tensor:
-    """SimNPO (arXiv 2410.07163): -(2 / beta) log sigma(-(beta / |y|) log pi(y|x) - beta delta).
+    """Compute SimNPO (arXiv 2410.07163): -(2 / beta) log sigma(-(beta / |y|) log pi(y|x) - beta delta).
 
-    What the paper calls gamma is beta times ``delta``.
+    The gamma of the paper is beta times ``delta``.
 
     Args:
         losses: -log pi(y|x), summed over the answer.
@@ -28,9 +28,9 @@ def simnpo(losses: torch.Tensor, counts: torch.Tensor, beta: float, delta: float
 
 
 def dpo(refused: torch.Tensor, ratios: torch.Tensor, beta: float) -> torch.Tensor:
-    """Preference for a refusal (arXiv 2305.18290, equation 7): -(2 / beta) log sigma(beta (r_refusal - r_forget)).
+    """Compute DPO for refusals (arXiv 2305.18290, equation 7): -(2 / beta) log sigma(beta (r_refusal - r_forget)).
 
-    The factor of 2 / beta is that of ``npo``, so that both weigh the same beside a retain loss.
+    The factor 2 / beta is that of ``npo``, so that both have the same weight relative to a retain loss.
 
     Args:
         refused: log-ratios of the refusals.

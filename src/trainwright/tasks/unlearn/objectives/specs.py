@@ -1,4 +1,4 @@
-"""The objectives that are built in: what each is and takes. Imports no torch."""
+"""The specifications of the built-in objectives. Imports no torch."""
 
 from __future__ import annotations
 
