@@ -48,9 +48,9 @@ def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *,
     Args:
         blocks: in order.
         recompute: "none"; "full": all blocks; a number n: every n-th block; "selective": in all blocks everything
-        except the results of matrix products and attention (Korthikanti et al., arXiv 2205.05198, section 5).
+            except the results of matrix products and attention (Korthikanti et al., arXiv 2205.05198, section 5).
         offload: move kept activations to the host's memory, except the results that "selective" keeps. Has no effect on
-        a CPU.
+            a CPU.
 
     Raises:
         RequestError: n is larger than the number of blocks.

@@ -112,7 +112,7 @@ def prepare_raw(
 
     Raises:
         RequestError: ``out`` is not empty, a source or one of its rows is invalid (the message names its file and
-        line), or no rows remain.
+            line), or no rows remain.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"--out: {out} is there already; name a new directory")

@@ -95,7 +95,7 @@ class ChatEncoder:
 
         Raises:
             TurnsError: the template refuses a conversation, or its turns cannot be located; the message names the
-            template.
+                template.
         """
         if not conversations:
             return []

@@ -115,8 +115,7 @@ def _turn(item: Any, place: str) -> Message:
     if calls and role != "assistant":
         raise RequestError(f"{place} has tool_calls and is the {role}'s; only the assistant calls tools")
     text = _content("" if content is None else content, place)
-    # An empty system turn is valid: it disables the default of some models. An empty answer becomes a row without
-    # targets.
+    # An empty system turn is valid: it disables the default of some models. An empty answer is not a target.
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
     message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}

@@ -22,7 +22,7 @@ def check_data(recipe: Recipe) -> None:
 
     Raises:
         RequestError: a source is missing or not parseable, its rows do not fit data.format or have no known layout, one
-        of the first rows is wrong, or a chat template is set and the rows are plain text.
+            of the first rows is wrong, or a chat template is set and the rows are plain text.
     """
     if not recipe.has_texts:
         return

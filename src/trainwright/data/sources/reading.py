@@ -51,7 +51,7 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
     Args:
         key: the recipe key that names the source, for messages.
         documents: a text file is one row instead of one row per paragraph, and a directory is read with its
-        subdirectories.
+            subdirectories.
 
     Raises:
         RequestError: the source is missing, empty or not parseable, or a column's values differ in type.

@@ -138,7 +138,7 @@ class Stream(Generic[Data]):
         global_batch_size: examples per step.
         warm_up: sizes of the first steps, if they are smaller.
         rows: rows (examples or packs) per micro-batch; None divides each global batch into ``passes`` micro-batches
-        instead.
+            instead.
         pack_length: tokens per pack, or None if each row is one example.
         total_examples: the number of examples in the stream; the last global batch may be smaller.
         example_weight: the weight of each example in the loss, or None if each target has weight 1.

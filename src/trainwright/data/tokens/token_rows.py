@@ -228,7 +228,7 @@ def tokenize_source(
 
     Raises:
         RequestError: the source, its layout or a row is wrong (the message names the row's file and line), or no row
-        has a target.
+            has a target.
     """
     name, documents = source.source, source.format == "documents"
     rows = read_rows(name, source.limit, key, documents)

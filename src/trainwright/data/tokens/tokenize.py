@@ -70,7 +70,7 @@ def tokenize(
 
     Raises:
         RequestError: ``out`` has other files or shards of other text, another process writes there, or a source is
-        empty or not text.
+            empty or not text.
         MachineError: a worker process was killed.
         OSError: ``out`` cannot be written.
     """

@@ -43,7 +43,7 @@ def check_adapter(section: ModelSection, seed: int) -> None:
 
     Raises:
         RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
-        nothing.
+            nothing.
     """
     from trainwright.models.files.save import skeleton
     from trainwright.models.load import load_config
@@ -171,7 +171,7 @@ class Adapter:
             model: the model of this adapter, in evaluation mode.
             input_ids: [B, L].
             whole: all parameters are present, not only those of the running module. Otherwise adapters with DoRA
-            magnitudes or replaced modules cannot be loaded, and their logits are not compared.
+                magnitudes or replaced modules cannot be loaded, and their logits are not compared.
 
         Raises:
             TrainingError: the logits differ.

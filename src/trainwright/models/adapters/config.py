@@ -28,7 +28,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
 
     Raises:
         RequestError: names match nothing in the model or cannot be adapted, or an existing adapter belongs to another
-        model than ``base`` or has other settings than the recipe.
+            model than ``base`` or has other settings than the recipe.
     """
     _quiet()
     saved = start_from(adapter)

@@ -40,7 +40,7 @@ def save_model(
     Args:
         config: of the model; not modified.
         tensors: the state dict, or its items one by one (then at most one shard is in memory). Names are those of the
-        bare model; copies of tied weights are optional.
+            bare model; copies of tied weights are optional.
         dtype: dtype of floating-point tensors; fp32 if None.
         shard_bytes: the weights are split into files of at most this size.
 

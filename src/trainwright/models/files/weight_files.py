@@ -17,7 +17,7 @@ def write_weights(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
     Raises:
         OSError: the disk is full or cannot be written; converted from the library's own error, which has the system's
-        error number only in its text.
+            error number only in its text.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

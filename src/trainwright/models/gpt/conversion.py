@@ -66,7 +66,7 @@ def from_transformers(model: PreTrainedModel) -> GPT:
 
     Raises:
         RequestError: the architecture is another one, or uses a feature that the GPT does not have; the message names
-        it.
+            it.
     """
     from trainwright.models.gpt.model import GPT
 

@@ -2,7 +2,7 @@
 
 model.safetensors   the weights, with the names of ``HistoryModel``
 agent.json          ``model`` (its shape), ``environment`` (name and options), ``tried`` (the held-out tasks and the
-evaluation settings, with the keys of the recipe's section)
+                    evaluation settings, with the keys of the recipe's section)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A history of a learner (one goal, one stream) is a sequence of episodes. Subsamp
 histories that each learn n times as fast: one starts with episode 0, one with episode 1, and so on. The steps are
 sorted into this order once, so that every window is a contiguous range. Windows start at episodes, and where contexts
 start when the model acts, which is within an episode if episodes differ in length; windows shorter than an episode
-start anywhere. If only their last step is a target, there is one window for every last step.
+start anywhere. If only their last step is a target, one window ends at every step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cut:
         last_only: whether only the last step of a window is a target.
         region_before: whether a window is a region and the previous one, which is absent at the start.
         shortest: of the windows that are truncated at the end of a history, all with at least this many steps are kept;
-        of shorter ones only the longest, so that every step is in a window.
+            of shorter ones only the longest, so that every step is in a window.
     """
 
     subsample: int
@@ -56,7 +56,7 @@ class Cut:
 
         Args:
             forgotten_at_once: steps that a full context drops when the model acts. It then continues from the remaining
-            context, so such contexts are trained too, wherever they start in a history.
+                context, so such contexts are trained too, wherever they start in a history.
         """
         regions = 2 if shape.regions == 2 else trained_regions if shape.latents else 1
         shortest = shape.steps - forgotten_at_once if regions == 1 else shape.steps * regions

@@ -28,7 +28,7 @@ def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tens
 
     Args:
         chosen, rejected: log-ratios of the mean log-probabilities of an answer's tokens [P]; with sums, the target
-        margin would depend on the length.
+            margin would depend on the length.
     """
     return (chosen - rejected - 1 / (2 * beta)).square()
 

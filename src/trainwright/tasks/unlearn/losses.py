@@ -55,7 +55,7 @@ class Found:
         forget: sum of the forget loss.
         retain: sum of the retain loss.
         likelihoods: by role, the targets' summed negative log-likelihood and their number, and the summed probabilities
-        exp(-mean) of answers and their number.
+            exp(-mean) of answers and their number.
     """
 
     forget: torch.Tensor | float = 0.0

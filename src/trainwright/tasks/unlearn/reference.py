@@ -70,7 +70,7 @@ def frozen_copy(
     """Return the reference as a separate model, and its weights, or None if no separate model is needed.
 
     Args:
-        layer: where only its output is wanted, the last block that is kept.
+        layer: the last block to keep if only its output is needed.
     """
     section = recipe.own(UnlearnSection)
     other = other_model(recipe)

@@ -51,7 +51,7 @@ def prepare_once(recipe: Recipe, cache: Path) -> int:
 
     Raises:
         RequestError: rows are both in the forget and the retain data, the reference does not fit, or the model lacks a
-        layer or pattern.
+            layer or pattern.
     """
     section = recipe.own(UnlearnSection)
     refuse_overlap(recipe.data)

@@ -17,7 +17,7 @@ def undial(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, b
 def ce_u(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute CE-U (arXiv 2503.01224): cross-entropy from the model's own softmax without the target to the model.
 
-    In the target distribution the logit of the forget token is minus infinity, and there is no gradient.
+    In the target distribution, which gets no gradient, the logit of the forget token is minus infinity.
     """
     aim = logits.detach().scatter(1, targets[:, None], float("-inf")).softmax(1)
     return _cross_entropy(logits, aim)
