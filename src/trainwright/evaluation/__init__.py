@@ -1,1 +1,1 @@
-"""How good a model is on given rows: likelihoods and written answers, with intervals, and two models side by side."""
+"""Evaluation on given rows: likelihoods and generated answers, with intervals, and comparison of two models."""

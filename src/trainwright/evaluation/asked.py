@@ -1,4 +1,4 @@
-"""What a user wants to know of a model. Imports no torch."""
+"""The request of an evaluation. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ QUICK_ROWS, USUAL_ANSWERS = 50, 200
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants to know. ``metrics`` in the order they are shown in; ``explicit``: they were named;
-    ``on_benchmark``: of a benchmark of unlearning, named or the run's own, and not of rows."""
+    """The request of an evaluation. ``metrics`` in display order; ``explicit``: they were named by the user;
+    ``on_benchmark``: on an unlearning benchmark, named or the run's own, instead of rows.
+    """
 
     model: str
     metrics: tuple[str, ...]
@@ -40,5 +41,5 @@ class Asked:
 
     @property
     def on_rows(self) -> bool:
-        """Whether rows are measured, and not only tasks of lm-evaluation-harness."""
+        """Return whether rows are measured, and not only tasks of lm-evaluation-harness."""
         return self.data is not None or not self.tasks

@@ -1,4 +1,4 @@
-"""One metric over all rows: a value and a weight for each, and what their sums make."""
+"""One metric over all rows: a value and a weight for each row, combined by their sums."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Column:
 
     @classmethod
     def of_rows(cls, scores: Sequence[float]) -> Column:
-        """Every row counts the same."""
+        """Return a column in which every row has the same weight."""
         return cls(np.array(scores, dtype=np.float64), np.ones(len(scores)))
 
     def __len__(self) -> int:
         return len(self.values)
 
     def chosen(self, rows: Sequence[int]) -> Column:
-        """Return the same of some of the rows."""
+        """Return the column of some of the rows."""
         return Column(self.values[list(rows)], self.weights[list(rows)], self.finish)
 
     def value(self) -> float:
@@ -39,6 +39,6 @@ class Column:
         return float(self.finish(self.values.sum() / self.weights.sum()))
 
     def row(self, index: int) -> float | None:
-        """Return the metric of one row alone; None where it has no weight."""
+        """Return the metric of one row alone; None if it has no weight."""
         weight = self.weights[index]
         return float(self.finish(self.values[index] / weight)) if weight else None

@@ -1,4 +1,4 @@
-"""Two models on the same rows: by how much one is better, row by row."""
+"""Comparison of two models on the same rows, by paired differences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainwright.evaluation.metrics.registry import LIKELIHOODS
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the first has more than the second, by metric."""
+    """The differences, first minus second, by metric."""
 
     differences: dict[str, Estimate]
     notes: list[str] = field(default_factory=list)
 
 
 def compare(one: Measured, other: Measured) -> Comparison:
-    """Return the paired differences of all metrics that can be compared. Both were measured on the same rows."""
+    """Return the paired differences of all comparable metrics. Both must be measured on the same rows."""
     names = [name for name in one.columns if name in other.columns]
     notes = []
     if one.tokens != other.tokens and any(name in LIKELIHOODS for name in names):

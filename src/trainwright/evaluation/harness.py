@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness, on a model that is loaded here and on all ranks.
 
-Rank 0 runs the harness (https://github.com/EleutherAI/lm-evaluation-harness); what it wants to have scored or written
-goes to all ranks, which share it out.
+Rank 0 runs the harness (https://github.com/EleutherAI/lm-evaluation-harness) and sends its requests to all ranks, which
+share the work.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainwright.inference.scoring import score
 from trainwright.inference.stopping import stop_of
 from trainwright.parallel.world import World
 
-_POSITIONS = 2048  # of a model that does not say how many it has
-_NEW_TOKENS = 256  # where a task does not say
+_POSITIONS = 2048  # of a model that does not state its number of positions
+_NEW_TOKENS = 256  # if a task does not set it
 
 
 def run_tasks(
@@ -35,14 +35,14 @@ def run_tasks(
     world: World,
     stage: Callable[[str, int], Done],
 ) -> dict[str, dict[str, Any]]:
-    """Return what the harness measures, by task; empty on other ranks than 0. Every rank must call.
+    """Return the harness's metrics by task; empty on ranks other than 0. Every rank must call.
 
     Args:
-        directory: where more tasks are defined than the harness has itself.
+        directory: with definitions of additional tasks.
         limit: rows of every task.
 
     Raises:
-        RequestError: a task is not known, or its data cannot be had.
+        RequestError: a task is unknown, or its data is not available.
     """
     shared = _Shared(loaded, world, stage)
     if not world.is_main:
@@ -55,7 +55,7 @@ def run_tasks(
 
 
 class _Shared:
-    """What all ranks do together, at rank 0's word."""
+    """Operations of all ranks together, directed by rank 0."""
 
     def __init__(self, loaded: Loaded, world: World, stage: Callable[[str, int], Done]) -> None:
         self.loaded = loaded
@@ -63,7 +63,7 @@ class _Shared:
         self._stage = stage
 
     def serve(self) -> None:
-        """On other ranks: do as rank 0 does until it is finished."""
+        """Execute rank 0's operations on the other ranks until it is finished."""
         while (call := self._world.broadcast(None)) is not None:
             name, arguments = call
             getattr(self, f"_{name}")(*arguments)
@@ -72,12 +72,14 @@ class _Shared:
         self._world.broadcast(None)
 
     def likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Of every continuation after its context, in tokens: the log-likelihood, and whether it is the greedy one."""
+        """Return for every continuation after its context, in tokens, the log-likelihood and whether it is the greedy
+        one.
+        """
         self._world.broadcast(("likelihoods", (pairs,)))
         return self._likelihoods(pairs)
 
     def answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
-        """Return what the model writes after every prompt."""
+        """Return the model's answer to every prompt."""
         self._world.broadcast(("answers", (prompts, sampling, until)))
         return self._answers(prompts, sampling, until)
 
@@ -100,7 +102,7 @@ class _Shared:
 
 
 def _language_model(shared: _Shared) -> Any:
-    """Return the model as the harness wants it."""
+    """Return the model with the harness's interface."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -164,7 +166,7 @@ def _language_model(shared: _Shared) -> Any:
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    """How a task wants its answers written. Raises RequestError for what is not known here."""
+    """Return the sampling settings of a task. Raises RequestError for unsupported ones."""
     known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
     if unknown := [key for key, value in settings.items() if key not in known and value is not None]:
         raise RequestError(f"--lm-eval: the task sets {', '.join(unknown)} for its answers, which is not known here")
@@ -190,7 +192,7 @@ def _results(model: Any, tasks: Sequence[str], directory: str | None, limit: int
         found = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
     except TrainwrightError:
         raise
-    except (OSError, ConnectionError, ValueError) as error:  # of the data set's library and of the hub's client
+    except (OSError, ConnectionError, ValueError) as error:  # of the datasets library and of the Hub's client
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RequestError(f"--lm-eval {','.join(tasks)}: the tasks' data cannot be had or used: {reason}") from error
     return {task: dict(metrics) for task, metrics in found["results"].items()}

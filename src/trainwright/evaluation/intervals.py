@@ -1,4 +1,4 @@
-"""How far a number that was measured on some rows may be off, had they been others: bootstrap over the rows."""
+"""Confidence intervals of metrics by bootstrap over the rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def estimate(column: Column, resamples: int = RESAMPLES) -> Estimate:
 
 
 def difference(one: Column, other: Column, resamples: int = RESAMPLES) -> Estimate:
-    """``one`` less ``other`` on the same rows, with its interval: both are drawn the same rows each time, so what the
-    rows have in common is no part of it."""
+    """Return ``one`` minus ``other`` on the same rows, with its interval. Both are resampled with the same rows, so
+    that common variation cancels.
+    """
     assert len(one) == len(other), "rows are compared one by one"
 
     def metric(values: Any, weights: Any, others: Any, other_weights: Any, axis: int) -> Any:

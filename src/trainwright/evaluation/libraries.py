@@ -1,4 +1,4 @@
-"""Libraries that evaluation alone needs, and the message where one is missing."""
+"""Optional libraries of evaluation, and the message if one is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from trainwright.errors import MachineError
 
-# By the name of the module: the package, and the extra of ours that installs it.
+# By module name: the package, and our extra that installs it.
 _PACKAGES = {
     "rouge_score": ("rouge-score", "evaluation"),
     "jsonschema": ("jsonschema", "evaluation"),
@@ -18,7 +18,7 @@ _PACKAGES = {
 
 
 def require(module: str, what: str) -> None:
-    """Raise MachineError where ``module``, which ``what`` needs, is not installed."""
+    """Raise MachineError if ``module``, which ``what`` needs, is not installed."""
     if find_spec(module) is None:
         package, extra = _PACKAGES[module]
         raise MachineError(f"{what} needs {package}, which is not installed; pip install 'trainwright[{extra}]'")

@@ -1,4 +1,4 @@
-"""What one model makes of the rows, measured by all ranks together; and what is kept of it."""
+"""Measure one model on the rows, by all ranks together, and store the results."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from trainwright.parallel.world import World
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the rows come from: the names of the sources, of every row where it stands in its own, from 0, and which
-    that is."""
+    """The origin of the rows: the names of the sources, and for each row its index in its source, from 0, and the index
+    of its source.
+    """
 
     sources: list[str]
     numbers: list[int]
@@ -37,15 +38,15 @@ class Origins:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row: what was asked, what was to be said, and what was; with the scores it got alone."""
+    """One row: the prompt, the reference and the answer, with the scores of this row."""
 
     row: int  # in the source, from 1
     scores: dict[str, float | None]
     prompt: str | None = None
     reference: str | None = None
     answer: str | None = None
-    complete: bool | None = None  # the model stopped by itself
-    source: str | None = None  # where there are several
+    complete: bool | None = None  # whether the model stopped by itself
+    source: str | None = None  # if there are several
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class Measured:
     """A model's columns over the rows, by metric.
 
     Attributes:
-        origin: the model, in words.
-        tokens: a fingerprint of the rows in the model's tokens; where two models differ, so do their likelihoods.
+        origin: a description of the model.
+        tokens: a fingerprint of the rows in the model's tokens; if two models differ in it, their likelihoods are not
+            comparable.
         origins: where the rows come from.
-        answered: the places of the rows that were answered.
-        notes: what a reader of the numbers should know.
+        answered: the indices of the rows that were answered.
+        notes: remarks for the reader of the numbers.
     """
 
     origin: str
@@ -69,7 +71,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
     def of_source(self, part: int) -> Measured:
-        """Return what was measured of the rows of one source."""
+        """Return the results for the rows of one source."""
         rows = [place for place, each in enumerate(self.origins.parts) if each == part]
         questions = [index for index, place in enumerate(self.answered) if self.origins.parts[place] == part]
         columns = {
@@ -112,14 +114,14 @@ def measure(
     scored: Done = lambda examples: None,
     answered: Done = lambda examples: None,
 ) -> Measured | None:
-    """Score the rows and answer those that are asked. Every rank must call; rank 0 gets the whole result.
+    """Score the rows and generate the answers asked for. Every rank must call; rank 0 gets the full result.
 
     Args:
         origins: where the rows come from.
         names: of the metrics.
-        batch: how many rows are answered at once.
-        judges: those of them that judge answers.
-        scored, answered: told how many rows this rank has done since.
+        batch: the number of rows answered at once.
+        judges: those of the metrics that judge answers.
+        scored, answered: called with the number of rows that this rank has finished since the last call.
     """
     wanted = any(name in LIKELIHOODS for name in names)
     scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if wanted else []
@@ -145,12 +147,12 @@ def answer_prompts(
 
 
 def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]) -> list[float]:
-    """Return a score for every answer; white space around it is no part of it."""
+    """Return a score for every answer; surrounding white space is ignored."""
     return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
 
 
 def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
-    """Return the scores of every row's windows as one."""
+    """Return the scores of every row, joined from its windows."""
     found = iter(scores)
     return [
         TokenScores(np.concatenate([part.losses for part in parts]), np.concatenate([part.correct for part in parts]))

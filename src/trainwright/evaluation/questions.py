@@ -1,4 +1,4 @@
-"""Validation rows that a model answers while it is trained, and how its answers are judged."""
+"""Answers to validation rows during training, and their metrics."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class ValidationQuestions:
-    """Some of the validation rows, each up to its last answer; that is the reference.
+    """Validation rows to answer, each up to its last answer, which is the reference.
 
-    Rows whose answer was cut off are not asked. The prompts are the very tokens that training sees.
+    Rows with a truncated answer are not used. The prompts have exactly the tokens that training sees.
 
     Raises:
-        RequestError: no row can be asked, or a setting of a metric cannot be used.
+        RequestError: no row can be used, or a setting of a metric is invalid.
         MachineError: a library that a metric needs is not installed.
     """
 
@@ -39,7 +39,7 @@ class ValidationQuestions:
         self._tokenizer = tokenizer
         self._sampling = Sampling(max_new_tokens=section.max_new_tokens)
         self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
-        answers = [n for n in range(validation.document_count) if validation.role(n) == CHOSEN]  # no rejected ones
+        answers = [n for n in range(validation.document_count) if validation.role(n) == CHOSEN]  # without rejected ones
         whole = [n for n in answers if validation.document_length(n) < longest]
         spans = {n: _last_run(validation.document(n)[1]) for n in whole}
         asked = [n for n in whole if spans[n][0] > 0]
@@ -58,11 +58,11 @@ class ValidationQuestions:
         self._check_references()
 
     def metrics(self, model: PreTrainedModel, stop: Stop, world: World, *, together: bool) -> dict[str, float]:
-        """Return the mean of every metric over the rows that are asked, the same on every rank. Every rank must call.
+        """Return the mean of every metric over the rows, the same on every rank. Every rank must call.
 
         Args:
-            model: whole, ready for generation.
-            together: every rank answers everything, as a pass of the model takes all of them.
+            model: the full model, ready for generation.
+            together: whether every rank answers everything, because a pass of the model involves all ranks.
         """
         prompts, sampling = self._prompts, self._sampling
         answers = answer_all(model, self._tokenizer, prompts, sampling, stop, world, together=together)
@@ -81,7 +81,7 @@ class ValidationQuestions:
 
 
 def _last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
-    """Where the last unbroken run of targets begins and ends."""
+    """Return the start and the end of the last contiguous run of targets."""
     places = np.flatnonzero(flags)
     end = int(places[-1]) + 1
     breaks = np.flatnonzero(np.diff(places) > 1)

@@ -1,8 +1,7 @@
-"""What an evaluation leaves behind: a directory, whole or not at all, and a table to read.
+"""The output of an evaluation: a directory, written completely or not at all, and a table.
 
-metrics.json            every metric with its interval; with --against the other's and the differences
-samples.jsonl           row by row: prompt, reference, answer, scores
-samples-against.jsonl   those of the other model
+metrics.json            every metric with its interval; with --against also the other model's and the differences
+samples.jsonl           row by row: prompt, reference, answer, scores samples-against.jsonl   those of the other model
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Report:
     """The result of one evaluation.
 
     Attributes:
-        settings: what was asked for, as plain values.
-        harness: what lm-evaluation-harness found, by task.
-        parts: the same of every source alone, where the rows are of several.
+        settings: the options of the evaluation, as plain values.
+        harness: the results of lm-evaluation-harness, by task.
+        parts: the results of each source alone, if there are several.
     """
 
     settings: Mapping[str, Any]
@@ -43,11 +42,11 @@ class Report:
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """Every metric with its interval."""
+        """Return every metric with its interval."""
         return _estimates(self.measured)
 
     def lines(self) -> list[str]:
-        """Return the table, and what should be known beside it."""
+        """Return the table and its notes."""
         lines = []
         if self.measured is not None:
             if self.against is not None:
@@ -79,7 +78,7 @@ class Report:
         return table_lines(rows, head)
 
     def write(self, directory: Path) -> None:
-        """Write all files to ``directory``, which is new. Raises RequestError where they cannot be written."""
+        """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
         with whole_directory(directory) as scratch:
             self._write(scratch)
 
@@ -94,7 +93,7 @@ class Report:
         write_text(directory / "metrics.json", json.dumps(found, indent=2, default=str) + "\n")
 
     def _found(self) -> dict[str, Any]:
-        """Every number, as plain values."""
+        """Return every number, as plain values."""
         found: dict[str, Any] = {}
         if self.measured is not None:
             found |= _described(self.measured, self.estimates)
@@ -108,7 +107,7 @@ class Report:
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """Provide a directory to write to that becomes ``directory``, which is new, once everything is written.
+    """Provide a temporary directory that is renamed to the new ``directory`` once everything is written.
 
     Raises:
         RequestError: something cannot be written.
@@ -156,7 +155,7 @@ def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
 
 
 def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
-    """Rows under their head, in columns of one width."""
+    """Return rows under their head, aligned in columns."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
@@ -164,7 +163,7 @@ def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]
 
 
 def number_text(value: float) -> str:
-    """Return a number as tables have it: four decimals, or as many digits where it is very small."""
+    """Return a number formatted for tables: four decimals, or more if it is very small."""
     if value and abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
@@ -183,7 +182,7 @@ def _write_samples(file: Path, measured: Measured) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file, and have it on the disk."""
+    """Write a file and sync it to disk."""
     with file.open("w", encoding="utf-8") as opened:
         opened.write(text)
         opened.flush()

@@ -1,4 +1,4 @@
-"""The rows a model is measured on: read once, then turned into each model's own tokens."""
+"""The rows that a model is measured on: read once, then tokenized for each model."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts and conversations of one source after another.
+    """Texts and conversations of one or several sources.
 
     Attributes:
         sources: where they come from.
-        examples: what each row holds.
-        numbers: where each stands in its source, from 0.
-        parts: which of the sources each is of.
-        notes: what a person should know of how they were read.
+        examples: the content of each row.
+        numbers: the index of each row in its source, from 0.
+        parts: the index of each row's source.
+        notes: remarks for the user on how they were read.
     """
 
     sources: tuple[SourceSection, ...]
@@ -55,12 +55,12 @@ class Rows:
 
     @property
     def name(self) -> str:
-        """All sources, for people."""
+        """Return the names of all sources, for messages."""
         return " + ".join(source.source for source in self.sources)
 
     @property
     def conversations(self) -> list[int]:
-        """The places of those that ask something."""
+        """Return the indices of the rows that ask something."""
         return [place for place, example in enumerate(self.examples) if not isinstance(example, str)]
 
     def chosen(self, places: Sequence[int]) -> Rows:
@@ -74,12 +74,12 @@ class Rows:
         )
 
     def place(self, index: int) -> str:
-        """File and line of a row, for messages."""
+        """Return file and line of a row, for messages."""
         source = self.sources[self.parts[index]]
         return place_of(source.source, self.numbers[index], source.format == "documents")
 
     def question(self, index: int) -> list[Message]:
-        """Return a conversation up to where its last answer begins."""
+        """Return a conversation up to the start of its last answer."""
         turns = self._turns(index)
         return turns[: last_answer(turns)]
 
@@ -95,7 +95,7 @@ class Rows:
 
 
 def joined(several: Sequence[Rows]) -> Rows:
-    """Return the rows of one after another."""
+    """Return the rows of several sources, one after another."""
     parts: list[int] = []
     sources: tuple[SourceSection, ...] = ()
     for rows in several:
@@ -107,14 +107,14 @@ def joined(several: Sequence[Rows]) -> Rows:
 
 
 def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) -> Rows:
-    """Read ``source``.
+    """Read the rows of ``source``.
 
     Args:
-        key: what names the source in messages.
-        only: where the rows that are wanted stand in it, from 0.
+        key: the name of the source in messages.
+        only: the indices in the source of the rows to return, from 0; None: all.
 
     Raises:
-        RequestError: the source, its layout or a row is wrong, or a row has no reference, with its file and line.
+        RequestError: the source, its layout or a row is invalid, or a row has no reference, with its file and line.
     """
     table = read_rows(source.source, source.limit, key, source.format == "documents")
     first = table[:8]
@@ -146,7 +146,7 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
 
 
 def drawn(total: int, count: int | None) -> list[int]:
-    """``count`` of ``total`` places, in order, and the same each time; all of them where it is None."""
+    """Return ``count`` of ``total`` indices, in order and the same for every call; all of them if it is None."""
     if count is None or count >= total:
         return list(range(total))
     return sorted(np.random.default_rng(_SEED).choice(total, count, replace=False).tolist())
@@ -154,10 +154,10 @@ def drawn(total: int, count: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a model is asked, with one entry for each question.
+    """The prompts for a model, with one entry for each question.
 
     Attributes:
-        places: of the rows that are asked, among all.
+        places: the indices of the rows that are asked.
         tokens: each ends where the answer is to begin.
         references: the answers of the rows.
     """
@@ -169,15 +169,15 @@ class Prompts:
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows as the tokens of one model.
+    """Rows in the tokens of one model.
 
     Attributes:
-        dataset: every row, and which of its tokens are targets; of a row that was split, its windows.
-        windows: how many of them each row became.
-        last_turn: of every row, how many of its targets belong to its last answer.
-        cut: how many rows are longer than the model or the user allows, and have lost their end.
-        split: how many of them were split, and have lost nothing.
-        notes: what a user should know about the template.
+        dataset: every row, and which of its tokens are targets; a split row gives several windows.
+        windows: the number of windows of each row.
+        last_turn: for each row, the number of targets of its last answer.
+        cut: the number of rows that were truncated, because the model or the user limits their length.
+        split: the number of rows that were split without loss.
+        notes: remarks for the user on the template.
     """
 
     dataset: TokenDataset
@@ -211,15 +211,14 @@ def encode(
     asked: Sequence[int],
     key: str,
 ) -> EncodedRows:
-    """Return the rows in the tokens of ``tokenizer``.
+    """Tokenize the rows.
 
     Args:
-        max_length: of a row; what is longer is split or cut, as ``data.long_documents`` of a recipe has it.
-        asked: places of the rows that are to be answered, which are conversations.
+        max_length: of a row; longer ones are split or truncated, like ``data.long_documents`` of a recipe.
+        asked: indices of the rows to answer, which are conversations.
 
     Raises:
-        RequestError: the template refuses a row, or nothing of an answer is left of it after the cut; with file and
-            line.
+        RequestError: the template rejects a row, or nothing of its answer remains after truncation; with file and line.
     """
     encoder = ChatEncoder(tokenizer) if rows.conversations else None
     pairs: list[Encoded] = []
@@ -250,7 +249,7 @@ def encode(
 
 
 def fingerprint(pairs: Sequence[Encoded]) -> str:
-    """Of tokens and targets."""
+    """Return a fingerprint of tokens and targets."""
     digest = hashlib.sha256()
     for ids, flags in pairs:
         digest.update(np.asarray(ids, dtype="<i4").tobytes() + np.asarray(flags, dtype=np.bool_).tobytes() + b"|")
@@ -274,7 +273,7 @@ def _encoded(
 
 
 def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str) -> Prompts:
-    """Return the questions of ``asked`` rows; ``called`` has the references of answers that call tools."""
+    """Return the questions of the rows ``asked``; ``called`` has the references of answers that call tools."""
     references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in asked]
     try:
         return Prompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
@@ -283,7 +282,7 @@ def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Map
 
 
 def _last_run(flags: Sequence[bool]) -> int:
-    """Where the last unbroken run of targets begins."""
+    """Return the start of the last contiguous run of targets."""
     end = max(place for place, flag in enumerate(flags) if flag)
     while end and flags[end - 1]:
         end -= 1

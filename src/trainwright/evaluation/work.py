@@ -1,7 +1,6 @@
-"""An evaluation from beginning to end, without the processes it runs in: prepared once, measured by all ranks, told.
+"""An evaluation, independent of its processes: prepared once, measured by all ranks, and reported.
 
-work/model/     what was found, and the rows in its tokens
-work/against/   the same for the other model
+work/model/     the model, and the rows in its tokens work/against/   the same for the other model
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from trainwright.text import plural, they
 _MODEL, _AGAINST = "model", "against"
 _RUNS_OWN = "data.validation of the run"
 
-# Told what is done now, and of how many rows; gives what to tell of the rows that are done.
+# Called with a description of the work and its number of rows; returns a function to report finished rows.
 Stage = Callable[[str, int], Done]
 
 
 def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
-    """Find models and rows, and leave in ``work`` what every rank needs. Called once, before the ranks are started.
+    """Find models and rows, and write what every rank needs to ``work``. Called once, before the ranks are started.
 
     Raises:
-        RequestError: a model, the rows or a setting cannot be used; rows are named by file and line.
+        RequestError: a model, the rows or a setting is invalid; rows are named by file and line.
         MachineError: a model does not fit this machine.
     """
     found = find_model(asked.model, asked.adapter, asked.checkpoint)
@@ -88,7 +87,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
 
 
 def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
-    """Measure this rank's part; rank 0 leaves the results in ``work``. Every rank must call."""
+    """Measure this rank's part; rank 0 writes the results to ``work``. Every rank must call."""
     for side in (_MODEL, _AGAINST):
         if (work / side).is_dir():
             loaded = load(Found.open(work / side / "found.json"), DTYPES[asked.dtype], world.device)
@@ -102,7 +101,7 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
 
 
 def report_of(asked: Asked, work: Path) -> Report:
-    """Return what the ranks have left in ``work``."""
+    """Return the report of the results in ``work``."""
     settings: dict[str, Any] = {key: value for key, value in asdict(asked).items() if value not in (None, (), False)}
     harness: dict[str, Any] = {}
     for side in (_MODEL, _AGAINST):
@@ -175,7 +174,7 @@ def _harness(asked: Asked, side: Path, loaded: Loaded, world: World, stage: Stag
 
 
 def _rows(asked: Asked, found: Found) -> tuple[Rows, str]:
-    """Return the rows, and what names them in messages."""
+    """Return the rows, and their name in messages."""
     if asked.data is not None:
         source = SourceSection.model_validate({"source": asked.data, "format": asked.format, "limit": asked.limit})
         rows = read(source, key="--data")
@@ -188,14 +187,14 @@ def _rows(asked: Asked, found: Found) -> tuple[Rows, str]:
 
 
 def _lengths(asked: Asked, found: Found) -> tuple[int | None, str]:
-    """How long a row may be where that is limited, and what becomes of longer ones, as ``data.long_documents``."""
+    """Return the maximum row length, if limited, and how longer rows are handled, like ``data.long_documents``."""
     own = found.recipe.data if asked.data is None and found.recipe is not None else None
     longest = asked.max_length if own is None or asked.max_length is not None else own.max_length
     return longest, "auto" if own is None else own.long_documents
 
 
 def _rows_of_run(found: Found) -> Rows:
-    """Return what the run held back to validate on."""
+    """Return the validation rows of the run."""
     recipe = found.recipe
     if recipe is None:
         raise RequestError(f"--data: {found.origin} is not of a run, which would have validation rows; name the rows")
@@ -218,7 +217,7 @@ def _rows_of_run(found: Found) -> Rows:
 
 
 def _names(rows: Rows) -> list[str]:
-    """Return the sources by name, with their numbers where two have the same."""
+    """Return the names of the sources, numbered if several have the same name."""
     names = [source.source for source in rows.sources]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 

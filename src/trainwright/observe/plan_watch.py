@@ -36,7 +36,8 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Watched:
-    """What is known of a run's plan: ``predicted``, ``own`` (corrections), ``chosen`` and the other ``candidates``.
+    """The plan of a run: ``predicted``, ``own`` (identifies its kind for the record), ``chosen`` and other
+    ``candidates``.
 
     ``replan``: whether the run changes to another plan automatically.
     """

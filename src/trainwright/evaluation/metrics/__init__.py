@@ -1,1 +1,1 @@
-"""What is measured of an answer, one small file a kind; the names are in registry.py."""
+"""Metrics of answers, one module per kind; the names are in registry.py."""

@@ -1,4 +1,4 @@
-"""Whether the short answer inside a text is right: found by a pattern, compared as a number where both are."""
+"""Whether the short answer in a text is right: extracted by a pattern, and compared as numbers if both are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 
 from trainwright.errors import RequestError
 
-# Names for patterns. gsm8k: as https://github.com/openai/grade-school-math marks its answers.
+# Named patterns. gsm8k: the format of https://github.com/openai/grade-school-math.
 NAMED = {"gsm8k": r"####\s*\$?\s*(-?[\d.,]+)"}
 NUMBER = "number"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -17,14 +17,14 @@ Extract = Callable[[str], str | None]
 
 
 def extractor(pattern: str) -> Extract:
-    """Return what finds the short answer in a text; None where it has none.
+    """Return a function that extracts the short answer from a text, or None if it has none.
 
     Args:
-        pattern: ``gsm8k`` (what follows ``####``), ``number`` (the last number), or a regular expression: its first
-            match counts, and of that the first group, if it has one.
+        pattern: ``gsm8k`` (what follows ``####``), ``number`` (the last number), or a regular expression: the first
+            group of its first match, or the match if it has no group.
 
     Raises:
-        RequestError: it is no regular expression.
+        RequestError: it is not a valid regular expression.
     """
     if pattern == NUMBER:
         return lambda text: next(reversed(_NUMBER.findall(text)), None)
@@ -37,7 +37,7 @@ def extractor(pattern: str) -> Extract:
 
 
 class AnswerMatch:
-    """1 where the short answer is the reference's; an answer in which there is none is wrong."""
+    """1 if the short answer equals the reference's; an answer without a short answer is wrong."""
 
     setting = "answer_pattern"
 
@@ -46,7 +46,7 @@ class AnswerMatch:
         self._extract = extractor(pattern)
 
     def check(self, reference: str) -> None:
-        """Raise RequestError where the reference has no short answer to compare with."""
+        """Raise RequestError if the reference has no short answer."""
         if self._extract(reference) is None:
             shown = " ".join(reference.split())[-60:]
             raise RequestError(f"the reference has no answer by the pattern {self._pattern!r} (it ends with {shown!r})")
@@ -58,7 +58,7 @@ class AnswerMatch:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two short answers are one: 1,000.0 is 1000, and 18. at the end of a sentence 18."""
+    """Return whether two short answers are equal: 1,000.0 equals 1000, and 18. at the end of a sentence 18."""
     numbers = _as_number(one), _as_number(other)
     if None not in numbers:
         return numbers[0] == numbers[1]

@@ -1,4 +1,4 @@
-"""Whether an answer is JSON of a given schema."""
+"""Whether an answer is JSON that conforms to a schema."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainwright.recipe.files import read_json
 
 
 class JsonSchema:
-    """1 where the whole answer is one JSON value that the schema in ``file`` accepts. The reference does not count.
+    """1 if the whole answer is one JSON value that is valid under the schema in ``file``. The reference is ignored.
 
     Raises:
-        RequestError: the file is no JSON Schema.
+        RequestError: the file is not a JSON Schema.
     """
 
     setting = "json_schema"
@@ -35,7 +35,7 @@ class JsonSchema:
         except SchemaError as error:
             place = "/".join(map(str, error.absolute_path)) or "the top"
             raise RequestError(f"{file}: no JSON Schema: at {place}: {error.message}") from None
-        # An empty registry: what a schema refers to is never fetched.
+        # An empty registry: references of a schema are never fetched.
         self._validator = kind(schema, registry=Registry())
 
     def __call__(self, reference: str, answer: str) -> float:

@@ -1,4 +1,4 @@
-"""What a model's likelihood of the given texts says of it. Each row has a value and a weight; see columns.py."""
+"""Metrics from a model's likelihoods of given texts. Each row has a value and a weight; see columns.py."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainwright.inference.scoring import TokenScores
 Floats = npt.NDArray[np.float64]
 
 
-# What the mean of a column becomes.
+# Applied to the mean of a column.
 FINISH = {"perplexity": np.exp}
 
 
 def likelihood_columns(
     names: Sequence[str], rows: Sequence[TokenScores], last_turn: Sequence[int]
 ) -> dict[str, Column]:
-    """Return the columns of ``names`` over rows that were scored.
+    """Return the columns of ``names`` over scored rows.
 
     Args:
-        last_turn: of every row, how many of its targets, the last ones, belong to its last answer.
+        last_turn: for each row, how many of its last targets belong to its last answer.
     """
     losses = [row.losses.astype(np.float64) for row in rows]
     targets = np.array([len(each) for each in losses], dtype=np.float64)
@@ -39,6 +39,7 @@ def likelihood_columns(
 
 
 def answer_probability(losses: Floats, count: int) -> float:
-    """Geometric mean of the probabilities of the last ``count`` targets, P(answer | question)^(1 / tokens), as TOFU has
-    it (arXiv 2401.06121); 0 where there are none."""
+    """Return the geometric mean of the probabilities of the last ``count`` targets, P(answer | question)^(1 / tokens),
+    as in TOFU (arXiv 2401.06121); 0 if there are none.
+    """
     return float(np.exp(-losses[len(losses) - count :].mean())) if count else 0.0

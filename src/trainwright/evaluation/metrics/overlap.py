@@ -1,4 +1,4 @@
-"""How much of a reference's text an answer has."""
+"""Overlap of an answer with the text of a reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Overlap(NamedTuple):
-    """How much of the words of a reference answer are in an answer."""
+    """Overlap of the words of a reference answer and an answer."""
 
     precision: float
     recall: float
@@ -25,12 +25,12 @@ class Overlap(NamedTuple):
 
 
 def exact_match(reference: str, answer: str) -> float:
-    """1 where the texts are the same, white space around them aside."""
+    """Return 1 if the texts are equal except for surrounding white space, else 0."""
     return float(reference.strip() == answer.strip())
 
 
 def word_f1(reference: str, answer: str) -> float:
-    """F1 of the words that both have, without case, punctuation and articles, as SQuAD has it (arXiv 1606.05250)."""
+    """Return the F1 of common words, ignoring case, punctuation and articles, as in SQuAD (arXiv 1606.05250)."""
     wanted, found = _words(reference), _words(answer)
     if not wanted or not found:
         return float(wanted == found)
@@ -39,7 +39,8 @@ def word_f1(reference: str, answer: str) -> float:
 
 
 def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:
-    """ROUGE-L as the package rouge-score has it: overlap by the longest common subsequence of words (Lin 2004).
+    """Return ROUGE-L as the package rouge-score computes it: overlap by the longest common subsequence of words (Lin
+    2004).
 
     Args:
         stem: compare the stems of words (Porter).
@@ -49,19 +50,19 @@ def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:
 
 
 def rouge_l_f1(reference: str, answer: str) -> float:
-    """F1 of ``rouge_l``."""
+    """Return the F1 of ``rouge_l``."""
     return rouge_l(reference, answer).f1
 
 
 def rouge_l_recall(reference: str, answer: str) -> float:
-    """Recall of ``rouge_l``."""
+    """Return the recall of ``rouge_l``."""
     return rouge_l(reference, answer).recall
 
 
 @functools.cache
 def _rouge_scorer(stem: bool) -> Any:
     require("rouge_score", "rouge_l")
-    if os.path.expanduser("~") == "~":  # nltk, of which it uses the stemmer, asks for a place to download to
+    if os.path.expanduser("~") == "~":  # nltk, whose stemmer it uses, needs a download directory
         os.environ.setdefault("NLTK_DATA", tempfile.gettempdir())
     from rouge_score.rouge_scorer import RougeScorer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from trainwright.registries import METRICS
 
-# From the reference and the answer to a score, 1 where it is best.
+# From the reference and the answer to a score, at best 1.
 Judge = Callable[[str, str], float]
 
 LIKELIHOODS = ("loss", "perplexity", "token_accuracy", "answer_probability")
@@ -14,10 +14,10 @@ USUAL = ("loss", "perplexity", "token_accuracy", "exact_match", "rouge_l", "f1")
 
 
 def judges(names: Sequence[str], answer_pattern: str | None = None, json_schema: str | None = None) -> dict[str, Judge]:
-    """Return what judges answers, for those of ``names`` that do; ``answer`` and ``json_schema`` need theirs.
+    """Return the judges of answers among ``names``; ``answer`` and ``json_schema`` need their option.
 
     Raises:
-        RequestError: the pattern or the schema cannot be used, or a metric of another package.
+        RequestError: the pattern, the schema, or a metric of another package is invalid.
         MachineError: a library that a metric needs is not installed.
     """
     settings = {"answer_pattern": answer_pattern, "json_schema": json_schema}

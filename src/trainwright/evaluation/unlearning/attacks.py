@@ -1,6 +1,6 @@
-"""Whether what was forgotten comes back: after a little training on some of it, or in fewer bits.
+"""Whether forgotten knowledge returns: after a little training on some of it, or after quantization.
 
-Both change the model they are given. What they measure is the mean probability of the answers of the forget set.
+Both attacks change the given model. They measure the mean probability of the answers of the forget set.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from trainwright.models.quantisation import Quantisation, quantise
 from trainwright.parallel.world import World
 
 KINDS: tuple[Quantisation, ...] = ("int8", "nf4")
-_SHOWN = 0.25  # share of the forget set that relearning trains on
-_LOOKS = 4  # how often it is measured on the rest
-_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a pass
+_SHOWN = 0.25  # fraction of the forget set that relearning trains on
+_LOOKS = 4  # number of measurements on the rest
+_TOKENS = {"cpu": 2048, "cuda": 16384}  # per pass
 _OF_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
 class Relearning:
-    """How relearning is tried: ``steps`` of AdamW over all the rows that are shown."""
+    """Settings of relearning: ``steps`` of AdamW on all the rows that it trains on."""
 
     steps: int = 20
     learning_rate: float = 1e-5
 
 
 def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisation, world: World) -> float:
-    """Return the probability once every linear layer has so few bits (Zhang et al., arXiv 2410.16454). Every rank must
+    """Return the probability after quantizing every linear layer (Zhang et al., arXiv 2410.16454). Every rank must
     call.
 
     Raises:
-        RequestError: the model is quantised already.
+        RequestError: the model is already quantized.
     """
     model = loaded.lm.model
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
@@ -52,9 +52,10 @@ def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisati
 
 
 def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World) -> dict[str, float]:
-    """Return the probability of the rest of the forget set while a quarter of it, its first rows, is trained on again,
-    by the number of steps (Hu et al., arXiv 2406.13356). Every rank must call; each takes every step, so all have the
-    same.
+    """Return the probability of the rest of the forget set, by the number of steps, while training on its first quarter
+    again (Hu et al., arXiv 2406.13356).
+
+    Every rank must call; each takes every step, so all have the same model.
 
     Raises:
         RequestError: the forget set has no rows to leave out.
@@ -90,7 +91,7 @@ def _step(loaded: Loaded, batches: Sequence[Batch], optimizer: torch.optim.Optim
 
 
 def _batches(dataset: TokenDataset, world: World) -> list[Batch]:
-    """All examples, as many at once as a pass may have tokens."""
+    """Return all examples in batches, as large as the tokens of a pass allow."""
     parts: list[list[int]] = [[]]
     for index in range(len(dataset)):
         longest = max(map(dataset.length, [*parts[-1], index]))
@@ -113,5 +114,5 @@ def _part(dataset: TokenDataset, numbers: Sequence[int]) -> TokenDataset:
 
 
 def probability(loaded: Loaded, dataset: TokenDataset, world: World) -> float:
-    """Mean probability a token of the targets of every document. Every rank must call."""
+    """Return the mean probability per token of the targets of every document. Every rank must call."""
     return float(np.mean([np.exp(-mean_loss(each)) for each in score(loaded.lm, dataset, world)]))

@@ -1,6 +1,6 @@
-"""The items of all sets in the tokens of one model: what is scored, and what is asked.
+"""The items of all sets in the tokens of one model: documents to score, and prompts to answer.
 
-Everything that is scored is one list of documents, whatever set it belongs to, so that batches are full and ranks busy.
+The documents of all sets form one list, so that batches are full and ranks busy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER, PARAPHRASE, WRONG = "answer", "paraphrase", "wrong"
-# How long an answer is, and which texts end it, by style, as MUSE's authors have it; of a chat the user says it.
+# The length of an answer and its stop texts, by style, as used by MUSE's authors; for chats the user sets the length.
 NEW_TOKENS = {"few_shot": 32, "continue": 128}
 STOP_TEXTS = {"few_shot": ("\n\n", "\nQuestion", "Question:")}
 
 
 @dataclass(frozen=True)
 class Documents:
-    """What is scored.
+    """The documents to score.
 
     Attributes:
         dataset: every document once.
-        places: of a set, the item's number, what of it (answer, paraphrase, wrong) and which: its number here.
-        text_targets: of every document, how many of its targets, the first ones, are text and not the stop after it.
+        places: from set, item number, kind (answer, paraphrase, wrong) and index to the number of the document.
+        text_targets: for each document, how many of its first targets are text and not the stop after it.
     """
 
     dataset: TokenDataset
@@ -72,17 +72,17 @@ class Documents:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is asked of one set, with the right answers as they are compared."""
+    """The prompts of one set, with the right answers for comparison."""
 
     tokens: list[list[int]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
 
 class ItemEncoder:
-    """Turns items into tokens of ``tokenizer``; what is longer than ``max_length`` is cut at its end.
+    """Convert items to tokens of ``tokenizer``; anything longer than ``max_length`` is truncated.
 
     Raises:
-        RequestError: the tokenizer is not a fast one; of any method: a template refuses an item, or it has no place for
+        RequestError: the tokenizer is not a fast one; in any method: a template rejects an item, or leaves no space for
             an answer, with file and line.
     """
 
@@ -97,11 +97,13 @@ class ItemEncoder:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the template."""
+        """Return remarks for the user on the template."""
         return [] if self._chat is None else self._chat.notes
 
     def documents(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> Documents:
-        """Every item's answer, and of ``kinds`` its paraphrase and wrong answers, where all of its set have some."""
+        """Return every item's answer and, of ``kinds``, its paraphrase and wrong answers, for sets in which all items
+        have them.
+        """
         pairs: list[Encoded] = []
         places: dict[tuple[str, int, str, int], int] = {}
         for name, each in sets.items():
@@ -119,8 +121,8 @@ class ItemEncoder:
         return Documents(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
 
     def prompts(self, each: ItemSet, positions: int | None) -> Prompts:
-        """Return what every item asks, and what should be said. A model with ``positions`` must have room for an
-        answer.
+        """Return the prompts and reference answers of all items. They must leave space for an answer in a model with
+        ``positions``.
         """
         if each.style == "chat":
             turns = [[{"role": "user", "content": item.prompt}] for item in each.items]
@@ -139,7 +141,7 @@ class ItemEncoder:
         return Prompts(tokens, references)
 
     def _references(self, each: ItemSet) -> list[str]:
-        """Return the answers, as long as one may become."""
+        """Return the answers, truncated to the longest possible answer."""
         answers = [item.answer for item in each.items]
         if each.style == "continue":
             encoded = tokenized(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
@@ -186,7 +188,7 @@ class ItemEncoder:
 
 
 def _said(item: Item) -> Iterator[tuple[str, int, str]]:
-    """Everything that may be said to an item: what it is, which of its kind, and the words."""
+    """Yield every possible answer to an item: its kind, its index among that kind, and the text."""
     yield ANSWER, 0, item.answer
     if item.paraphrase is not None:
         yield PARAPHRASE, 0, item.paraphrase
@@ -195,13 +197,13 @@ def _said(item: Item) -> Iterator[tuple[str, int, str]]:
 
 
 def _opening(each: ItemSet, item: Item) -> str:
-    """Return what stands before the answer, in plain text."""
+    """Return the text before the answer, in plain text."""
     asked = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
     return each.before + asked
 
 
 def _without_stop(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:
-    """How many targets there are up to the last that is text; all, where none is."""
+    """Return the number of targets up to the last one that is text; all if none is."""
     targets = [token for token, flag in zip(ids[1:], flags[1:], strict=True) if flag]
     count = len(targets)
     while count and targets[count - 1] in stops:

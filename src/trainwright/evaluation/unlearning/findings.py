@@ -1,4 +1,4 @@
-"""What is found out about a model, set by set and item by item; all metrics are made of this."""
+"""The findings about a model by set and item, from which all metrics are computed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SetScores:
 
     Attributes:
         answers: of every item [items], each with the stop after it.
-        text_targets: of every answer, how many of its targets, the first ones, are text.
-        paraphrases: of the items that have one, by their number.
-        wrong: of every item, its wrong answers; empty where they were not scored.
+        text_targets: for each answer, how many of its first targets are text.
+        paraphrases: of the items that have one, by item number.
+        wrong: the wrong answers of every item; empty if they were not scored.
     """
 
     answers: list[TokenScores]
@@ -35,50 +35,52 @@ class SetScores:
 
     @property
     def losses(self) -> Floats:
-        """Mean negative log-likelihood of every answer [items], the stop counted."""
+        """Return the mean negative log-likelihood of every answer [items], including the stop."""
         return np.array([mean_loss(each) for each in self.answers])
 
     @property
     def wrong_losses(self) -> list[Floats]:
-        """Those of the wrong answers of every item."""
+        """Return the losses of the wrong answers of every item."""
         return [np.array([mean_loss(each) for each in wrong]) for wrong in self.wrong]
 
     @property
     def right_losses(self) -> Floats:
-        """Those of what the wrong answers are weighed against [items]: the paraphrase, where there is one."""
+        """Return the losses of the right answers to compare with wrong ones [items]: of the paraphrase, if there is
+        one.
+        """
         right = [self.paraphrases.get(number, answer) for number, answer in enumerate(self.answers)]
         return np.array([mean_loss(each) for each in right])
 
     @property
     def truth_ratios(self) -> Floats:
-        """Of every item that has wrong answers; all have, or it cannot be asked for."""
+        """Return the truth ratio of every item; all items must have wrong answers."""
         return tofu.truth_ratios(self.right_losses, self.wrong_losses)
 
     def text_losses(self, number: int) -> Floats:
-        """Losses of the tokens of an answer's text."""
+        """Return the losses of the tokens of an answer's text."""
         return self.answers[number].losses[: self.text_targets[number]].astype(np.float64)
 
     def text_correct(self, number: int) -> npt.NDArray[np.bool_]:
-        """Which of them are the likeliest tokens."""
+        """Return which tokens of an answer's text are the most probable ones."""
         return self.answers[number].correct[: self.text_targets[number]]
 
 
 def mean_loss(scores: TokenScores) -> float:
-    """Over the targets of a document."""
+    """Return the mean loss over the targets of a document."""
     return float(scores.losses.astype(np.float64).mean())
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that metrics are made of, as far as they were asked for.
+    """The inputs of the metrics, as far as needed.
 
     Attributes:
-        sets: what was asked, by the set's name.
+        sets: the items, by the set's name.
         scores: likelihoods, by set.
-        answers: what the model wrote to every item, by set, and ``references`` what it should have.
-        attacked: other numbers of every item by set, under the name of what they are for: ``standardised`` has those of
-            every token, ``gradient_norm`` and ``other_losses`` one.
-        reference: what was found out about another model.
+        answers: the model's answers to every item, by set, and ``references`` the right ones.
+        attacked: other numbers of every item by set, by their kind: ``standardised`` has those of every token,
+            ``gradient_norm`` and ``other_losses`` one.
+        reference: the reference values of another model.
     """
 
     sets: Mapping[str, ItemSet]
@@ -90,7 +92,7 @@ class Findings:
 
 
 def by_set(documents: Documents, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
-    """Return the scores of all documents, sorted into the sets that they are of."""
+    """Return the scores of all documents, grouped by set."""
     found: dict[str, SetScores] = {}
     for (name, item, what, _), number in documents.places.items():
         each = found.setdefault(name, SetScores([], []))

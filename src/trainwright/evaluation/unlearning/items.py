@@ -1,4 +1,4 @@
-"""The rows of a benchmark as what is asked of a model: a prompt, the right answer and others to weigh against it."""
+"""The rows of a benchmark as items: a prompt, the right answer and alternatives."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True)
 class Item:
-    """One question, or one text to go on with.
+    """One question, or one text to continue.
 
     Attributes:
-        prompt: what is asked; empty where the whole text is the answer.
-        answer: what is right.
-        paraphrase: the same in other words, which the wrong ones are in, too; None: there is none.
-        wrong: answers that are not right.
+        prompt: the question; empty if the whole text is the answer.
+        answer: the right answer.
+        paraphrase: the answer in other words, in the form of the wrong ones; None: there is none.
+        wrong: wrong answers.
     """
 
     prompt: str
@@ -35,7 +35,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ItemSet:
-    """The items of a set. ``before``: opens every prompt that is plain text."""
+    """The items of a set. ``before``: the start of every plain-text prompt."""
 
     source: str
     style: Style
@@ -43,27 +43,27 @@ class ItemSet:
     before: str = ""
 
     def place(self, index: int) -> str:
-        """File and line of an item, for messages."""
+        """Return file and line of an item, for messages."""
         return place_of(self.source, index)
 
     @property
     def has_wrong(self) -> bool:
-        """Whether every item has wrong answers to weigh."""
+        """Return whether every item has wrong answers."""
         return bool(self.items) and all(item.wrong for item in self.items)
 
 
 def read_sets(benchmark: Benchmark, names: Iterable[str], limit: int | None, key: str) -> dict[str, ItemSet]:
-    """Those of the benchmark's sets that are in ``names``, of each at most the first ``limit`` rows.
+    """Return the benchmark's sets that are in ``names``, with at most the first ``limit`` rows of each.
 
     Raises:
-        RequestError: a source or a row is wrong, with the row's file and line.
+        RequestError: a source or a row is invalid, with the row's file and line.
     """
     wanted = [name for name in benchmark.sets if name in set(names)]
     return {name: read_set(benchmark.sets[name], limit, key) for name in wanted}
 
 
 def read_set(wanted: EvaluationSet, limit: int | None, key: str) -> ItemSet:
-    """Return the items of one set. Raises as ``read_sets``."""
+    """Return the items of one set. Raises like ``read_sets``."""
     style, build = wanted.style, _BUILDERS.get(wanted.style)
     rows = _rows(wanted.source, limit, key)
     if build is None:
@@ -91,7 +91,9 @@ def _located(source: str, number: int, key: str, make: Any) -> Item:
 
 
 def _question(row: Row) -> Item:
-    """Return a row of TOFU: its wrong answers go with the paraphrase where there is one, with the answer where not."""
+    """Return a row of TOFU: its wrong answers correspond to the paraphrase, if there is one, otherwise to the
+    answer.
+    """
     wrong = row.get("perturbed_answer", [])
     if isinstance(wrong, str):
         wrong = [wrong]
@@ -102,16 +104,16 @@ def _question(row: Row) -> Item:
 
 
 def _passage(row: Row) -> Item:
-    """Return a text to go on with, or a whole one."""
+    """Return a text to continue, or a complete one."""
     if "prompt" not in row and "gt" not in row:
         return Item("", text_field(row, "text"))
     prompt, truth = text_field(row, "prompt"), text_field(row, "gt")
-    # As MUSE's authors join the two: where neither has white space at the seam, there was a space.
+    # Join the two as MUSE's authors do: with a space, unless one has white space at the seam.
     return Item(prompt, truth if prompt[-1].isspace() or truth[0].isspace() else f" {truth}")
 
 
 def _choice(row: Row) -> Item:
-    """Return a question with letters to choose from, worded as lm-evaluation-harness words WMDP and MMLU."""
+    """Return a question with letters to choose from, in the format of WMDP and MMLU in lm-evaluation-harness."""
     question, choices, right = text_field(row, "question").strip(), row.get("choices"), row.get("answer")
     if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS):
         raise RequestError(f"the field choices should be a list of 2 to {len(_LETTERS)} texts")
@@ -128,7 +130,7 @@ _BUILDERS = {"chat": _question, "few_shot": _question, "continue": _passage, "ch
 
 
 def _found_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
-    """How a user's own rows are asked, and the layout they have."""
+    """Return how a user's own rows are asked, and their layout."""
     columns = list(dict.fromkeys(name for row in rows[:8] for name in row))
     try:
         layout = layout_of(columns, rows[:8], "auto", SINGLE)
@@ -138,7 +140,7 @@ def _found_style(source: str, rows: list[Row], key: str) -> tuple[Style, str]:
 
 
 def _own(row: Mapping[str, Any], layout: str) -> Item:
-    """Return a text, or the one question and answer of a conversation."""
+    """Return a text, or the single question and answer of a conversation."""
     if layout == "question_answer":
         return _question(dict(row))
     example = to_example(dict(row), layout)

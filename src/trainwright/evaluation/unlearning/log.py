@@ -1,11 +1,11 @@
-"""What was found out about a model as a JSON file, and such files of others as references.
+"""The findings about a model as a JSON file, and reference logs of other projects.
 
     {"trainwright", "model", "benchmark", "metrics": {name: {set: value}},
      "eval_log_forget.json": {"avg_gt_loss": {"0": …}, "average_perturb_loss": {"0": […]}, …}, "eval_log.json": …}
 
-The parts named after files are laid out as in the eval_log_aggregated.json files that TOFU's authors publish
-(https://github.com/locuslab/tofu), so what reads theirs reads ours. A TOFU_EVAL.json of open-unlearning is a reference,
-too (https://github.com/locuslab/open-unlearning).
+The parts named after files have the layout of the eval_log_aggregated.json files that TOFU's authors publish
+(https://github.com/locuslab/tofu), so programs that read theirs read ours. A TOFU_EVAL.json of open-unlearning is also
+accepted as a reference (https://github.com/locuslab/open-unlearning).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainwright.inference.scoring import TokenScores
 
 NAME = "log.json"
-# The part of the authors' logs that each set is.
+# The part of the authors' logs for each set.
 PARTS = {
     "forget": "eval_log_forget.json",
     "retain": "eval_log.json",
@@ -38,7 +38,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class ReferenceLog:
-    """What metrics take from a model that has never seen the forget set.
+    """The metrics' reference values from a model that was not trained on the forget set.
 
     Attributes:
         truth_ratios: on the forget set [items]; None: the log has none.
@@ -54,7 +54,7 @@ def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
     """Return the reference in ``file``, or in the directory of an evaluation.
 
     Raises:
-        RequestError: it is no such log, or has nothing that a metric takes.
+        RequestError: it is not such a log, or has nothing that a metric uses.
     """
     file = file / NAME if file.is_dir() else file
     try:
@@ -91,7 +91,7 @@ def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
 
 
 def log_of(found: Findings, values: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the log of an evaluation. ``about``: what stands at its top."""
+    """Return the log of an evaluation. ``about``: the fields at its top."""
     parts = {PARTS[name]: _part(found, name, scores) for name, scores in found.scores.items() if name in PARTS}
     return {**about, "metrics": values, **parts}
 

@@ -1,4 +1,4 @@
-"""Everything that the chosen metrics need to know of a model, found out by all ranks together."""
+"""Measure everything that the chosen metrics need, by all ranks together."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from trainwright.inference.stopping import stop_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 
-# Told what is done now, and of how many rows; gives what to tell of the rows that are done.
+# Called with a description of the work and its number of rows; returns a function to report finished rows.
 Stage = Callable[[str, int], Done]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be found out, in a model's tokens; written once, read by every rank.
+    """What to measure, in a model's tokens; written once, read by every rank.
 
     Attributes:
         prompts: of every set that is answered.
-        attacked: what else is found out of items (``Findings.attacked``), and ``sets``, of which.
+        attacked: additional findings for items (``Findings.attacked``), and ``sets``, for which sets.
     """
 
     sets: dict[str, ItemSet]
@@ -72,7 +72,7 @@ def _set(values: Mapping[str, Any]) -> ItemSet:
 
 
 def score_documents(loaded: Loaded, work: Work, world: World, stage: Stage) -> list[TokenScores]:
-    """Return the likelihood of every document. Every rank must call."""
+    """Return the log-likelihoods of every document. Every rank must call."""
     dataset = work.documents.dataset
     return score(loaded.lm, dataset, world, done=stage("scoring", len(dataset)))
 
@@ -80,11 +80,11 @@ def score_documents(loaded: Loaded, work: Work, world: World, stage: Stage) -> l
 def answer_sets(
     loaded: Loaded, work: Work, longest: int, world: World, stage: Stage, rows: int | None = None
 ) -> dict[str, list[Answer]]:
-    """Return what the model writes to every prompt, by set. Every rank must call.
+    """Return the model's answers to every prompt, by set. Every rank must call.
 
     Args:
         longest: new tokens of an answer in a chat.
-        rows: prompts of a batch.
+        rows: prompts per batch.
     """
     found = {}
     for name, prompts in work.prompts.items():
@@ -102,10 +102,10 @@ def answer_sets(
 def attack_items(
     loaded: Loaded, work: Work, other: list[TokenScores] | None, world: World, stage: Stage
 ) -> dict[str, dict[str, Sequence[Floats]]]:
-    """Return what membership inference needs beside likelihoods, by what it is and by set. Every rank must call.
+    """Return what membership inference needs in addition to likelihoods, by kind and set. Every rank must call.
 
     Args:
-        other: another model's scores of all documents, where these are asked for.
+        other: another model's scores of all documents, if needed.
     """
     documents = work.documents
     found: dict[str, dict[str, Sequence[Floats]]] = {}
@@ -135,7 +135,9 @@ def attack_items(
 def gradient_norms(
     lm: CausalLM, documents: Documents, numbers: Sequence[int], world: World, stage: Stage
 ) -> list[float]:
-    """L2 norm of the gradient of each document's mean loss by all weights (arXiv 2402.17012). Every rank must call."""
+    """Return the L2 norm of the gradient of each document's mean loss by all weights (arXiv 2402.17012). Every rank
+    must call.
+    """
     dataset = documents.chosen(numbers)
     weights = [parameter for parameter in lm.parameters() if parameter.is_floating_point()]
 

@@ -1,4 +1,4 @@
-"""The metrics of a benchmark by name: what each needs, and how it is made of what was found out about a model.
+"""The metrics of benchmarks by name: what each needs, and how to compute it from the findings about a model.
 
 Imports no torch.
 """
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.findings import Findings, Floats, SetScores
     from trainwright.evaluation.unlearning.items import ItemSet
 
-# By set; what belongs to several sets together is under "all".
+# By set; metrics of several sets together are under "all".
 Values = dict[str, float]
 
 QUESTIONS = ("forget", "retain", "real_authors", "world_facts")
-# Sets whose probability is weighed against the other options, as TOFU does.
+# Sets whose probability is relative to the other options, as in TOFU.
 OPTIONS = ("real_authors", "world_facts")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric is made.
+    """How to compute a metric.
 
     Attributes:
-        compute: from what was found.
-        sets: those it looks at, as far as the benchmark has them.
-        needs: those of them it cannot do without.
+        compute: from the findings.
+        sets: the sets it uses, if the benchmark has them.
+        needs: those of them that it requires.
         wrong: whether items must have wrong answers.
-        answers: whether the model must write.
-        attacked: what else must be found out of each item; see ``Findings.attacked``.
+        answers: whether the model must generate answers.
+        attacked: additional findings for each item; see ``Findings.attacked``.
         option: the command's option that must be given.
-        attack: the model is changed, and measured after.
+        attack: whether the model is modified, and then measured.
     """
 
     compute: Callable[[Findings], Values]
@@ -66,7 +66,7 @@ def _rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[
         values = {}
         for name in sets:
             if name in found.answers:
-                stem = found.sets[name].style == "chat"  # as TOFU's authors count words, and MUSE's do not
+                stem = found.sets[name].style == "chat"  # TOFU's authors count word stems, MUSE's do not
                 pairs = zip(found.references[name], found.answers[name], strict=True)
                 values[name] = float(np.mean([pick(rouge_l(*pair, stem=stem)) for pair in pairs]))
         return values
@@ -162,7 +162,7 @@ def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]
 
 
 def _choice_accuracy(found: Findings) -> Values:
-    """Share of the questions to which the right letter is the likeliest; half of one where two are."""
+    """Return the fraction of questions whose right letter is the most probable; a tie of two counts half."""
     scores = found.scores["choices"]
     pairs = zip(scores.losses, scores.wrong_losses, strict=True)
     return {"choices": float(np.mean([(loss < wrong.min()) + 0.5 * (loss == wrong.min()) for loss, wrong in pairs]))}
@@ -220,30 +220,30 @@ METRICS: dict[str, Metric] = {
     "relearning": Metric(_changed, ("forget",), attack=True),
     "quantisation": Metric(_changed, ("forget",), attack=True),
 }
-# Taking long, or a library of their own: measured where they are named.
+# Slow, or with a library of their own: measured only if named.
 _NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
 
 
 def member_set(sets: Mapping[str, ItemSet]) -> str:
-    """Return what membership is inferred of."""
+    """Return the set for membership inference."""
     return "members" if "members" in sets else "forget"
 
 
 def sets_of(name: str, available: Sequence[str]) -> list[str]:
-    """Return the sets that a metric looks at in a benchmark with these."""
+    """Return the sets that a metric uses in a benchmark with the sets ``available``."""
     metric = METRICS[name]
     found = [each for each in metric.sets if each in available]
-    superseded = {"members": "forget", "verbatim": "forget"}  # a set of their own where the benchmark has one
+    superseded = {"members": "forget", "verbatim": "forget"}  # if the benchmark has a separate set for the purpose
     dropped = {superseded[each] for each in found if each in superseded and set(metric.sets) & {superseded[each]}}
     return [each for each in found if each not in dropped]
 
 
 def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
-    """Return what a metric lacks, in words; None: nothing.
+    """Return what a metric lacks, as text; None if nothing.
 
     Args:
-        sets: that are there.
-        options: of the command, by name; None or False where not given.
+        sets: the available sets.
+        options: of the command, by name; None or False if not given.
     """
     metric = METRICS[name]
     if absent := [each for each in metric.needs if each not in sets]:
@@ -258,7 +258,7 @@ def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object
 
 
 def usual(sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> list[str]:
-    """Return the metrics that lack nothing, those that take long aside."""
+    """Return the metrics that lack nothing, except slow ones."""
     return [name for name in METRICS if name not in _NOT_USUAL and missing(name, sets, options) is None]
 
 

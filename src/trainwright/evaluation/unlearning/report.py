@@ -1,8 +1,7 @@
-"""What an evaluation on a benchmark leaves behind: a directory, whole or not at all, and a table to read.
+"""The output of an evaluation on a benchmark: a directory, written completely or not at all, and a table.
 
-metrics.json   every metric, by set
-log.json       the same with the numbers of every item; see log.py
-samples.jsonl  what was asked, what should have been said and what was, where the model wrote
+metrics.json   every metric, by set log.json       the same with the numbers of every item; see log.py samples.jsonl
+prompts, references and answers, if the model generated any
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ METRICS_FILE = "metrics.json"
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """The result.
+    """The result of an evaluation on a benchmark.
 
     Attributes:
         metrics: values by metric and set.
-        rows: how many items each set has.
-        about: what the log has at its top.
+        rows: the number of items of each set.
+        about: the fields at the top of the log.
     """
 
     metrics: Mapping[str, Mapping[str, float]]
@@ -47,7 +46,7 @@ class BenchmarkReport:
         settings: Mapping[str, Any],
         notes: list[str],
     ) -> BenchmarkReport:
-        """Return the report of what was found."""
+        """Build the report from the findings."""
         samples = [
             {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": said}
             for name, answers in found.answers.items()
@@ -68,7 +67,7 @@ class BenchmarkReport:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def lines(self) -> list[str]:
-        """Return the table, and what should be known beside it."""
+        """Return the table and its notes."""
         rows = [
             [metric, name, number_text(value), f"{self.rows[name]:,}" if name in self.rows else ""]
             for metric, values in self.metrics.items()
@@ -77,7 +76,7 @@ class BenchmarkReport:
         return [*table_lines(rows, ("metric", "set", "value", "rows")), *(f"note: {note}" for note in self.notes)]
 
     def write(self, directory: Path) -> None:
-        """Write all files to ``directory``, which is new. Raises RequestError where they cannot be written."""
+        """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
         with whole_directory(directory) as scratch:
             found = {**self.about, "settings": self.settings, "metrics": self.metrics, "rows": self.rows}
             write_text(scratch / METRICS_FILE, json.dumps({**found, "notes": self.notes}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Whether an answer is language at all, by plain measures that need no other model."""
+"""Whether an answer is natural language, by simple measures without another model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LATIN = re.compile(r"[a-z]", re.IGNORECASE)
 
 
 def is_gibberish(answer: str) -> bool:
-    """Whether an answer is empty, says the same again and again, or is not made of words.
+    """Return whether an answer is empty, repeats itself, or does not consist of words.
 
-    Again and again: it has at least 8 words, and over half of its runs of three have been there before. A word: letters
-    with a vowel among them (where they are Latin and more than three), at most 25, or a number; half of what stands
-    between spaces must be one.
+    Repeats itself: it has at least 8 words, and over half of its trigrams occurred before. A word: letters with a vowel
+    among them (if they are Latin and more than three), at most 25, or a number; at least half of the parts between
+    spaces must be words.
     """
     words = answer.split()
     if not words:
@@ -31,8 +31,9 @@ def is_gibberish(answer: str) -> bool:
 
 
 def fluency(answer: str) -> float:
-    """Entropy in bits of an answer's runs of two and of three words, weighted 2 to 4 (Meng et al., arXiv 2202.05262,
-    after Zhang et al., arXiv 1809.05972): low where it repeats itself, 0 where it has no such run."""
+    """Return the entropy in bits of an answer's bigrams and trigrams, weighted 2 to 4 (Meng et al., arXiv 2202.05262,
+    after Zhang et al., arXiv 1809.05972): low if it repeats itself, 0 if it has none.
+    """
     words = answer.split()
     return (2 / 3 * _entropy(words, 2) + 4 / 3 * _entropy(words, 3)) / 2
 

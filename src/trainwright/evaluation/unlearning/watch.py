@@ -1,4 +1,4 @@
-"""A few rows of a benchmark, measured again and again while a model unlearns."""
+"""Metrics on a few rows of a benchmark, measured repeatedly during unlearning."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Watch:
         positions: int | None,
         key: str,
     ) -> Watch | None:
-        """Return what can be watched of a benchmark; None where its rows have no wrong answers.
+        """Return the watch for a benchmark; None if its rows have no wrong answers.
 
         Args:
             rows: of each set.
-            positions: of the model; what is longer is cut.
+            positions: of the model; longer rows are truncated.
             key: the recipe's key that names the benchmark, for messages.
 
         Raises:
-            RequestError: a row cannot be used, with its file and line.
+            RequestError: a row is invalid, with its file and line.
         """
         sets = {name: each for name, each in read_sets(benchmark, _AGGREGATES, rows, key).items() if each.has_wrong}
         if not sets:
@@ -51,11 +51,11 @@ class Watch:
         return cls(ItemEncoder(tokenizer, positions, key).documents(sets, (PARAPHRASE, WRONG)))
 
     def metrics(self, lm: CausalLM, world: World, *, together: bool = False) -> dict[str, float]:
-        """``forget_truth_ratio`` and ``retain_truth_ratio``, the same on every rank. Every rank must call.
+        """Return ``forget_truth_ratio`` and ``retain_truth_ratio``, the same on every rank. Every rank must call.
 
         Args:
-            lm: whole.
-            together: every rank scores everything, as each pass of the model takes all of them.
+            lm: the full model.
+            together: whether every rank scores everything, because each pass of the model involves all ranks.
         """
         scores = by_set(self._documents, score(lm, self._documents.dataset, world, together=together))
         return {f"{name}_truth_ratio": _AGGREGATES[name](each.truth_ratios) for name, each in scores.items()}

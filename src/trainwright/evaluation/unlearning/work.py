@@ -1,8 +1,7 @@
-"""An evaluation on a benchmark from beginning to end, without the processes it runs in.
+"""An evaluation on a benchmark, independent of its processes.
 
-work/found.json, other.json   the model, and the one that --reference-model names
-work/tokens/, …               what is to be found out
-work/found/                   what the ranks have found out
+work/found.json, other.json   the model, and the one that --reference-model names work/tokens/, …               what is
+to be measured work/found/                   the findings of the ranks
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _MODEL, _OTHER = "found.json", "other.json"
 
 
 def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
-    """Find the model and the benchmark, and leave in ``work`` what every rank needs. Called once.
+    """Find the model and the benchmark, and write what every rank needs to ``work``. Called once.
 
     Raises:
-        RequestError: one of them, a row or a metric cannot be used.
+        RequestError: one of them, a row or a metric is invalid.
         MachineError: the model does not fit this machine, or a library that a metric needs is not installed.
     """
     found = find_model(asked.model, asked.adapter, asked.checkpoint)
@@ -79,9 +78,7 @@ def benchmark_of(asked: Asked, found: Found) -> Benchmark:
 
 
 def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
-    """Return the metrics that are asked for, or those that lack nothing. Raises RequestError where one lacks its
-    data.
-    """
+    """Return the metrics that are asked for, or those that lack nothing. Raises RequestError if one lacks its data."""
     options = {"--reference-log": asked.reference_log, "--reference-model": asked.reference_model}
     names = list(asked.metrics) if asked.explicit else usual(sets, options)
     for name in names:
@@ -114,7 +111,7 @@ def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, posit
 
 
 def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
-    """Measure this rank's part; rank 0 leaves the result in ``work``. Every rank must call."""
+    """Measure this rank's part; rank 0 writes the result to ``work``. Every rank must call."""
     job, about = Work.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
     found, dtype = Found.open(work / _MODEL), DTYPES[asked.dtype]
     other = None
@@ -142,12 +139,12 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
 
 
 def report_of(asked: Asked, work: Path) -> BenchmarkReport:
-    """Return what the ranks have left in ``work``."""
+    """Return the report of the results in ``work``."""
     return BenchmarkReport.open(work / "report.json")
 
 
 def _attack(name: str, asked: Asked, found: Found, loaded: Loaded, job: Work, world: World) -> dict[str, float]:
-    """Return what an attack makes of the model: each gets one of its own."""
+    """Return the metrics of an attack; each attack gets its own copy of the model."""
     forget = job.documents.chosen(job.documents.of_set("forget"))
     if name == "relearning":
         how = Relearning(asked.relearning_steps, asked.relearning_rate)

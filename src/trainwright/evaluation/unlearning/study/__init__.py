@@ -1,1 +1,1 @@
-"""What a study of unlearning has beside its runs: its rows, and its table and plot."""
+"""Studies of unlearning: their rows, tables and plots."""

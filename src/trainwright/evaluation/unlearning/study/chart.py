@@ -1,4 +1,4 @@
-"""A study as a picture: how well each model has forgotten against how much it can still do."""
+"""The plot of a study: how well each model has forgotten against how much it has kept."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from trainwright.drawing import new_figure
 from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
 from trainwright.evaluation.unlearning.study.results import Results
 
-_SMALLEST = 1e-300  # a p-value that is 0 to a computer is drawn here
+_SMALLEST = 1e-300  # p-values that underflow to 0 are drawn here
 _SIGNIFICANT = math.log10(0.05)
 _GREY = "#555555"
 
 
 @dataclass(frozen=True)
 class _Plot:
-    """``kept`` and ``forgotten``: metric, set and label of what is across and of what is up."""
+    """A plot; ``kept`` and ``forgotten``: metric, set and label of the x axis and of the y axis."""
 
     file: str
     kept: tuple[str, str, str]
@@ -25,11 +25,11 @@ class _Plot:
 
     @property
     def of_quality(self) -> bool:
-        """Whether what is up is a p-value."""
+        """Return whether the y axis is a p-value."""
         return self.forgotten[0] == "forget_quality"
 
 
-# The first whose metrics were measured is drawn.
+# The first one whose metrics were measured is drawn.
 _PLOTS = (
     _Plot(
         "forget-quality.png",
@@ -49,7 +49,7 @@ _PLOTS = (
 
 
 def draw(results: Results, directory: Path) -> str | None:
-    """Draw the plot in ``directory``; its name, or None where there is nothing to plot.
+    """Draw the plot in ``directory``; return its file name, or None if there is nothing to plot.
 
     Raises:
         MachineError: matplotlib is not installed.
@@ -78,7 +78,7 @@ def draw(results: Results, directory: Path) -> str | None:
 
 
 def _points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]]:
-    """Of every model that has both numbers, what is kept and what is forgotten; nothing where no unlearned one has."""
+    """Return the coordinates (kept, forgotten) of every model that has both; empty if no unlearned one has."""
     points = {}
     for name in results.models:
         kept, forgotten = (results.value(name, *what[:2]) for what in (plot.kept, plot.forgotten))

@@ -1,7 +1,7 @@
-"""A study of unlearning: one file from which a full model, a retrained one and several unlearned ones are made.
+"""A study of unlearning: one file that describes a full model, a retrained one and several unlearned ones.
 
-The file holds sections of recipes, shared by several runs; each run's recipe is put together here and checked before
-anything is trained, with messages that name the line of the study's file.
+The file holds sections of recipes, shared by several runs; each run's recipe is built and checked here before training,
+with messages that name the line in the study's file.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidato
 
 
 class StudyEvaluation(Section):
-    """How every model is measured."""
+    """How every model is evaluated."""
 
     metrics: list[Text] = Field([], description="Names as of eval --metrics. None: all that lack nothing.")
     max_new_tokens: Count = Field(200, description="The longest answer, in tokens.")
 
 
 class Study(Section):
-    """What a study's file says."""
+    """The content of a study's file."""
 
     benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_several)] = Field(
         description="A benchmark, as eval --benchmark has it; of several the first whose directory is on this machine."
@@ -88,7 +88,7 @@ class Study(Section):
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study that was read, and where its values were written."""
+    """A study, and where its values were written."""
 
     study: Study
     tree: Tree
@@ -96,17 +96,19 @@ class StudyFile:
 
     @property
     def benchmark(self) -> Benchmark:
-        """The first that is on this machine or on the Hub. Raises RequestError where the last is not to be had."""
+        """Return the first benchmark that is on this machine or on the Hub. Raises RequestError if none is
+        available.
+        """
         *others, last = self.study.benchmark
         name = next((each for each in others if not is_elsewhere(each)), last)
         return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
 
     def finetuning(self, source: str, everything: str) -> str:
-        """Return the recipe that fine-tunes a model on ``source``, in YAML. ``everything``: what a tokenizer is made
-        from.
+        """Return the recipe that fine-tunes a model on ``source``, in YAML. ``everything``: the texts for a new
+        tokenizer.
 
         Raises:
-            RequestError: it is wrong, or trains an adapter.
+            RequestError: it is invalid, or trains an adapter.
         """
         size = self.study.tokenizer_vocabulary
         model = {**self.study.model, **({} if size is None else {"tokenizer": f"bpe:{size}:{everything}"})}
@@ -124,14 +126,14 @@ class StudyFile:
 
         Args:
             start: the full model.
-            rows: keys of the section data: what is forgotten and kept.
+            rows: keys of the section data: what to forget and what to keep.
         """
         data = {**rows, "validation": None}
         own = {"task": _TASK, "model": {"name": str(start)}, "data": data, _TASK: {"objective": name}}
         return dump_recipe(self._recipe(own, ("unlearn",), ("objectives", name)))
 
     def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> Recipe:
-        """``own`` sections, with those at ``places`` of the study over them."""
+        """Return the recipe of ``own`` sections, with the study's sections at ``places`` over them."""
         tree = Tree({**own, "parallel": dict(self.study.parallel)})
         self._note(tree, ("model",), ("model",))
         self._note(tree, ("parallel",), ("parallel",))
@@ -146,13 +148,13 @@ class StudyFile:
         return checked(tree, self.file).recipe
 
     def _note(self, tree: Tree, place: tuple[str, ...], to: tuple[str, ...]) -> None:
-        """Have messages about what stands at ``place`` of the study name its line there."""
+        """Make messages about the value at ``place`` of the study name its line there."""
         for path, origin in self.tree.origins.items():
             if path[: len(place)] == place and (key := (*to, *path[len(place) :])):
                 tree.origins[key] = origin
 
     def place(self, *path: str) -> Origin:
-        """Where a key was written."""
+        """Return where a key was written."""
         return origin_of(path, self.tree, self.file)
 
 
@@ -160,7 +162,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
     """Read the study at ``path`` with ``overrides`` (``key=value`` in YAML) over it.
 
     Raises:
-        RequestError: what is wrong, a line each, with file and line.
+        RequestError: the problems, one per line, with file and line.
     """
     tree, file = read_merged(path, overrides), Origin(str(path))
     problems = [str(problem) for problem in tree.problems]

@@ -1,7 +1,7 @@
-"""What came out of a study: one row a model, as a table, as Markdown and as JSON.
+"""The results of a study: one row per model, as a table, as Markdown and as JSON.
 
-results.json   all metrics of all models, and what is kept of the full model's utility
-results.md     the table
+results.json   all metrics of all models, and the fraction of the full model's utility that each keeps results.md
+the table
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainwright.evaluation.unlearning.report import METRICS_FILE
 from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
 
 KEPT = "utility_kept"
-# Metric and set of the columns, as far as they were measured. Metrics that are not among these have one for each set.
+# Metric and set of the columns, if measured. Metrics not listed here have one column per set.
 _COLUMNS = (
     ("answer_probability", "forget", "forget probability"),
     ("rouge_l_recall", "forget", "forget ROUGE-L"),
@@ -41,12 +41,12 @@ class Results:
     """The metrics of every model of a study, by model, metric and set; the full and the retain-only model first."""
 
     benchmark: str
-    subset: Mapping[str, int]  # of these sets the first so many rows
+    subset: Mapping[str, int]  # the number of first rows used of these sets
     models: Mapping[str, Mapping[str, Mapping[str, float]]]
 
     @classmethod
     def read(cls, benchmark: str, subset: Mapping[str, int], evaluations: Path, names: Sequence[str]) -> Results:
-        """Return what the evaluations in ``evaluations``/<name> found."""
+        """Read the results of the evaluations in ``evaluations``/<name>."""
         found: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
             about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
@@ -58,12 +58,12 @@ class Results:
         return cls(benchmark, subset, found)
 
     def value(self, model: str, metric: str, of: str) -> float | None:
-        """Return a metric of a model; None where it was not measured."""
+        """Return a metric of a model; None if it was not measured."""
         return self.models[model].get(metric, {}).get(of)
 
     @property
     def columns(self) -> list[tuple[str, str, str]]:
-        """Those that some model has."""
+        """Return the columns that at least one model has."""
         measured = dict.fromkeys(
             (metric, of) for metrics in self.models.values() for metric, values in metrics.items() for of in values
         )
@@ -73,12 +73,12 @@ class Results:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The table without its head."""
+        """Return the table without its head."""
         return [[name, *(_cell(self.value(name, *column[:2])) for column in self.columns)] for name in self.models]
 
     @property
     def about(self) -> str:
-        """Of which rows everything is."""
+        """Return a description of the rows used."""
         return ", ".join(f"{name} {count}" for name, count in self.subset.items())
 
     def markdown(self) -> str:
@@ -93,7 +93,7 @@ class Results:
         return {"benchmark": self.benchmark, "subset": self.subset, "models": self.models}
 
     def write(self, directory: Path) -> list[str]:
-        """Write the table and all metrics to ``directory``; gives the names of the files."""
+        """Write the table and all metrics to ``directory``; return the names of the files."""
         files = {"results.json": json.dumps(self.as_json(), indent=2) + "\n", "results.md": self.markdown()}
         for name, text in files.items():
             write_text(directory / name, text)

@@ -1,8 +1,9 @@
-"""The rows of a study: a part of a benchmark as a directory of the same layout, with what the two models learn.
+"""The rows of a study: a part of a benchmark as a directory of the same layout, with the training rows of two
+models.
 
-forget05.jsonl, forget05_perturbed.jsonl, …   as TOFU has them, of each the first rows
-retain95.jsonl                                what the retain-only model learns: the retain rows and what is known
-full.jsonl                                    what the full model learns: these and the forget rows
+forget05.jsonl, forget05_perturbed.jsonl, …   as in TOFU, the first rows of each retain95.jsonl
+for the retain-only model: the retain rows and general knowledge full.jsonl                                    for the
+full model: these and the forget rows
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _PERTURBED = ("forget", "retain", "real_authors", "world_facts")
 
 
 def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark:
-    """Write the rows of a study to ``directory``, which is new, and give the benchmark that they are.
+    """Write the rows of a study to the new ``directory``, and return them as a benchmark.
 
     Raises:
-        RequestError: a set is named that the benchmark does not have, or has fewer rows of than are asked for, or its
-            rows cannot be read.
+        RequestError: a set is named that the benchmark does not have, or has fewer rows than asked for, or its rows
+            cannot be read.
     """
     kind, _, part = benchmark.name.partition("@")[0].partition(":")
     for key, names in (("subset", study.subset), ("known", study.known)):
