@@ -1,10 +1,10 @@
-"""Trainwright: a recipe and some machines in, a finished and checked training run out.
+"""Trainwright: from a recipe to a finished and checked training run.
 
     import trainwright as tw
 
     run = tw.train("recipe.yaml", "train.max_steps=100", progress=True)
 
-Nothing heavy is imported before it is used.
+Heavy libraries are imported only when they are used.
 """
 
 from __future__ import annotations

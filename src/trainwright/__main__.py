@@ -9,11 +9,11 @@ from trainwright.errors import EXIT_STOPPED, Interrupted
 from trainwright.launch.ending.stop import interruptible
 from trainwright.text import say
 
-_INTERRUPTED = 130  # as shells have it of a program that ctrl-C has ended
+_INTERRUPTED = 130  # the shell's exit code of a program ended by ctrl-C
 
 
 def main() -> None:
-    """Run the command line. What is imported takes seconds, in which a stop is a stop too."""
+    """Run the command line. Imports take seconds, so handle a stop during them, too."""
     trains = sys.argv[1:2] == ["train"]
     try:
         with interruptible() if trains else nullcontext():

@@ -1,4 +1,4 @@
-"""What a command is doing while there is nothing else to show: told once it takes long."""
+"""Show what a command is doing while there is no other output, once it takes long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self, TextIO
 
 from trainwright import text
 
-# What is done sooner is not mentioned.
+# Shorter activities are not shown.
 _QUIET_SECONDS = 2.0
 _TICK_SECONDS = 1.0
 
@@ -19,16 +19,16 @@ _current: Activity | None = None
 
 
 def doing(what: str) -> None:
-    """Say that ``what`` is begun now, or with "" that what was begun is done: shown by the current `Activity`."""
+    """Report that ``what`` begins, or with "" that it is done; shown by the current `Activity`."""
     if _current is not None:
         _current.begin(what)
 
 
 class Activity:
-    """Shows on ``stream`` what `doing` is called with meanwhile: on a terminal with the seconds, elsewhere in a line.
+    """Show the activities that `doing` reports on ``stream``: with the seconds on a terminal, otherwise as a line.
 
-    A context manager. What is done within two seconds is not mentioned. Without a ``stream`` nothing is shown. It has a
-    thread, so nothing is to be forked meanwhile that writes to the same stream.
+    A context manager. Activities under two seconds are not shown, and without a ``stream`` none are. It uses a thread,
+    so do not fork processes meanwhile that write to the same stream.
     """
 
     def __init__(self, stream: TextIO | None, what: str = "", quiet_seconds: float = _QUIET_SECONDS) -> None:
@@ -62,7 +62,7 @@ class Activity:
             self._ticker = Ticker(self._show, self._quiet_seconds)
 
     def say(self, line: str) -> None:
-        """Print a line meanwhile."""
+        """Print a line without disturbing the display."""
         with self._lock:
             text.say(line, file=self._stream)
 
@@ -88,21 +88,21 @@ class Activity:
 
 
 class Ticker:
-    """Calls ``show`` with the seconds that have passed, and whether it is the first time, once a second until stopped.
+    """Call ``show`` once a second with the elapsed seconds, and whether it is the first call, until stopped.
 
-    Not in the first ``quiet_seconds``, and never where TRAINWRIGHT_QUIET is set.
+    Never in the first ``quiet_seconds``, nor if TRAINWRIGHT_QUIET is set.
     """
 
     def __init__(self, show: Callable[[float, bool], None], quiet_seconds: float = _QUIET_SECONDS) -> None:
         self._show = show
         self._quiet_seconds = quiet_seconds
         self._stopped = threading.Event()
-        # A daemon: a process that fails must be able to end.
+        # A daemon thread: a process that fails must be able to end.
         self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing is shown any more when this returns."""
+        """Stop; nothing is shown after this returns."""
         self._stopped.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Pictures, where matplotlib is installed; imported when one is drawn."""
+"""Plots with matplotlib, which is imported when needed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainwright.errors import MachineError, RequestError
 
 
 def new_figure(width: float, height: float, what: str) -> Any:
-    """Return a matplotlib figure of so many inches, which belongs to no window.
+    """Return a matplotlib figure of this size in inches, which belongs to no window.
 
     Args:
-        what: needs it, for the message.
+        what: the feature that needs it, for the message.
 
     Raises:
         MachineError: matplotlib is not installed.
@@ -25,10 +25,10 @@ def new_figure(width: float, height: float, what: str) -> Any:
 
 
 def check_chart(file: Path) -> None:
-    """Before long work: whether ``save_chart`` will be able to write ``file``.
+    """Check before long work that ``save_chart`` will be able to write ``file``.
 
     Raises:
-        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+        RequestError: the format of ``file`` is not supported, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
     kinds = new_figure(1, 1, "--chart").canvas.get_supported_filetypes()
@@ -39,10 +39,10 @@ def check_chart(file: Path) -> None:
 
 
 def save_chart(figure: Any, file: Path) -> None:
-    """Write the picture that ``--chart`` asks for.
+    """Write the plot that ``--chart`` asks for.
 
     Raises:
-        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+        RequestError: the format of ``file`` is not supported, or its directory does not exist.
     """
     try:
         figure.savefig(file, dpi=120)

@@ -1,4 +1,4 @@
-"""Errors a user meets, each with the exit code the command ends with."""
+"""Errors for users, each with the exit code of the command."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ EXIT_FINISHED = 0
 EXIT_REQUEST = 2
 EXIT_MACHINE = 3
 EXIT_TRAINING = 4
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to continue
 
 
 class TrainwrightError(Exception):
-    """An error with a message for the user; its traceback is of no use to them."""
+    """An error with a message for the user, shown without a traceback."""
 
     exit_code = EXIT_TRAINING
 
 
 class RequestError(TrainwrightError, ValueError):
-    """The recipe, the arguments or the data are wrong. The message names the key or file and the fix."""
+    """The recipe, the arguments or the data are invalid. The message names the key or file and the fix."""
 
     exit_code = EXIT_REQUEST
 
 
 class MachineError(TrainwrightError):
-    """The machine cannot do what was asked. The message says what it can do."""
+    """The machine does not support what was asked. The message says what it supports."""
 
     exit_code = EXIT_MACHINE
 
@@ -39,7 +39,7 @@ class TrainingError(TrainwrightError):
 
 
 class Stopped(TrainwrightError):
-    """A stop was requested. The message says what was kept; ``run`` is the run's directory, where there is one."""
+    """A stop was requested. The message says what was saved; ``run`` is the run directory, if there is one."""
 
     exit_code = EXIT_STOPPED
     run: Path | None = None
@@ -49,7 +49,7 @@ class Stopped(TrainwrightError):
 
 
 def error_of(exit_code: int, message: str) -> TrainwrightError:
-    """Return the error of the class that ``exit_code`` stands for."""
+    """Return an error of the class that ``exit_code`` stands for."""
     kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, Stopped)}
     error = kinds.get(exit_code, TrainingError)(message)
     error.exit_code = exit_code
@@ -57,4 +57,4 @@ def error_of(exit_code: int, message: str) -> TrainwrightError:
 
 
 class Interrupted(BaseException):
-    """A stop signal came before anything could be saved. Not an Exception: libraries that try an import catch those."""
+    """A stop signal before anything could be saved. Not an Exception: libraries that try imports catch those."""

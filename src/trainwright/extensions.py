@@ -1,4 +1,4 @@
-"""Registries of what a recipe can name: what is built in, what installed packages add, and ``module:Name``.
+"""Registries of what recipes can name: built-in objects, those of installed packages, and ``module:Name``.
 
 A package adds to a registry by an entry point of its group, for instance in its ``pyproject.toml``::
 
@@ -31,13 +31,13 @@ class _Entry(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """Objects of one kind by name, each imported when it is first asked for.
+    """Objects of one kind by name, each imported on first use.
 
     Args:
         group: the group of entry points that adds to it, such as ``trainwright.tasks``.
         builtin: the names of the package's own objects, each with its place ``module:Name``.
-        kind: what one of them is called in messages, such as ``task``.
-        required: attributes that each must have.
+        kind: the kind's name in messages, such as ``task``.
+        required: attributes that each object must have.
     """
 
     def __init__(self, group: str, builtin: Mapping[str, str], kind: str, required: tuple[str, ...] = ()) -> None:
@@ -53,7 +53,7 @@ class Registry(Generic[T]):
         return (*self._builtin, *sorted(self._registered()))
 
     def order(self, name: str) -> int:
-        """Return the index of ``name`` in ``names()``; of a place ``module:Name`` that of the end."""
+        """Return the index of ``name`` in ``names()``; a place ``module:Name`` comes last."""
         names = self.names()
         return names.index(name) if name in names else len(names)
 
@@ -61,8 +61,8 @@ class Registry(Generic[T]):
         """Return the object of that name, or at that place ``module:Name``.
 
         Raises:
-            RequestError: there is none of that name, it is registered twice, cannot be imported, or lacks what is
-                required.
+            RequestError: the name is unknown or registered twice, or the object cannot be imported, or lacks a required
+                attribute.
         """
         if name not in self._found:
             entry = self._entry(name)
@@ -72,31 +72,31 @@ class Registry(Generic[T]):
         return self._found[name]
 
     def find(self, name: str) -> T | None:
-        """As ``get``; None where ``name`` is not registered, and no place in a module that is there."""
+        """Return the object like ``get``; None if ``name`` is not registered and not a place in an existing module."""
         if name not in self.names() and not _is_place(name):
             return None
         return self.get(name)
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the package itself has it."""
+        """Return whether the object is built in."""
         return name in self._builtin
 
     def check(self, name: str) -> None:
-        """Import ``name`` unless it is built in. Raises RequestError as ``get``."""
+        """Import ``name`` unless it is built in. Raises RequestError like ``get``."""
         if name not in self._builtin:
             self.get(name)
 
     def package(self, name: str) -> str | None:
-        """Return the name of the installed package that registered ``name``; None where none did."""
+        """Return the name of the installed package that registered ``name``; None if none did."""
         return self._entry(name).package
 
     def describe(self, name: str) -> str:
-        """``name`` in messages, with the package and the entry point that registered it."""
+        """Return ``name`` for messages, with the package and the entry point that registered it."""
         return self._entry(name).described
 
     def _entry(self, name: str) -> _Entry:
         if name in self._builtin:
-            self._registered()  # refuses a second object of that name
+            self._registered()  # raises if the name is registered twice
             return _Entry(self._builtin[name], f"{self.kind} {name}", None)
         if ":" in name:
             return _Entry(name, f"{self.kind} {name}", None)
@@ -133,12 +133,12 @@ class Registry(Generic[T]):
 
 
 def load(place: str, described: str) -> Any:
-    """Return what stands at ``place``, ``package.module:Name``; ``described`` names who asks for it in messages.
+    """Return the object at ``place``, ``package.module:Name``; ``described`` is its origin in messages.
 
-    Modules in the directory that the command runs in are found, as ``python -m`` finds them.
+    Modules in the working directory are found, as with ``python -m``.
 
     Raises:
-        RequestError: it is not written so, or cannot be imported.
+        RequestError: the place is malformed, or cannot be imported.
     """
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute):
@@ -146,7 +146,7 @@ def load(place: str, described: str) -> Any:
     _look_in_working_directory()
     try:
         return _at(place)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # importing a module can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise RequestError(f"{described} cannot be imported: {kind}{error}") from error
 
@@ -163,7 +163,7 @@ def _is_place(name: str) -> bool:
 
 
 def _look_in_working_directory() -> None:
-    # `python -m` looks there, and a console script does not.
+    # `python -m` searches it, but a console script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(1, os.getcwd())
 
@@ -181,7 +181,7 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
 def _all_entry_points() -> tuple[EntryPoint, ...]:
     """Return the entry points of Trainwright's groups.
 
-    As ``importlib.metadata.entry_points``, which takes ten times as long: it parses those of all packages.
+    ``importlib.metadata.entry_points`` takes ten times as long, because it parses those of all packages.
     """
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for distribution in distributions():

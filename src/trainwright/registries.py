@@ -1,4 +1,4 @@
-"""What a recipe can name, one line each: the built-in ones, to which installed packages add by entry points."""
+"""The registries of what recipes can name: built-in objects, one per line, and entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from trainwright.extensions import Registry
 
-# A recipe.task_spec.TaskSpec each, in a module that imports no torch.
+# Each is a recipe.task_spec.TaskSpec in a module that imports no torch.
 TASKS: Registry[Any] = Registry(
     "trainwright.tasks",
     {
@@ -20,7 +20,7 @@ TASKS: Registry[Any] = Registry(
     required=("name", "summary", "module", "section", "check", "fill", "rows", "needs"),
 )
 
-# A function from the reference and the answer to a score, 1 where it is best; or, with an attribute ``setting`` that
+# Each is a function from the reference and the answer to a score, at best 1; or, with an attribute ``setting`` that
 # names a key of the recipe's section evaluate, a class that makes one from that key's value.
 METRICS: Registry[Any] = Registry(
     "trainwright.metrics",
@@ -36,7 +36,7 @@ METRICS: Registry[Any] = Registry(
     required=("__call__",),
 )
 
-# A data.registered.Source each.
+# Each is a data.registered.Source.
 SOURCES: Registry[Any] = Registry(
     "trainwright.sources",
     {
@@ -48,7 +48,7 @@ SOURCES: Registry[Any] = Registry(
     required=("rows", "key", "example"),
 )
 
-# A tasks.unlearn.objective.Objective each, in a module that imports no torch.
+# Each is a tasks.unlearn.objective.Objective in a module that imports no torch.
 OBJECTIVES: Registry[Any] = Registry(
     "trainwright.objectives",
     {
@@ -70,7 +70,7 @@ OBJECTIVES: Registry[Any] = Registry(
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
 )
 
-# A recipe.strategy_spec.StrategySpec each. The simpler ones first: of two that are as fast the first is chosen.
+# Each is a recipe.strategy_spec.StrategySpec. Simpler ones first: of equally fast ones the first is chosen.
 STRATEGIES: Registry[Any] = Registry(
     "trainwright.strategies",
     {
@@ -85,7 +85,7 @@ STRATEGIES: Registry[Any] = Registry(
     required=("summary", "implementation", "memory", "shards", "collectives", "reads", "offloads", "layouts", "limits"),
 )
 
-# A subclass of reinforcement.environments.Environment each.
+# Each is a subclass of reinforcement.environments.Environment.
 ENVIRONMENTS: Registry[Any] = Registry(
     "trainwright.environments",
     {
@@ -100,12 +100,12 @@ ENVIRONMENTS: Registry[Any] = Registry(
     required=("tasks", "describe", "optimal_return", "vector"),
 )
 
-# A subclass of engine.policy.StepPolicy each; Trainwright's own (engine/policies/builtin.py) are always on.
+# Each is a subclass of engine.policies.base.StepPolicy; the built-in ones (engine/policies/builtin.py) are always on.
 STEP_POLICIES: Registry[Any] = Registry(
     "trainwright.step_policies", {}, kind="step policy", required=("before", "again", "metrics", "skips", "after")
 )
 
-# Called with the directory of a run each, to make what is called with every event of it; beside the console.
+# Each is called with a run directory and returns a function that gets every event of the run, as the console does.
 OBSERVERS: Registry[Any] = Registry(
     "trainwright.observers",
     {"tensorboard": "trainwright.observe.tensorboard:TensorBoardObserver.of_run"},
@@ -113,7 +113,7 @@ OBSERVERS: Registry[Any] = Registry(
     required=("__call__",),
 )
 
-# The keys of a recipe that name something registered.
+# The keys of a recipe that name a registered object.
 KEYS: dict[str, Registry[Any]] = {
     "task": TASKS,
     "parallel.strategy": STRATEGIES,

@@ -1,4 +1,4 @@
-"""Numbers and texts as a person reads them on a console. Imports no other module of the package."""
+"""Format numbers and texts for a console. Imports no other module of the package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import TextIO
 
-# Control characters but for the tab and the line break, line separators that some programs break lines at,
-# directional overrides and isolates, and lone surrogates.
+# Control characters except the tab and the line break, line separators at which some programs break lines, directional
+# overrides and isolates, and lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-# Leading spaces, and a label with two spaces after it, as the rows of a summary have them.
+# Leading spaces, and a label followed by two spaces, as in rows of a summary.
 _LABEL = re.compile(r" *(?:\S+(?: \S+){0,2} {2,})?(?=\S)| *")
-# What is copied as a whole: what stands between backticks, and from a program's name to the end of the sentence.
+# Text to be copied without line breaks: between backticks, and from a program's name to the end of the sentence.
 _COMMAND = (
     r"`[^`]*`\S*|(?:trainwright|tensorboard|torchrun|accelerate|python3?) (?:[^;,]|[;,](?! ))+|"
     r"\w+\.from_pretrained\(.*?\)+"
@@ -25,7 +25,7 @@ _WORDS = re.compile(rf"(\s*)({_COMMAND}|\S+)")
 
 
 def count(value: float) -> str:
-    """134_515_008 -> '134.5M'."""
+    """Format a count: 134_515_008 -> '134.5M'."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
@@ -33,16 +33,14 @@ def count(value: float) -> str:
 
 
 def plural(number: int, noun: str, nouns: str | None = None) -> str:
-    """Return a number and what is counted: '1 row', '1,200 rows', '3 batches' (``nouns`` where it is not noun and
+    """Format a number with its noun: '1 row', '1,200 rows', '3 batches' (``nouns``: the plural if it is not noun +
     s).
     """
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def they(number: int, noun: str, do: str) -> str:
-    """Return what some do, begun with the verb of several: they(1, "row", "have no answer") -> '1 row has no
-    answer'.
-    """
+    """Format a clause whose plural verb is given: they(1, "row", "have no answer") -> '1 row has no answer'."""
     verb, space, rest = do.partition(" ")
     if number == 1:
         verb = {"have": "has", "are": "is", "were": "was", "do": "does"}.get(verb, f"{verb}s")
@@ -50,12 +48,14 @@ def they(number: int, noun: str, do: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """Return a ratio in two digits or in full: 0.38, 2.6, 421."""
+    """Format a ratio with two digits or in full: 0.38, 2.6, 421."""
     return f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def change(first: float, last: float) -> str:
-    """From ``first`` to ``last``: '+20.0%', and beyond the double '2.6 times as much'; '' from nothing, or less."""
+    """Format the change from ``first`` to ``last``: '+20.0%', above double '2.6 times as much'; '' if ``first`` is not
+    positive.
+    """
     if first <= 0 or not math.isfinite(last / first):
         return ""
     ratio = last / first
@@ -63,7 +63,7 @@ def change(first: float, last: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, in binary units with two or three digits: 4_404_019_200 -> '4.1 GiB', 512 MiB, 154 GiB."""
+    """Format bytes in binary units with two or three digits: 4_404_019_200 -> '4.1 GiB', 512 MiB, 154 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
@@ -73,7 +73,7 @@ def size(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
+    """Format seconds as h:mm:ss or m:ss."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     minutes, rest = divmod(int(seconds + 0.5), 60)
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """As people say it: 300 ms, 12.5 s, 12 min, 3.4 h, 2.1 days."""
+    """Format seconds with a unit: 300 ms, 12.5 s, 12 min, 3.4 h, 2.1 days."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
@@ -93,14 +93,14 @@ def span(seconds: float) -> str:
 
 
 def metric(value: object) -> str:
-    """Return a loss, a perplexity or an accuracy in as many digits as tell runs apart."""
+    """Format a loss, a perplexity or an accuracy with enough digits to compare runs."""
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
     return str(value)
 
 
 def block(text: str, indent: str, width: int) -> str:
-    """`text` wrapped to `width` columns with its own line breaks kept, every line after `indent`."""
+    """Wrap `text` to `width` columns, keeping its own line breaks; every line starts with `indent`."""
     lines: list[str] = []
     wrapper = textwrap.TextWrapper(
         max(20, width - len(indent)), drop_whitespace=False, break_long_words=False, break_on_hyphens=False
@@ -110,24 +110,24 @@ def block(text: str, indent: str, width: int) -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-_drawn: TextIO | None = None  # where a line is drawn that is to be gone before another is printed
+_drawn: TextIO | None = None  # the stream with a drawn line that must be erased before printing another
 
 
 def printable(text: str) -> str:
-    """`text` with the characters that could control a terminal written as escapes, such as `\\x1b` and `\\u202e`.
+    """Return `text` with characters that could control a terminal escaped, such as `\x1b` and `\u202e`.
 
-    For whatever somebody else wrote (rows, generated text, file names) before it is printed. Lone surrogates, which no
-    terminal takes, are escaped too; tabs and line breaks stay.
+    Use it for foreign text (rows, generated text, file names) before printing. Lone surrogates, which terminals do not
+    accept, are escaped too; tabs and line breaks are kept.
     """
     return _UNPRINTABLE.sub(_escaped, text)
 
 
 def say(line: str = "", *, file: TextIO | None = None, end: str = "\n", wrap: bool = True) -> None:
-    """Print ``line`` as `printable` text, at once; to standard output unless a ``file`` is given.
+    """Print ``line`` as `printable` text and flush; to standard output unless a ``file`` is given.
 
-    Characters that the stream's encoding lacks are escaped too. Everything for a terminal is printed by this. On a
-    terminal a line is `wrapped` where that is narrower, unless another ``end`` than a newline is to follow; without
-    ``wrap`` it is left as it is, as what other programs are to read must be.
+    Characters that the stream's encoding lacks are escaped too. All console output goes through this function. On a
+    terminal the line is `wrapped`, unless ``end`` is not a newline; without ``wrap`` it is left unchanged, for output
+    that other programs read.
     """
     if _drawn is not None:
         draw("", _drawn)
@@ -141,9 +141,9 @@ def say(line: str = "", *, file: TextIO | None = None, end: str = "\n", wrap: bo
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines longer than ``width`` broken at spaces, and continued below where their own text begins.
+    """Wrap lines longer than ``width`` at spaces, and indent continuation lines to the start of the text.
 
-    No word is broken, so no path is, and no command: between backticks, or from a program's name to the end of it.
+    Words, and so paths, are not broken, nor are commands: between backticks, or from a program's name to its end.
     """
     return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
 
@@ -155,10 +155,10 @@ def _wrapped(line: str, width: int) -> Iterator[str]:
     label = _LABEL.match(line)
     current = label[0] if label else ""
     indent = " " * len(current) if len(current) <= width // 2 else "    "
-    begins = True  # nothing but the label, or the indentation, is on the current line yet
+    begins = True  # whether the current line has only the label or the indentation
     for space, word in _WORDS.findall(line[len(current) :]):
         if begins and len(current) + len(word) > width and current.strip():
-            yield current.rstrip()  # not even alone beside its label
+            yield current.rstrip()  # does not even fit alone after its label
             current = indent if len(indent) + len(word) <= width else ""
         elif not begins and len(current) + len(space) + len(word) > width:
             yield current
@@ -170,23 +170,23 @@ def _wrapped(line: str, width: int) -> Iterator[str]:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a line can be drawn again on ``stream``: a terminal, and none that calls itself dumb."""
+    """Return whether a line on ``stream`` can be redrawn: it is a terminal, and not a dumb one."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
 def columns(stream: TextIO, otherwise: int = 100) -> int:
-    """How wide the terminal is that ``stream`` writes to; ``otherwise`` where it is none. COLUMNS overrides it."""
+    """Return the width of the terminal of ``stream``; ``otherwise`` if it is not one. COLUMNS overrides it."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isascii() and asked.isdigit() and int(asked) > 0:
         return int(asked)
     try:
         return os.get_terminal_size(stream.fileno()).columns or otherwise
-    except (OSError, ValueError):  # no terminal, or no file
+    except (OSError, ValueError):  # not a terminal, or not a file
         return otherwise
 
 
 def draw(line: str, stream: TextIO) -> None:
-    """Show ``line`` in the place of what the terminal's last line shows; cut where it is longer than that is wide."""
+    """Draw ``line`` in place of the terminal's last line, truncated to the terminal's width."""
     global _drawn
     _drawn = stream if line else None
     stream.write(f"\r\x1b[K{printable(line)[: columns(stream, 80) - 1]}")

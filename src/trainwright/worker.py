@@ -1,4 +1,4 @@
-"""What a process of a run executes, with the run's observers; and the front for launchers that are not ours.
+"""The body of a run's processes, with the run's observers; also the entry point for other launchers.
 
     python -m trainwright.worker RECIPE [SECTION.KEY=VALUE]... [--resume [RUN]]
     torchrun --nproc-per-node 4 -m trainwright.worker RECIPE
@@ -6,7 +6,7 @@
     srun --ntasks-per-node 4 python -m trainwright.worker RECIPE
     mpirun -np 4 python -m trainwright.worker RECIPE
 
-What the launcher starts is what the recipe must ask for; parallel.num_processes: auto takes it as it is.
+The recipe must ask for the number of processes that the launcher starts; parallel.num_processes: auto adopts it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 def prepare(run: Path) -> None:
-    """Do once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
+    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
     from trainwright.machine.cache import cache_root
     from trainwright.recipe.loading import load_recipe
     from trainwright.tasks.registry import prepare_task
 
     with Activity(console(), "preparing the model and the data") as activity:
-        if console() is not None:  # what takes long says so
+        if console() is not None:  # long operations are shown
             logging.getLogger("trainwright").addHandler(_Said(activity))
             logging.getLogger("trainwright").setLevel(logging.INFO)
         prepare_task(load_recipe(run / RECIPE), cache_root())
@@ -63,8 +63,8 @@ def work(
 ) -> int:
     """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED.
 
-    `fault` is why the run was launched once more, where it was. `may_change`: whether it can be launched once more,
-    where its plan proves wrong and the recipe asks for another one.
+    `fault`: why the run was relaunched, if it was. `may_change`: whether it can be relaunched with another plan, if its
+    plan proves wrong and the recipe asks for that.
     """
     from trainwright.launch.run_worker import run_worker
     from trainwright.machine.cache import cache_root
@@ -112,7 +112,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
         epilog=explained,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # No option may begin as one of torchrun's or accelerate's does: they would take it for their own.
+    # No option may start like one of torchrun's or accelerate's, which would take it for their own.
     parser.add_argument("recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train")
     parser.add_argument("--force", action="store_true", help="start even where the plan says that it does not fit")
     parser.add_argument("--resume", metavar="[RUN]", help="continue this run, or the recipe's newest one")
@@ -139,7 +139,7 @@ def _observers(run: Path) -> list[Observer]:
     if section.tensorboard:
         observers.append(OBSERVERS.get("tensorboard")(run))
     if stream is not None:
-        observers.append(ConsoleObserver(stream))  # last, so that its last word comes when the others have finished
+        observers.append(ConsoleObserver(stream))  # last, so that its final output comes after the others have finished
     return observers
 
 

@@ -1,1 +1,1 @@
-"""A trained model in use: loaded from wherever it lies, asked in batches, scored, spread over devices."""
+"""Inference with trained models: finding, loading, answering and scoring, on any number of devices."""

@@ -1,4 +1,4 @@
-"""The file that rows with their answers are written to: JSONL, a JSON array, or CSV, as its suffix says."""
+"""The output file of rows with answers: JSONL, a JSON array, or CSV, by its suffix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.errors import RequestError
 
 
 def check_answer_file(out: Path) -> None:
-    """Raise RequestError where ``out`` is there already, or rows are not written in its format."""
+    """Raise RequestError if ``out`` exists, or its format is not supported."""
     if out.suffix.lower() not in _WRITERS:
         raise RequestError(f"--out: {out} should end in {', '.join(_WRITERS)}")
     if out.exists():
@@ -22,7 +22,7 @@ def check_answer_file(out: Path) -> None:
 
 
 def write_answers(out: Path, rows: Sequence[Row]) -> None:
-    """Write ``rows`` to ``out`` in their order, whole or not at all. Raises RequestError where it cannot be written."""
+    """Write ``rows`` to ``out`` in order, completely or not at all. Raises RequestError if it is not writable."""
     scratch = out.with_name(f".{out.name}.writing-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def _json(opened: TextIO, rows: Sequence[Row]) -> None:
 
 
 def _csv(opened: TextIO, rows: Sequence[Row]) -> None:
-    """Write a column for every field of any row; lists and objects as JSON, as the format has only text."""
+    """Write one column per field of any row; lists and objects as JSON, because the format has only text."""
     writer = csv.DictWriter(opened, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)

@@ -1,4 +1,4 @@
-"""Answers to many prompts: in batches of like length that fit the memory, shared out over the ranks."""
+"""Answers to many prompts: in batches of similar length that fit the memory, shared among the ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.parallel.world import World
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Prompts of a batch, where the memory does not limit it. A constant, so that batches are the same on any machine.
+# Maximum prompts per batch. A constant, so that batches are the same on any machine.
 _ROWS = {"cpu": 16, "cuda": 128}
-# What of the free memory keys, values and logits may take.
+# Fraction of the free memory for keys, values and logits.
 _USABLE = 0.6
 
 
@@ -37,15 +37,15 @@ def answer_all(
 ) -> list[Answer]:
     """Return an answer to every prompt (its token ids), in their order, on every rank. Every rank must call.
 
-    What is drawn for a prompt depends on the seed and on its place among the prompts.
+    The sampling for a prompt depends on the seed and on its index.
 
     Args:
-        model: whole, in evaluation mode, on the world's device.
-        rows: prompts of a batch.
+        model: the full model, in evaluation mode, on the world's device.
+        rows: prompts per batch.
         together: see ``over_ranks``.
 
     Raises:
-        RequestError: a prompt is empty or leaves no position to answer in.
+        RequestError: a prompt is empty or leaves no position for an answer.
         MachineError: memory runs out with a single prompt.
     """
     lengths = [len(prompt) + room(model, prompt, sampling) for prompt in prompts]
@@ -65,8 +65,8 @@ def batches_of(
     """Return the indices of the prompts in batches; ``lengths`` are of prompts with their longest answers."""
     config = model.config.get_text_config()
     element = next(model.parameters()).element_size()
-    fixed = 12 * int(config.vocab_size)  # logits as they come, in fp32, and sorted
-    # Keys and values grow by being copied; a row costs as much as so many tokens of them.
+    fixed = 12 * int(config.vocab_size)  # logits as computed, in fp32, and sorted
+    # Keys and values are copied to grow; express the cost of a row in tokens of them.
     token = 2 * cache_bytes(config, element)
     free = _free_bytes(world) * _USABLE
     tokens = max(1, int(free / (token + fixed / max(lengths, default=1))))
@@ -74,7 +74,7 @@ def batches_of(
 
 
 def cache_bytes(config: Any, element_bytes: int) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Return the bytes of the keys and values of one token in all layers."""
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -1,4 +1,4 @@
-"""What a model is asked: conversations that end where it is to answer, or texts that it continues."""
+"""Questions to a model: conversations that end before an answer, or texts to continue."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainwright.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Question: TypeAlias = list[Message] | str  # a text is continued
+Question: TypeAlias = list[Message] | str  # a text is to be continued
 
-# Layouts that ask something: the field with the question, and the one in which training has the answer.
+# Layouts with questions: the field of the question, and that of the answer in training.
 _FIELDS = {
     "messages": ("messages", None),
     "conversations": ("conversations", None),
@@ -30,15 +30,15 @@ _FIELDS = {
     "question_answer": ("question", "answer"),
     "text": ("text", None),
 }
-_ANSWER = {"role": "assistant", "content": "."}  # stands where a row has none, so that it is read as any other
+_ANSWER = {"role": "assistant", "content": "."}  # added to a row without an answer, so that it is read like any other
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The rows of a source, what each asks, and its file and line, for messages.
+    """The rows of a source with their questions, and file and line for messages.
 
     Attributes:
-        notes: what a person should know of how they were read.
+        notes: remarks for the user on how they were read.
     """
 
     rows: list[Row]
@@ -48,15 +48,15 @@ class Questions:
 
 
 def read_questions(source: str, key: str) -> Questions:
-    """Rows as training has them, with or without their answers; a last answer that is there is left out.
+    """Read rows like training does, with or without answers; a last answer is removed.
 
-    Every line of a text file (.txt) that is not empty is a prompt.
+    Every non-empty line of a text file (.txt) is a prompt.
 
     Args:
-        key: what names the source in messages.
+        key: the name of the source in messages.
 
     Raises:
-        RequestError: the source or a row is wrong, with the row's file and line.
+        RequestError: the source or a row is invalid, with the row's file and line.
     """
     path = Path(source).expanduser()
     lines = path.suffix.lower() == ".txt" and path.is_file()
@@ -82,7 +82,7 @@ def _prompts(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def last_answer(conversation: Sequence[Message]) -> int:
-    """Return the place of the last turn that is trained on; a conversation that was read has one."""
+    """Return the index of the last turn that is trained on; every conversation that was read has one."""
     return max(
         turn
         for turn, message in enumerate(conversation)
@@ -91,11 +91,11 @@ def last_answer(conversation: Sequence[Message]) -> int:
 
 
 class Asker:
-    """Turns questions into the tokens after which the model writes.
+    """Convert questions to prompt tokens.
 
     Args:
         plain: continue the last turn as a text instead of answering it in the chat template.
-        system: opens every conversation that has no system turn.
+        system: the system turn of conversations that have none.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, plain: bool, system: str | None = None) -> None:
@@ -105,11 +105,11 @@ class Asker:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the template."""
+        """Return remarks for the user on the template."""
         return [] if self._encoder is None else self._encoder.notes
 
     def __call__(self, question: Question) -> list[int]:
-        """Token ids. Raises RequestError where the template refuses the conversation."""
+        """Return the token ids of a question. Raises RequestError if the template rejects the conversation."""
         if self._encoder is None or isinstance(question, str):
             text = question if isinstance(question, str) else str(question[-1]["content"])
             return list(tokenized(self._tokenizer, [text])["input_ids"][0])
@@ -122,7 +122,7 @@ class Asker:
         if self._system is None or conversation[0]["role"] == "system":
             return conversation
         first, *rest = conversation
-        tools = {"tools": first["tools"]} if "tools" in first else {}  # of a conversation stand with its first turn
+        tools = {"tools": first["tools"]} if "tools" in first else {}  # of the first turn of a conversation
         return [{"role": "system", "content": self._system, **tools}, first, *rest]
 
 
@@ -141,9 +141,7 @@ def _question(row: Row) -> Question:
 
 
 def _layout(row: Row) -> Layout:
-    """Return the layout that a row would have with an answer, which is read from the columns that training reads it
-    from.
-    """
+    """Return the layout that a row would have with an answer, from the columns that training reads."""
     name = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), "question_answer")
     answer = _FIELDS[name][1]
     try:
@@ -154,7 +152,7 @@ def _layout(row: Row) -> Layout:
 
 
 def _is_answered(turns: list[Any]) -> bool:
-    """Whether the last turn is the model's; what is no turn at all is told by whoever reads it."""
+    """Return whether the last turn is the model's; invalid turns are reported when they are read."""
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     said = str(last.get("role") or last.get("from") or "").lower()
     return said not in ("user", "human", "tool", "system", "developer", "function_response", "observation")

@@ -1,7 +1,6 @@
-"""Many examples in batches of like length, shared out over the ranks, smaller where memory runs out.
+"""Process examples in batches of similar length, shared among the ranks, and halved when memory runs out.
 
-The batches do not depend on the number of ranks, so neither do the sums that a result is made of: one process or
-many, it is the same number.
+The batches do not depend on the number of ranks, so neither do the sums from which results are computed.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from trainwright.parallel.world import World
 
 T = TypeVar("T")
 
-# Indices of examples -> a result for each of them, in their order.
+# From indices of examples to a result for each, in the same order.
 Work = Callable[[Sequence[int]], Sequence[T]]
-# Told how many examples this rank has done since it was last told.
+# Called with the number of examples that this rank has finished since the last call.
 Done = Callable[[int], None]
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
-    """Return the indices in batches of at most ``rows`` and of ``tokens`` with padding to the longest, the longest
-    batch first.
+    """Return the indices in batches of at most ``rows`` rows and ``tokens`` tokens including padding, longest batch
+    first.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -45,16 +44,16 @@ def over_ranks(
 ) -> list[T]:
     """Return the results of all examples in the order of their indices, on every rank. Every rank must call.
 
-    The batches go to the rank with least to do so far, the costliest first. A batch that memory runs out in is done
-    again in halves.
+    Batches are assigned to the least loaded rank, the costliest first. A batch that runs out of memory is repeated in
+    halves.
 
     Args:
         batches: indices from 0, each in one batch.
         costs: of every batch, in any unit.
-        together: every rank does everything, in the same order, as each pass of the model takes all of them.
+        together: every rank does everything, in the same order, because each pass of the model involves all ranks.
 
     Raises:
-        MachineError: on every rank, where memory runs out with a single example.
+        MachineError: on every rank, if memory runs out with a single example.
         StopRequested: on every rank, when any of them was asked to stop.
     """
     found: dict[int, T] = {}
@@ -87,7 +86,7 @@ def over_ranks(
 
 
 def _dealt(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Numbers of the batches of every rank."""
+    """Return the indices of the batches of every rank."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):

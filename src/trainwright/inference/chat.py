@@ -19,11 +19,11 @@ HELP = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops 
 
 
 class Speaker:
-    """A model that answers one question after the other, and says its answers as they are written.
+    """Answer questions one at a time, and write the answers as they are generated.
 
     Args:
-        plain: it continues texts.
-        write: gets every piece of an answer.
+        plain: whether the model continues texts.
+        write: called with every piece of an answer.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Speaker:
         self._said = 0
 
     def answer(self, question: Question) -> Answer:
-        """Answer aloud. What is drawn for the n-th answer depends on the seed and n.
+        """Generate and write an answer. The sampling of the n-th answer depends on the seed and n.
 
         Raises:
-            RequestError: the template refuses the conversation, or it leaves no position to answer in.
+            RequestError: the template rejects the conversation, or it leaves no position for an answer.
             KeyboardInterrupt: with the answer so far as its argument.
         """
         tokenizer = self._loaded.tokenizer
@@ -73,11 +73,11 @@ class Speaker:
 
 
 def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -> None:
-    """Answer every line, with all that was said before, until there are no more.
+    """Answer every line in the context of all earlier ones, until there are no more.
 
     Args:
-        lines: what the user says; a KeyboardInterrupt in them ends the conversation.
-        write: gets line breaks and remarks between the answers.
+        lines: the user's input; a KeyboardInterrupt in it ends the conversation.
+        write: called with line breaks and remarks between the answers.
     """
     conversation: list[Message] = []
     for line in lines:
@@ -104,7 +104,7 @@ def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -
 
 
 def typed(prompt: str) -> Iterator[str]:
-    """Lines from standard input, with ``prompt`` before each where someone types them; the end is ctrl-D or ctrl-C."""
+    """Yield lines from standard input, with ``prompt`` before each if it is a terminal; ctrl-D or ctrl-C ends them."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

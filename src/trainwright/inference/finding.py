@@ -1,4 +1,6 @@
-"""What a user means by MODEL: a run, one of its checkpoints, an adapter, a model directory, a GGUF file or a hub id."""
+"""Find the model that a MODEL argument means: a run, one of its checkpoints, an adapter, a model directory, a GGUF file
+or a Hub id.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ class Found:
     """A model before any of its weights are read.
 
     Attributes:
-        origin: where its weights come from, in words.
-        section: the model as a recipe has it, its adapter included.
-        seed: of what the section leaves to chance.
-        checkpoint: a verified checkpoint whose tensors replace those of the section; None: they are as they should be.
-        recipe: of the run it was trained in, where it was.
+        origin: a description of where its weights come from.
+        section: the model as in a recipe, including its adapter.
+        seed: for fresh weights of the section.
+        checkpoint: a verified checkpoint whose tensors replace those of the section; None: no replacement.
+        recipe: of the run it was trained in, if any.
         run: the directory of that run.
     """
 
@@ -40,14 +42,14 @@ class Found:
     run: Path | None = None
 
     def save(self, file: Path) -> None:
-        """Write what loading needs, for other processes."""
+        """Write what other processes need to load the model."""
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         values = {"origin": self.origin, "section": self.section.model_dump(), "seed": self.seed}
         file.write_text(json.dumps({**values, "checkpoint": checkpoint}), encoding="utf-8")
 
     @classmethod
     def open(cls, file: Path) -> Found:
-        """Return what was saved; without the run it was found in."""
+        """Return what was saved, without the run."""
         values = json.loads(file.read_text(encoding="utf-8"))
         section = ModelSection.model_validate(values["section"])
         checkpoint = None if values["checkpoint"] is None else Path(values["checkpoint"])
@@ -60,11 +62,11 @@ def find_model(
     """Find ``model``, with the ``adapter`` (a directory) on it.
 
     Args:
-        checkpoint: of a run: final, best, newest, or a step. None: final, where there is none best, else newest.
-        of_texts: whether it has to be a model that reads texts.
+        checkpoint: of a run: final, best, newest, or a step. None: final, if it does not exist best, else newest.
+        of_texts: whether it must be a model that reads texts.
 
     Raises:
-        RequestError: there is no such thing, or it cannot be used; names what there is.
+        RequestError: it does not exist or is not usable; names what exists.
     """
     path = Path(model).expanduser()
     if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
@@ -156,7 +158,7 @@ def _of_adapter(path: Path) -> Found:
 
 
 def _base_section(path: Path) -> ModelSection:
-    """Return the model that an adapter was trained on, as it says itself."""
+    """Return the model that an adapter was trained on, from the adapter's own settings."""
     from trainwright.models.adapters.base_model import BaseModel
 
     recorded = BaseModel.read(path)
@@ -191,9 +193,9 @@ def _with_adapter(found: Found, adapter: str) -> Found:
 
 
 def _adapted(section: ModelSection, directory: Path) -> ModelSection:
-    """Return the section with the adapter in ``directory``, and with the tokenizer that was saved with it, if one was.
+    """Return the section with the adapter in ``directory``, and with the tokenizer saved with it, if any.
 
-    Fresh weights depend on the tokenizer, by its vocabulary: beside them it stays the one they were made for.
+    Fresh weights depend on the tokenizer's vocabulary, so with them the tokenizer is not replaced.
     """
     from trainwright.models.adapters.files import SavedAdapter
 

@@ -1,7 +1,7 @@
-"""Answers of a model to a batch of prompts, token by token over its key-value cache.
+"""Generate answers to a batch of prompts, token by token with a key-value cache.
 
-A loop of our own, as the libraries' draws from one global random state and keeps answers in the batch that have
-ended: here what is drawn belongs to the example, and a row leaves the batch, and the cache, with its last token.
+Not the generation loop of transformers, which draws from one global random state and keeps finished answers in the
+batch: here the random numbers depend on the example only, and a finished row leaves the batch and the cache.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from trainwright.inference.stopping import Stop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Under which of these names an architecture takes its cache.
+# Argument names under which architectures take their cache.
 _CACHE_NAMES = ("past_key_values", "cache_params")
-# Told every token as it is written: the row of the batch, and the token.
+# Called with every generated token: the row in the batch, and the token.
 OnToken = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote, without what it stopped with; ``complete`` where it stopped by itself."""
+    """The model's answer without its stop; ``complete``: whether the model stopped by itself."""
 
     text: str
     tokens: tuple[int, ...]
@@ -45,17 +45,17 @@ def answer_batch(
     examples: Sequence[int] | None = None,
     on_token: OnToken | None = None,
 ) -> list[Answer]:
-    """Answer every prompt (its token ids), all of them at once.
+    """Answer all prompts (token ids) in one batch.
 
-    Greedy answers do not depend on what else is in the batch, but for tokens whose logits are equal to the last digits.
+    Greedy answers do not depend on the other prompts in the batch, except for ties within rounding errors.
 
     Args:
         model: in evaluation mode, on its device.
-        examples: numbers that seed what is drawn for each prompt; 0, 1, … by default.
+        examples: numbers that seed the sampling for each prompt; 0, 1, … by default.
 
     Raises:
-        RequestError: a prompt is empty, or leaves the model no position to answer in; or the architecture has a cache
-            that is not known here.
+        RequestError: a prompt is empty, or leaves no position for an answer; or the architecture's cache is not
+            supported.
     """
     rows = [_Row(number, room(model, prompt, sampling)) for number, prompt in enumerate(prompts)]
     choose = Chooser(sampling, range(len(prompts)) if examples is None else examples)
@@ -65,7 +65,7 @@ def answer_batch(
 
 
 def room(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> int:
-    """How many tokens an answer to ``prompt`` can have. Raises RequestError where it is none."""
+    """Return the maximum number of tokens of an answer to ``prompt``. Raises RequestError if it is 0."""
     if not prompt:
         raise RequestError("the prompt is empty")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -76,7 +76,7 @@ def room(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> i
 
 
 class _Row:
-    """One answer while it is written."""
+    """One answer in progress."""
 
     def __init__(self, number: int, limit: int) -> None:
         self.number = number
@@ -85,7 +85,7 @@ class _Row:
         self._complete = False
 
     def add(self, token: int, tokenizer: PreTrainedTokenizerBase, stop: Stop) -> bool:
-        """Take the next token; whether the answer goes on."""
+        """Add the next token; return whether the answer continues."""
         if token in stop.tokens:
             self._complete = True
             return False
@@ -115,7 +115,7 @@ def _write(
     while rows:
         extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1, **dict.fromkeys(_CACHE_NAMES, cache)}
         extra = {name: value for name, value in extra.items() if name in takes}
-        if "past_key_values" in takes or not step:  # states that are not keys know no positions to be masked
+        if "past_key_values" in takes or not step:  # recurrent states have no positions to mask
             extra["attention_mask"] = mask
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
@@ -137,7 +137,7 @@ def _write(
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [B, L], every prompt ending in the last column."""
+    """Return ids and mask [B, L], with every prompt ending in the last column."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad)
     mask = torch.zeros(len(prompts), longest, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""A model that was found, in memory and ready to be asked."""
+"""Load a model that was found, ready for evaluation and generation."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# By how much the loss of a token may differ between two ways to compute it, in nats.
+# The largest difference in the loss of a token between two ways to compute it, in nats.
 _SAME = {torch.float32: 1e-3}
 _SAME_ROUNDED = 0.25
-# What of a device's memory weights may take; the rest is for what is computed with them.
+# Fraction of a device's memory for the weights; the rest is for computing with them.
 _USABLE = 0.9
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode on its device, and its tokenizer; ``chat``: it was made for conversations."""
+    """A model in evaluation mode on its device, and its tokenizer; ``chat``: whether it was trained for
+    conversations.
+    """
 
     lm: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -45,10 +47,10 @@ class Loaded:
 
 
 def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Load what was found, the checkpoint's tensors included.
+    """Load a model, including the checkpoint's tensors.
 
     Raises:
-        RequestError: the weights are missing, damaged or do not belong together.
+        RequestError: the weights are missing, damaged or inconsistent.
     """
     with for_users():
         tokenizer = load_tokenizer(found.section)
@@ -59,7 +61,7 @@ def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
             _fill(lm, Checkpoint.open(found.checkpoint, verify=False))
         for parameter in lm.parameters():
             parameter.requires_grad_(False)
-            if parameter.is_floating_point():  # an adapter comes in fp32
+            if parameter.is_floating_point():  # adapters are stored in fp32
                 parameter.data = parameter.data.to(dtype)
         doing("checking the model")
         check_model(lm, probe(model.config.get_text_config().vocab_size), _SAME.get(dtype, _SAME_ROUNDED))
@@ -67,7 +69,7 @@ def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
 
 
 def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: int) -> None:
-    """Raise MachineError where ``processes`` of this machine cannot hold a whole copy of the model each."""
+    """Raise MachineError if ``processes`` of this machine cannot hold a full copy of the model each."""
     with for_users():
         needed = parameter_count(load_config(found.section)) * dtype.itemsize
     if machine.gpus:
@@ -85,7 +87,7 @@ def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: in
 
 
 def probe(vocabulary: int) -> Batch:
-    """Two short documents of arbitrary tokens, laid end to end, to check a model with."""
+    """Return two short documents of arbitrary tokens in one pack, to check a model with."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
     dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "probe")
@@ -94,7 +96,7 @@ def probe(vocabulary: int) -> Batch:
 
 
 def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
-    """Give the model the tensors that training changes, as the checkpoint has them."""
+    """Load the trained tensors from the checkpoint into the model."""
     persistent = lm.state_dict(keep_vars=True)
     with checkpoint.reader() as read, torch.no_grad():
         for name, parameter in lm.named_parameters():
@@ -107,7 +109,7 @@ def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def for_users() -> Iterator[None]:
-    """For commands without a recipe: messages that name a recipe's key name the command's argument instead."""
+    """Make messages name the command's argument instead of a recipe's key, for commands without a recipe."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn by a number that belongs to the example alone."""
+"""Choose the next token: the most probable one, or a random one that depends on the example only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are written.
+    """Sampling settings.
 
     Attributes:
-        max_new_tokens: the longest answer, in tokens.
-        temperature: what logits are divided by before a token is drawn; 0 takes the likeliest.
-        top_p: draw from the smallest set of likeliest tokens that has this much probability (arXiv 1904.09751).
-        top_k: draw from so many of the likeliest tokens.
-        seed: with an example's number it decides all that is drawn for it, whatever the batch, rank or device.
+        max_new_tokens: the maximum length of an answer, in tokens.
+        temperature: divides the logits before a token is drawn; 0 takes the most probable one.
+        top_p: draw from the smallest set of most probable tokens with this total probability (arXiv 1904.09751).
+        top_k: draw from this number of most probable tokens.
+        seed: determines all draws for an example together with its number, whatever the batch, rank or device.
     """
 
     max_new_tokens: int = 256
@@ -29,7 +29,7 @@ class Sampling:
 
 
 class Chooser:
-    """Chooses the next token of every row of a batch.
+    """Choose the next token of every row of a batch.
 
     Args:
         examples: the number of each row's example.
@@ -42,7 +42,7 @@ class Chooser:
             self._draws = torch.stack([_draws(sampling, example) for example in examples])
 
     def __call__(self, logits: torch.Tensor, step: int, rows: Sequence[int]) -> torch.Tensor:
-        """Tokens [B] for ``logits`` [B, V] of the ``rows`` that still write, at the ``step``-th token from 0."""
+        """Return tokens [B] for ``logits`` [B, V] of the unfinished ``rows``, at the ``step``-th token from 0."""
         if self._draws is None:
             return logits.argmax(-1)
         draws = self._draws[list(rows), step].to(logits.device)
@@ -59,14 +59,14 @@ class Chooser:
 
 
 def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Return the index [B] that a number of [0, 1) falls on when the ``weights`` [B, V] are laid end to end."""
+    """Return the indices [B] drawn from the ``weights`` [B, V] by inverse transform of the ``draws`` in [0, 1)."""
     ends = weights.cumsum(-1)
     index = torch.searchsorted(ends, draws[:, None] * ends[:, -1:], right=True)
     return index.clamp_(max=weights.shape[-1] - 1)[:, 0]
 
 
 def _draws(sampling: Sampling, example: int) -> torch.Tensor:
-    """Return a number of [0, 1) for every token of the example's answer."""
+    """Return a uniform number in [0, 1) for every token of the example's answer."""
     digest = hashlib.sha256(f"{sampling.seed}/{example}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How likely a model holds given texts: the log-likelihood of every token that is a target."""
+"""Score given texts: the log-likelihood of every target token."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trainwright.parallel.world import World
 
 T = TypeVar("T")
 
-# Tokens of a batch: enough for a processor or a GPU to be busy with.
+# Tokens per batch: enough to keep a processor or a GPU busy.
 _TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of one example, in the order of its targets.
+    """The scores of one example, in the order of its targets.
 
     Attributes:
         losses: negative log-likelihoods in nats, fp32 [targets].
-        correct: whether the target was the likeliest token [targets].
+        correct: whether the target was the most probable token [targets].
     """
 
     losses: npt.NDArray[np.float32]
@@ -45,11 +45,11 @@ def score(
     done: Done = lambda examples: None,
     together: bool = False,
 ) -> list[TokenScores]:
-    """Score the targets of every example, each a document, on every rank. Every rank must call, with the whole model.
+    """Score the targets of every example, each a document, on every rank. Every rank must call, with the full model.
 
     Args:
-        lm: on the world's device; where it is not packed, examples are padded to the longest of a batch.
-        tokens: of a batch.
+        lm: on the world's device; unless it supports packing, examples are padded to the longest of a batch.
+        tokens: per batch.
         together: see ``over_ranks``.
 
     Raises:
@@ -67,7 +67,9 @@ def score(
 def score_standardised(
     lm: CausalLM, dataset: TokenDataset, world: World, *, done: Done = lambda examples: None
 ) -> list[npt.NDArray[np.float32]]:
-    """Of every example, its targets' standardised log-likelihoods [targets]; see ``score`` and ``CausalLM``."""
+    """Return the standardized log-likelihoods of the targets of every example [targets]; see ``score`` and
+    ``CausalLM``.
+    """
 
     def work(batch: Batch, counts: Sequence[int]) -> list[npt.NDArray[np.float32]]:
         return _parts(lm.standardised_log_likelihood(batch), counts)
@@ -84,7 +86,9 @@ def _over_documents(
     done: Done,
     together: bool,
 ) -> list[T]:
-    """``work`` on batches of examples of like length, with how many targets each has; results in their order."""
+    """Call ``work`` on batches of examples of similar length, with their numbers of targets; return the results in
+    order.
+    """
     lengths = [dataset.length(index) for index in range(len(dataset))]
     batches = by_length(lengths, tokens=tokens or _TOKENS[world.device.type], rows=len(lengths) or 1)
     costs = [float(sum(lengths[index] for index in batch)) for batch in batches]
@@ -105,5 +109,5 @@ def _over_documents(
 
 
 def _parts(values: torch.Tensor, counts: Sequence[int]) -> list[npt.NDArray[Any]]:
-    """Return the values of every example."""
+    """Split the values by example."""
     return np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])

@@ -1,4 +1,4 @@
-"""When an answer is at its end: the model's own stop tokens, and texts that it must not go beyond."""
+"""The end of an answer: the model's own stop tokens, and stop texts."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends an answer; none of it is part of the answer.
+    """What ends an answer, without being part of it.
 
     Attributes:
         tokens: ids, any of which ends it.
-        texts: texts, any of which ends it where it begins.
+        texts: texts, any of which ends it before its start.
     """
 
     tokens: frozenset[int]
     texts: tuple[str, ...] = ()
 
     def with_texts(self, texts: Iterable[str]) -> Stop:
-        """Return the same with further texts to stop at."""
+        """Return a copy with additional stop texts."""
         return Stop(self.tokens, (*self.texts, *(text for text in texts if text)))
 
     def before(self, text: str) -> str:
-        """Return the part of ``text`` in front of the first stop text in it."""
+        """Return the part of ``text`` before the first stop text."""
         found = [place for stop in self.texts if (place := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 
     def ended(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
-        """Whether the last token of ``ids`` has completed a stop text."""
+        """Return whether the last token of ``ids`` has completed a stop text."""
         if not self.texts:
             return False
-        # A token may be less than a character, so as many as the text has bytes, and some that show nothing.
+        # A token may be less than a character, so take as many as the text has bytes, and some for invisible ones.
         tail = str(tokenizer.decode(list(ids[-(max(len(text.encode()) for text in self.texts) + 8) :])))
         return any(text in tail for text in self.texts)
 
@@ -46,7 +46,7 @@ def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat:
     """Return the model's own stop.
 
     Args:
-        chat: answers are turns of a conversation: what the chat template closes a turn with ends them too.
+        chat: whether answers are turns of a conversation: then the end of a turn in the chat template ends them, too.
     """
     tokens = {*_ids(tokenizer.eos_token_id), *_ids(getattr(model.config, "eos_token_id", None))}
     if model.generation_config is not None:
@@ -60,7 +60,7 @@ def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat:
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
-    """Return the token that closes a turn in this chat template; where it is none, the text that does."""
+    """Return the token that ends a turn in this chat template; if it is not a single token, the text that does."""
     ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
     said = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
     if said[-1] in tokenizer.all_special_ids or said[-1] in tokenizer.added_tokens_decoder:

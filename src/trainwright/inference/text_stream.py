@@ -1,4 +1,4 @@
-"""Text as it is written, token by token, never half a character and never the beginning of a stop."""
+"""Stream text token by token, without partial characters and without the beginning of a stop text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Writes what tokens add to a text; ``close`` writes what was held back.
+    """Write the text that each token adds; ``close`` writes what was held back.
 
     Args:
-        strip: leave out white space in front of the text.
+        strip: omit leading white space.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class TextStream:
         self._written = 0
 
     def __call__(self, row: int, token: int) -> None:
-        """Show the text of a further token."""
+        """Write the text of one more token."""
         self._tokens.append(token)
         text = self._text()
         held = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
-        # A byte of a character that is not whole yet is decoded as U+FFFD.
+        # A byte of an incomplete character is decoded as U+FFFD.
         self._show(text[: len(text) - held].rstrip("\ufffd"))
 
     def close(self) -> None:
-        """Show what was held back."""
+        """Write what was held back."""
         self._show(self._text())
 
     def _text(self) -> str:
@@ -51,5 +51,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` are the beginning of ``stop``."""
+    """Return how many characters at the end of ``text`` are the beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,1 +1,1 @@
-"""Environments, the algorithms that learn in them, and the histories of their learning. Imports no torch by itself."""
+"""Environments, learning algorithms, and histories of their learning. Importing this package alone imports no torch."""

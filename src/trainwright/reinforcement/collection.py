@@ -1,7 +1,7 @@
-"""Collecting histories: goals in groups, groups over processes, every finished goal in a file of its own.
+"""Collect histories: goals in groups, groups over processes, every finished goal in a separate file.
 
-A collection that ends before its end goes on where it was: what is finished lies beside the file it is for, in a
-directory with the request it was made for, and moves into the file when all is there.
+An interrupted collection can be continued: finished goals are in a directory beside the output file, with the request
+they were made for, and are moved into the file when all are finished.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from trainwright.reinforcement.histories import Histories, History, write
 from trainwright.reinforcement.random_numbers import mixed
 from trainwright.reinforcement.sources import learners
 
-# So many goals' networks fit a core's cache, and larger groups are slower; tables are the faster the more they are.
+# Goals per process: the networks of this many fit a core's cache, and larger groups are slower; tables are faster the
+# more there are.
 _GOALS_OF_PPO = 9
 _STREAMS_OF_TABLES = 4000
-_LOOKS = 0.2  # seconds from one look at the other processes to the next
+_LOOKS = 0.2  # seconds between checks of the other processes
 _REQUEST = "request.json"
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What is to be collected.
+    """What to collect.
 
     Attributes:
         environment, options: for ``environments.make``.
@@ -55,21 +56,23 @@ class Collection:
 
     @property
     def parts(self) -> Path:
-        """Where finished goals are until all are."""
+        """Return the directory of finished goals until all are finished."""
         return self.path.with_name(f"{self.path.name}.parts")
 
     @property
     def request(self) -> dict[str, Any]:
-        """What two collections have in common if one can go on with what the other has."""
+        """Return the request; a collection can continue another one if their requests are equal."""
         return json.loads(json.dumps({key: value for key, value in asdict(self).items() if key != "path"}))
 
     def make_environment(self) -> Environment:
-        """Return the environment that is learnt in."""
+        """Return the environment to learn in."""
         return make(self.environment, **self.options)
 
 
 class Progress(NamedTuple):
-    """``goals`` of ``all_goals`` are finished, those under way counted in part as ``done`` (from 0 to 1, of all)."""
+    """``goals`` of ``all_goals`` are finished; ``done`` also counts parts of those in progress (from 0 to 1, of
+    all).
+    """
 
     goals: int
     all_goals: int
@@ -77,22 +80,22 @@ class Progress(NamedTuple):
 
 
 def collect(collection: Collection, processes: int, progress: Callable[[Progress], None]) -> bool:
-    """Collect what is not there yet, and write the file.
+    """Collect the missing goals, and write the file.
 
     Returns:
-        False where the whole file was there already.
+        False if the complete file already existed.
 
     Raises:
-        RequestError: another file is in its place, or parts of another collection; or the source cannot learn there.
-        MachineError: the disk is full or cannot be written to.
-        TrainingError: a process ended before its work.
+        RequestError: another file exists there, or parts of another collection; or the source cannot learn there.
+        MachineError: the disk is full or not writable.
+        TrainingError: a process ended early.
     """
     if _is_there(collection):
         if _marked(collection) == collection.request:
             shutil.rmtree(collection.parts)
         return False
     environment = collection.make_environment()
-    # What cannot learn says so here, before anything is written.
+    # A source that cannot learn here raises now, before anything is written.
     learners(environment, environment.tasks()[list(collection.goals[:1])], torch.zeros(1).long(), collection.source)
     _claim(collection)
     missing = [goal for goal in collection.goals if not _part(collection, goal).exists()]
@@ -125,7 +128,7 @@ def _is_there(collection: Collection) -> bool:
 
 
 def _claim(collection: Collection) -> None:
-    """Make the directory of parts, or make sure that it is of the same request."""
+    """Create the directory of parts, or check that it belongs to the same request."""
     marked = _marked(collection)
     if marked == collection.request:
         return
@@ -144,18 +147,18 @@ def _claim(collection: Collection) -> None:
 
 
 def _marked(collection: Collection) -> Any:
-    """Return the request that the parts are of, None where there are no parts."""
+    """Return the request of the existing parts, None if there are none."""
     file = collection.parts / _REQUEST
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def _together(source: Mapping[str, Any]) -> int:
-    """How many goals learn at once in a process."""
+    """Return the number of goals that learn at once in a process."""
     return _GOALS_OF_PPO if source["name"] == "ppo" else max(1, _STREAMS_OF_TABLES // int(source["streams"]))
 
 
 def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
-    """Return groups of at most ``together`` goals, as even as possible, so many that all processes are busy."""
+    """Return groups of at most ``together`` goals, as even as possible, and enough of them for all processes."""
     if not goals:
         return []
     count = -(-len(goals) // together)
@@ -164,7 +167,7 @@ def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
 
 
 class _Parts(Mapping[int, History]):
-    """Finished goals, read when they are asked for."""
+    """Finished goals, loaded lazily."""
 
     def __init__(self, collection: Collection) -> None:
         self._collection = collection
@@ -188,7 +191,7 @@ def _work(
     collection: Collection, groups: list[list[int]], processes: int, progress: Callable[[Progress], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")
-    # How far each group is, and at the end whether to stop.
+    # The progress of each group, and a flag to stop.
     shared = context.Array("d", len(groups) + 1)
     sizes = [len(group) for group in groups]
     everything = len(collection.goals)
@@ -224,11 +227,9 @@ def _work(
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, and delay SIGTERM: stopped while it starts one, it would end in a
-    traceback.
-    """
+    """Start processes that ignore ctrl-C, and delay SIGTERM, which would end a starting process with a traceback."""
     asked: list[int] = []
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which they inherit
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes
     terminate = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
         yield
@@ -243,11 +244,11 @@ _shared: Any = None
 
 
 def _enter(shared: Any, parent: int) -> None:
-    """In a new process: one thread, a place to say how far the work is, and an end when it is no longer wanted."""
+    """Initialize a new process: one thread, a place to report progress, and an end when its parent is gone."""
     global _shared
     _shared = shared
     torch.set_num_threads(1)
-    # Of goals that are never found, what Adam keeps becomes so small that arithmetic with it takes many times as long.
+    # For goals that are never found, Adam's state becomes denormal, which makes arithmetic many times slower.
     torch.set_flush_denormal(True)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -261,7 +262,7 @@ def _end_with(parent: int) -> None:
 def _learn(collection: Collection, goals: list[int], group: int) -> None:
     environment = collection.make_environment()
     source = collection.source
-    # Of a goal, not of its place in the group.
+    # Of the goal, not of its index in the group.
     seeds = mixed(torch.tensor(goals) + (source["seed"] << 32))
     learner = learners(environment, environment.tasks()[goals], seeds, source)
 

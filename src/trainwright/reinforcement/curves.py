@@ -1,4 +1,4 @@
-"""How an algorithm learnt, from its histories: the return by episode, as a table and as a picture."""
+"""Learning curves of algorithms from their histories: the return by episode, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _MOST_LINES = 200
 
 
 def learning_curves(histories: Histories) -> np.ndarray:
-    """Mean return over the streams, float32 ``[goals, episodes]``; NaN where no stream has so many episodes."""
+    """Return the mean return over the streams, float32 ``[goals, episodes]``; NaN where no stream has that many
+    episodes.
+    """
     curves = []
     for index in range(len(histories)):
         history = histories.goal(index)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of a mean over nothing, which is NaN, as it should be
+            warnings.simplefilter("ignore", RuntimeWarning)  # means over nothing, which are NaN as intended
             curves.append(np.nanmean(returns_of_episodes(history.dones, history.rewards), axis=0))
     found = np.full((len(curves), max(len(curve) for curve in curves)), np.nan, np.float32)
     for row, curve in zip(found, curves, strict=True):
@@ -28,10 +30,10 @@ def learning_curves(histories: Histories) -> np.ndarray:
 
 
 def draw_curves(histories: Histories, file: Path) -> None:
-    """Write a picture of the return by episode: a line for each goal, their mean, and the mean of the optimum.
+    """Plot the return by episode: a line for each goal, their mean, and the mean of the optimum.
 
     Raises:
-        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+        RequestError: the format of ``file`` is not supported, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
     figure = new_figure(8, 5, "--chart")
@@ -55,6 +57,6 @@ def draw_curves(histories: Histories, file: Path) -> None:
 
 
 def optimum(histories: Histories) -> float:
-    """Mean of the best returns that the tasks allow; NaN where one is not known."""
+    """Return the mean of the optimal returns of the tasks; NaN if one is not known."""
     environment = histories.make_environment()
     return float(environment.optimal_return(environment.tasks()[histories.goals]).mean())

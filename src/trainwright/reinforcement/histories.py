@@ -1,9 +1,10 @@
 """Histories of learning in one HDF5 file, read goal by goal.
 
-Layout: a group for each goal, named "0", "1", ... by its place among the environment's tasks, with the arrays of
-``ARRAYS``. The file's attribute ``environment`` is JSON with ``name`` and ``options``, ``source`` is JSON of whatever
-made the histories; a group's attribute ``task`` holds the goal's parameters. Without these attributes the layout is
-that of https://github.com/tommyma3/Algorithm_Distillation, whose files are read too, and which reads these.
+Layout: a group for each goal, named "0", "1", ... by its index in the environment's tasks, with the arrays of
+``ARRAYS``. The file's attribute ``environment`` is JSON with ``name`` and ``options``, ``source`` is JSON that
+describes how the histories were made; a group's attribute ``task`` holds the goal's parameters. Without these
+attributes the layout is that of https://github.com/tommyma3/Algorithm_Distillation; the two projects can read each
+other's files.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ FORMAT = "trainwright-histories-1"
 
 
 class History(NamedTuple):
-    """What all streams of one goal lived through. A step is a row, a stream is a column.
+    """The history of all streams of one goal. A step is a row, a stream is a column.
 
     Attributes:
-        states: ``[time, streams, k]``, what was seen before the action.
+        states: ``[time, streams, k]``, the observations before the action.
         actions: ``[time, streams]``.
         rewards: float32 ``[time, streams]``.
-        next_states: ``[time, streams, k]``, what was seen after it. Where an episode ends this is the last of that
-            episode; in files of the reference it is the first of the next.
+        next_states: ``[time, streams, k]``, the observations after it. At the end of an episode this is its last
+            observation; in files of the reference implementation it is the first of the next episode.
         dones: bool ``[time, streams]``, whether the episode ended with this step.
     """
 
@@ -45,26 +46,26 @@ ARRAYS = History._fields
 
 
 class Histories:
-    """An open file of histories. Nothing but the outline is read until it is asked for.
+    """An open file of histories. Arrays are only read on request.
 
     Attributes:
         environment: ``name`` and ``options``, for ``environments.make``.
-        source: what made the histories, as it was written; empty where the file does not say.
-        goals: the rows of the environment's ``tasks()`` that there are histories of.
+        source: how the histories were made, as written; empty if the file does not say.
+        goals: the rows of the environment's ``tasks()`` that have histories.
         tasks: their parameters, ``[goals, p]``.
-        time: steps of a stream.
-        streams: streams of a goal.
+        time: steps per stream.
+        streams: streams per goal.
         observation_size: k.
     """
 
     def __init__(self, path: Path | str, environment: Environment | None = None) -> None:
-        """Open and check.
+        """Open and check the file.
 
         Args:
-            environment: what a file is taken for that does not say what it is of. Default: the reference's darkroom.
+            environment: of a file that does not name its own. Default: the reference implementation's darkroom.
 
         Raises:
-            RequestError: the file is not there, is no HDF5, lacks an array, or does not fit its environment.
+            RequestError: the file does not exist, is not HDF5, lacks an array, or does not match its environment.
         """
         self.path = Path(path).expanduser()
         self._file = _opened(self.path)
@@ -83,7 +84,7 @@ class Histories:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def __len__(self) -> int:
@@ -97,7 +98,7 @@ class Histories:
         """Return the history of the ``index``-th goal of ``goals``, or a part of it.
 
         Raises:
-            RequestError: the file is damaged there, or what is read is none of the environment's.
+            RequestError: the file is damaged there, or its values do not match the environment.
         """
         goal = self.goals[index]
         group = self._file[str(goal)]
@@ -111,7 +112,9 @@ class Histories:
     def read(
         self, goals: Sequence[int] | None = None, time: slice = slice(None), streams: slice = slice(None)
     ) -> History:
-        """Several goals at once (indices into ``goals``; default all): every array with a first dimension of goals."""
+        """Return several goals at once (indices into ``goals``; default all): every array with a first dimension of
+        goals.
+        """
         found = [self.goal(index, time, streams) for index in (range(len(self)) if goals is None else goals)]
         return History(*(np.stack(parts) for parts in zip(*found, strict=True)))
 
@@ -143,7 +146,7 @@ class Histories:
         self.time, self.streams = _shape_of(self.path, file, self.goals[0])
         for goal in self.goals:
             _check(self.path, file, goal, (self.time, self.streams), environment)
-        # The first goal is enough to tell another environment's histories; the others are looked at as they are read.
+        # The first goal is enough to detect another environment's histories; the others are checked when read.
         self._check_lengths(self.goal(0).dones)
         self.tasks = self._read_tasks(environment)
 
@@ -193,9 +196,9 @@ class Histories:
 
 
 def write(path: Path, environment: Environment, source: Mapping[str, Any], histories: Mapping[int, History]) -> None:
-    """Write ``histories``, by row of ``environment.tasks()``, to ``path``: whole, or not at all.
+    """Write ``histories``, by row of ``environment.tasks()``, to ``path``, completely or not at all.
 
-    ``histories`` is asked for one goal after the other, so it may read them when it is asked.
+    ``histories`` is accessed one goal at a time, so it may load them lazily.
     """
     h5py = _h5py()
     tasks = environment.tasks().numpy()
@@ -213,10 +216,10 @@ def write(path: Path, environment: Environment, source: Mapping[str, Any], histo
 
 
 def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Return the returns of every finished episode, float32 ``[streams, episodes]``, of a goal's arrays ``[time,
+    """Return the returns of finished episodes, float32 ``[streams, episodes]``, from a goal's arrays ``[time,
     streams]``.
 
-    NaN where a stream has fewer than another.
+    NaN where a stream has fewer episodes than another.
     """
     episodes = int(dones.sum(axis=0).max(initial=0))
     found = np.full((dones.shape[1], episodes), np.nan, np.float32)
@@ -228,7 +231,7 @@ def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 
 
 def narrow(counts: Sequence[int]) -> type[np.integer]:
-    """Return the smallest type that holds whole numbers below each of ``counts``."""
+    """Return the smallest integer type that holds numbers below each of ``counts``."""
     for kind in (np.uint8, np.int16):
         if max(counts) - 1 <= np.iinfo(kind).max:
             return kind
@@ -256,7 +259,7 @@ def _h5py() -> Any:
 
 
 def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file says of itself in an attribute, ``unsaid`` where it has none."""
+    """Return the JSON of a file's attribute, or ``unsaid`` if it has none."""
     written = file.attrs.get(attribute)
     if written is None:
         return unsaid
@@ -271,7 +274,7 @@ def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) ->
 
 
 def _below(values: np.ndarray, counts: Sequence[int]) -> bool:
-    """Whether all are whole numbers, each from 0 to before its count."""
+    """Return whether all values are whole numbers from 0 to below their count."""
     whole = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
     return whole and bool((values >= 0).all() and (values < np.array(counts)).all())
 
@@ -292,7 +295,7 @@ def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment
     size = environment.observation_size
     for name in ARRAYS:
         array = file.get(f"{goal}/{name}")
-        if not hasattr(array, "shape"):  # nothing, or a group
+        if not hasattr(array, "shape"):  # missing, or a group
             raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
         if array.dtype.kind not in "biuf":
             raise RequestError(f"{path}: {name} of goal {goal} is of type {array.dtype}; numbers are expected")

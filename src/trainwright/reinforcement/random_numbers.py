@@ -1,6 +1,6 @@
-"""Random numbers that depend on who draws and on the how-manieth draw, and on nothing else.
+"""Random numbers that depend only on a seed and a draw index.
 
-A goal's history is then the same whichever goals are simulated beside it, in however many processes.
+So the history of a goal does not depend on the other goals or the number of processes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def uniform(seeds: torch.Tensor, draw: int) -> torch.Tensor:
-    """One number in [0, 1) for each seed.
+    """Return one number in [0, 1) for each seed.
 
     SplitMix64 as a counter-based generator (Steele, Lea and Flood, 2014, doi 10.1145/2660193.2660195).
 
     Args:
-        seeds: int64, any shape. Seeds that follow one another give independent numbers.
-        draw: the number of the draw; another one gives other numbers.
-    Returns:
+        seeds: int64, any shape. Consecutive seeds give independent numbers.
+        draw: the draw index; different draws give different numbers.
+        Returns:
         float32 of the same shape.
     """
     return (mixed(mixed(seeds) + draw) & 0xFFFFFF).float() * 2**-24
 
 
 def mixed(values: torch.Tensor) -> torch.Tensor:
-    """Scramble int64 numbers so that each bit of the result depends on every bit of the number."""
+    """Mix int64 numbers so that each bit of the result depends on every bit of the input."""
     values = values + _GOLDEN
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
@@ -35,5 +35,5 @@ def mixed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
-    # The sign bit is a bit like another, so what is shifted in has to be zeros.
+    # The shift must be logical: fill with zeros instead of the sign bit.
     return (values >> bits) & ((1 << (64 - bits)) - 1)

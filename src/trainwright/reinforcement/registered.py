@@ -27,17 +27,18 @@ IDS = {
 
 
 class GymnasiumCopies(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """Copies of an environment as a Gymnasium vector environment; an episode that ends is followed at once by another.
+    """Copies of an environment as a Gymnasium vector environment with autoreset in the same step.
 
-    ``infos`` of a step with ends has ``final_obs``, what these episodes saw last, and its mask ``_final_obs``.
+    ``infos`` of a step with ends has ``final_obs``, the last observations of these episodes, and its mask
+    ``_final_obs``.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(self, environment: str, num_envs: int = 1, tasks: Any = None, **options: Any) -> None:
         """Args:
-        tasks: parameters of a task for each copy, ``[num_envs, p]``. Default: the environment's tasks in their order,
-            from the first again after the last.
+        tasks: parameters of a task for each copy, ``[num_envs, p]``. Default: the environment's tasks in order,
+            repeated as needed.
         """
         family = make(environment, **options)
         everything = family.tasks()
@@ -58,7 +59,7 @@ class GymnasiumCopies(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin anew in all copies, or in those of ``options["reset_mask"]``; a seed makes what is random repeat."""
+        """Reset all copies, or those of ``options["reset_mask"]``; a seed makes random numbers reproducible."""
         mask = None if options is None or "reset_mask" not in options else torch.as_tensor(options["reset_mask"])
         if seed is not None:
             seeds = torch.tensor([one or 0 for one in seed]) if isinstance(seed, Sequence) else int(seed) % 2**31
@@ -66,7 +67,7 @@ class GymnasiumCopies(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return self._copies.reset(mask).numpy(), {}
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Take ``actions``; an end is a truncation, as it comes from the horizon."""
+        """Take ``actions``; an end is a truncation, because it comes from the horizon."""
         observations, rewards, dones = self._copies.step(torch.as_tensor(np.asarray(actions), dtype=torch.int64))
         infos: dict[str, Any] = {}
         if bool(dones.any()):

@@ -1,4 +1,4 @@
-"""The environments by their names."""
+"""The environments by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def make(name: str, **options: Any) -> Environment:
 
     Args:
         options: its own, such as ``size`` and ``horizon``; each has a default.
-    Raises:
-        RequestError: there is no such environment, or it has no such option, or not with such a value.
+        Raises:
+        RequestError: the environment or an option does not exist, or an option has an invalid value.
     """
     kind = ENVIRONMENTS.get(name)
     parameters = inspect.signature(kind).parameters

@@ -1,4 +1,4 @@
-"""Bandits: one state, and arms that pay by chance."""
+"""Bandits: one state, and arms with random rewards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainwright.reinforcement.random_numbers import mixed, uniform
 
 
 class Bandit(Environment):
-    """A task is the mean reward of each arm, drawn evenly from 0 to 1.
+    """A bandit. A task is the mean reward of each arm, drawn uniformly from 0 to 1.
 
-    With ``rewards`` bernoulli an arm pays 1 with the probability of its mean, with gaussian it pays its mean and noise
-    of standard deviation ``noise``. The ``count`` tasks there are follow from ``seed``.
+    With ``rewards`` bernoulli an arm pays 1 with the probability of its mean, with gaussian it pays its mean plus noise
+    of standard deviation ``noise``. The ``count`` tasks are determined by ``seed``.
     """
 
     name = "bandit"
@@ -88,7 +88,7 @@ class _BanditCopies(VectorEnvironment):
         if self.noise is None:
             rewards = (drawn < means).float()
         else:
-            # Box and Muller's transform of two even numbers into a normal one.
+            # Box and Muller's transform of two uniform numbers into a normal one.
             angle = 2 * torch.pi * uniform(self.second_seeds, self.draws)
             rewards = means + self.noise * (-2 * torch.log1p(-drawn)).sqrt() * angle.cos()
         self.draws += 1

@@ -1,4 +1,4 @@
-"""What an environment is: a family of tasks, and many copies of it that are stepped at once."""
+"""The interface of environments: a family of tasks, and many copies that are stepped at once."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from trainwright.errors import RequestError
 
 
 class Environment(ABC):
-    """A family of tasks that look alike: the same observations and actions, another goal in each.
+    """A family of tasks with the same observations and actions, but different goals.
 
     Attributes:
         name: as in the registry.
-        options: what it was made with besides its name.
-        horizon: steps of the longest episode.
+        options: its constructor arguments.
+        horizon: maximum steps of an episode.
         action_count: actions are whole numbers from 0 to this, exclusive.
-        observation_counts: an observation is as many whole numbers as this has entries, each from 0 to its entry,
-            exclusive.
-        observation_kind: coordinates: numbers that are near each other mean places that are near each other.
-            category: they are names.
+        observation_counts: an observation has one whole number per entry, each from 0 to its entry, exclusive.
+        observation_kind: coordinates: nearby numbers mean nearby places. category: they are names.
         state_count: number of states, for algorithms that keep a table of them.
     """
 
@@ -36,7 +34,7 @@ class Environment(ABC):
 
     @property
     def observation_size(self) -> int:
-        """How many whole numbers an observation is."""
+        """Return how many whole numbers an observation has."""
         return len(self.observation_counts)
 
     @abstractmethod
@@ -45,36 +43,34 @@ class Environment(ABC):
 
     @abstractmethod
     def describe(self, task: torch.Tensor) -> str:
-        """Return a task's parameters ``[p]`` in words."""
+        """Return a description of a task's parameters ``[p]``."""
 
     @abstractmethod
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
-        """Return the highest expected return of an episode, for tasks ``[n, p]``: float32 ``[n]``, NaN where not
-        known.
-        """
+        """Return the highest expected return of an episode, for tasks ``[n, p]``: float32 ``[n]``, NaN if unknown."""
 
     @abstractmethod
     def vector(
         self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: int | torch.Tensor = 0
     ) -> VectorEnvironment:
-        """As many copies as ``tasks`` ``[n, p]`` has rows, each with its own task.
+        """Return a copy of the environment for each row of ``tasks`` ``[n, p]``.
 
         Args:
-            seed: of what is random in the environment: one number, or int64 ``[n]``, one for each copy.
+            seed: of the environment's random numbers: one number, or int64 ``[n]``, one for each copy.
         """
 
     def split(self, seed: int, test_fraction: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tasks to train on and the tasks held back, ``[n, p]`` each, in an order that ``seed`` decides."""
+        """Return training and test tasks, ``[n, p]`` each, in an order determined by ``seed``."""
         tasks = self.tasks()
         train, test = self.split_indices(seed, test_fraction)
         return tasks[train], tasks[test]
 
     def split_indices(self, seed: int, test_fraction: float = 0.1) -> tuple[list[int], list[int]]:
-        """``split`` as rows of ``tasks()``.
+        """Return ``split`` as rows of ``tasks()``.
 
-        Python's generator shuffles, and the last tasks are held back, as in the reference code of Algorithm
-        Distillation on Darkroom (https://github.com/tommyma3/Algorithm_Distillation), so that the same seed holds
-        back the same goals.
+        Python's generator shuffles, and the last tasks are the test tasks, as in the reference code of Algorithm
+        Distillation on Darkroom (https://github.com/tommyma3/Algorithm_Distillation), so that the same seed holds out
+        the same goals.
         """
         order = list(range(len(self.tasks())))
         random.Random(seed).shuffle(order)
@@ -83,11 +79,11 @@ class Environment(ABC):
 
 
 class VectorEnvironment(ABC):
-    """Copies of an environment that are stepped together; a copy whose episode is over begins anew by itself.
+    """Copies of an environment that are stepped together; a copy whose episode ends is reset automatically.
 
     Attributes:
-        copies: how many.
-        final_observations: int64 ``[n, k]``. What the last step led to, before copies that were done began anew.
+        copies: their number.
+        final_observations: int64 ``[n, k]``. The observations after the last step, before automatic resets.
         final_states: the same of ``states()``.
         ended: bool ``[n]``. Where the last step ended an episode for a reason other than the horizon.
     """
@@ -104,7 +100,7 @@ class VectorEnvironment(ABC):
         self.final_observations = torch.zeros(self.copies, self.observation_size, dtype=torch.int64, device=self.device)
 
     def reset(self, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Begin a new episode in every copy, or in those of ``mask`` (bool ``[n]``).
+        """Start a new episode in every copy, or in those of ``mask`` (bool ``[n]``).
 
         Returns:
             Observations of all copies, int64 ``[n, k]``.
@@ -135,21 +131,19 @@ class VectorEnvironment(ABC):
 
     @abstractmethod
     def observations(self) -> torch.Tensor:
-        """Return what the copies show now, int64 ``[n, k]``; a new tensor."""
+        """Return the current observations of the copies, int64 ``[n, k]``, as a new tensor."""
 
     @abstractmethod
     def states(self) -> torch.Tensor:
-        """Return the states the copies are in, int64 ``[n]`` from 0 to ``state_count``: all there is to know but
-        the task.
-        """
+        """Return the states of the copies, int64 ``[n]`` from 0 to ``state_count``; complete except for the task."""
 
     @abstractmethod
     def _begin(self, mask: torch.Tensor) -> None:
-        """Put the copies of ``mask`` in a first state."""
+        """Reset the copies of ``mask`` to an initial state."""
 
     @abstractmethod
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Change the state by ``actions``; the rewards, and where episodes end before the horizon (or None)."""
+        """Apply ``actions``; return the rewards, and where episodes end before the horizon (or None)."""
 
 
 def whole_numbers(environment: str, **values: Any) -> None:

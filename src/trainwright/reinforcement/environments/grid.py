@@ -1,4 +1,4 @@
-"""Dark rooms: a square grid in which the agent sees where it is and not where the goal is.
+"""Dark rooms: a square grid in which the agent sees its own position but not the goal.
 
 Darkroom and its hard variant are from Laskin et al. 2022 (arXiv 2210.14215); the permuted one from Lee et al. 2023
 (arXiv 2306.14892). Moves, start and order of tasks are as in https://github.com/tommyma3/Algorithm_Distillation.
@@ -13,12 +13,12 @@ import torch
 
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
 
-# What the five actions do to (x, y): one up, one down in x; the same in y; nothing.
+# The effect of the five actions on (x, y): x + 1, x - 1, the same for y, none.
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))
 
 
 class Grid(Environment):
-    """What all rooms share: ``size`` x ``size`` cells, five actions, observations (x, y)."""
+    """The base of all rooms: ``size`` x ``size`` cells, five actions, observations (x, y)."""
 
     observation_kind = "coordinates"
 
@@ -33,7 +33,7 @@ class Grid(Environment):
 
     @property
     def start(self) -> tuple[int, int]:
-        """Where an episode begins: the centre."""
+        """Return the start of episodes: the centre."""
         return self.size // 2, self.size // 2
 
     def _cells(self) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Grid(Environment):
 
 
 class GridCopies(VectorEnvironment):
-    """Where the agents are, and how they move; ``_rewards`` is left to the kind of room."""
+    """The agents' positions and moves; subclasses define ``_rewards``."""
 
     def __init__(self, environment: Grid, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
         super().__init__(environment, tasks, device, seed)
@@ -94,7 +94,7 @@ class Darkroom(Grid):
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks [n, p]."""
-        # The step that arrives is rewarded, and at the start no step is lost.
+        # The arriving step is rewarded too; starting on the goal loses no step.
         return (self.horizon + 1 - self._distance(tasks)).clamp(0, self.horizon).float()
 
     def vector(self, tasks: torch.Tensor, device: torch.device | str = "cpu", seed: Any = 0) -> VectorEnvironment:
@@ -108,7 +108,7 @@ class _DarkroomCopies(GridCopies):
 
 
 class DarkroomHard(Darkroom):
-    """A larger room and one reward an episode, for the first step that ends on the goal."""
+    """A larger room with one reward per episode, for the first step that ends on the goal."""
 
     name = "darkroom-hard"
 
@@ -144,9 +144,9 @@ class _HardCopies(GridCopies):
 
 
 class DarkroomPermuted(Grid):
-    """From one corner to the opposite one, with the five actions exchanged for one another.
+    """A room to cross from one corner to the opposite one, with permuted actions.
 
-    A task is the number of the permutation p in lexicographic order; action a then moves as action p[a] does elsewhere.
+    A task is the index of the permutation p in lexicographic order; action a then moves as action p[a] does elsewhere.
     """
 
     name = "darkroom-permuted"

@@ -36,7 +36,7 @@ class KeyToDoor(Grid):
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks [n, p]."""
-        # Where nothing is to be walked, a step that stays is still needed.
+        # Without any distance to walk, a step that stays is still needed.
         key = self._distance(tasks[:, :2]).clamp(min=1)
         door = key + (tasks[:, 2:] - tasks[:, :2]).abs().sum(dim=1).clamp(min=1)
         return (key <= self.horizon).float() + (door <= self.horizon).float()

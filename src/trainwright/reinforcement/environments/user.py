@@ -1,4 +1,4 @@
-"""A user's own Gymnasium environment, by the place of its class."""
+"""A user's own Gymnasium environment, named by the import path of its class."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KEY = "environment gymnasium"
 class UserEnvironment(Environment):
     """Any ``gymnasium.Env`` with a Discrete action space and whole numbers as observations.
 
-    A task is the number of an entry of ``tasks``, the keywords that the class is called with. The copies are stepped
-    one after the other, in this process.
+    A task is the index of an entry of ``tasks``, the keyword arguments of the class. The copies are stepped one after
+    the other, in this process.
     """
 
     name = "gymnasium"
@@ -33,12 +33,12 @@ class UserEnvironment(Environment):
     ) -> None:
         """Args:
             entry_point: ``package.module:Class``.
-            tasks: keywords of each task.
-            horizon: steps after which an episode ends in any case.
-            optimal_returns: the best return of each task, where known.
+            tasks: keyword arguments for each task.
+            horizon: maximum steps of an episode.
+            optimal_returns: the best return of each task, if known.
 
         Raises:
-            RequestError: the class cannot be imported or called, or its spaces are of another kind.
+            RequestError: the class cannot be imported or called, or its spaces are not supported.
         """
         self.options = {"entry_point": entry_point, "tasks": tasks, "horizon": horizon}
         if optimal_returns is not None:
@@ -78,7 +78,7 @@ class UserEnvironment(Environment):
         )
 
     def build(self, task: int) -> Any:
-        """One environment of that task."""
+        """Return one environment of that task."""
         keywords = self.keywords[task]
         try:
             return self.kind(**keywords)
@@ -90,7 +90,7 @@ class UserEnvironment(Environment):
         return torch.arange(len(self.keywords))[:, None]
 
     def describe(self, task: torch.Tensor) -> str:
-        """Describe a task by its keywords."""
+        """Return a description of a task: its keyword arguments."""
         return ", ".join(f"{key} {value}" for key, value in self.keywords[int(task[0])].items()) or "without keywords"
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class _UserCopies(VectorEnvironment):
             f"{environment.options['entry_point']} with {environment.keywords[int(t)]}" for t in tasks[:, 0]
         ]
         self.seen = torch.zeros(self.copies, self.observation_size, dtype=torch.int64)
-        # An environment is seeded when it first begins, and then goes on by itself.
+        # An environment is seeded on its first reset only.
         self.fresh = [True] * self.copies
 
     def observations(self) -> torch.Tensor:
@@ -153,7 +153,7 @@ class _UserCopies(VectorEnvironment):
 
     @contextmanager
     def _blamed(self, index: int, call: str) -> Iterator[None]:
-        """Whatever the user's code raises, as a request that names it."""
+        """Raise any error of the user's code as a RequestError that names it."""
         try:
             yield
         except Exception as error:

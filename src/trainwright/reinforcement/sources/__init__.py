@@ -1,4 +1,4 @@
-"""Algorithms that learn while their histories are kept."""
+"""Learning algorithms that record their histories."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from trainwright.reinforcement.environments import Environment
     from trainwright.reinforcement.sources.recording import Recording
 
-# What a source says that is not a setting of its algorithm.
+# Keys of a source that are not settings of its algorithm.
 _COMMON = ("name", "streams", "steps", "seed")
 
 
 class Learners(Protocol):
-    """Learners of some goals."""
+    """Learners of several goals."""
 
     def learn(self, steps: int, progress: Callable[[float], None] | None = None) -> Recording:
-        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the part that is done."""
+        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the finished fraction."""
         ...
 
 
 def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, source: Mapping[str, Any]) -> Learners:
-    """Fresh learners of ``tasks`` ``[goals, p]``, seeded by ``seeds`` int64 ``[goals]``.
+    """Return new learners of ``tasks`` ``[goals, p]``, seeded by ``seeds`` int64 ``[goals]``.
 
     Args:
         source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.

@@ -1,8 +1,8 @@
-"""Policies and value functions of many goals as one batch of small networks, with their gradients written out.
+"""Policies and value functions of many goals as one batch of small networks, with explicit gradients.
 
-A minibatch of PPO is some dozens of samples, for which autograd costs several times what the arithmetic does. Here the
-networks of all goals go through each matrix product together, all parameters lie in one tensor for the optimizer, and
-nothing is allocated from step to step. The gradients are tested against autograd.
+A minibatch of PPO has only dozens of samples, for which autograd costs several times the arithmetic. Here the networks
+of all goals share each batched matrix product, all parameters are in one tensor for the optimizer, and no memory is
+allocated during training. The gradients are tested against autograd.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _GAINS = {"policy": 0.01, "value": 1.0}
 
 
 class Networks:
-    """For each of ``goals`` goals a policy and a value function: two hidden layers of tanh each, sharing nothing.
+    """A policy and a value function for each of ``goals`` goals: two hidden layers of tanh each, without sharing.
 
     As ``MlpPolicy`` of Stable-Baselines3: orthogonal weights with gains sqrt(2), and 0.01 and 1 in the last layers;
-    biases of zero; Adam with eps 1e-5. In every tensor the policies of all goals come first, then the values.
-    The output of a value function is as wide as a policy's, with nothing but its first number in use, so that one
-    product computes both.
+    biases of zero; Adam with eps 1e-5. In every tensor the policies of all goals come first, then the values. The
+    output of a value function is as wide as a policy's, but only its first number is used, so that one product computes
+    both.
     """
 
     def __init__(self, inputs: int, hidden: int, actions: int, generators: list[torch.Generator]) -> None:
-        """Fresh networks, one pair for each generator, which draws its weights."""
+        """Initialize the networks, one pair for each generator, which draws its weights."""
         self.goals = len(generators)
         self.actions = actions
         shapes = [(inputs, hidden), (1, hidden), (hidden, hidden), (1, hidden), (actions, hidden), (actions, 1)]
@@ -51,11 +51,11 @@ class Networks:
             torch.nn.init.orthogonal_(last[network, :used], gain, generator=generator)
 
     def buffers(self, samples: int) -> Buffers:
-        """Room for the passes of ``samples`` samples a goal."""
+        """Return buffers for passes of ``samples`` samples per goal."""
         return Buffers(2 * self.goals, samples, self.weights[0].shape[2], self.actions)
 
     def forward(self, inputs: torch.Tensor, room: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[goals, actions, samples]`` and values ``[goals, samples]`` of ``inputs``.
+        """Return logits ``[goals, actions, samples]`` and values ``[goals, samples]`` of ``inputs``.
 
         Args:
             inputs: ``[2 * goals, samples, inputs]``, the same for the policy and the value of a goal.
@@ -67,9 +67,10 @@ class Networks:
         return room.outputs[: self.goals], room.outputs[self.goals :, 0]
 
     def backward(self, inputs: torch.Tensor, room: Buffers) -> None:
-        """Gradients of all parameters into ``gradients``, from those of the outputs in ``room.output_slopes``.
+        """Compute the gradients of all parameters into ``gradients``, from those of the outputs in
+        ``room.output_slopes``.
 
-        After ``forward`` of the same inputs.
+        Call after ``forward`` of the same inputs.
         """
         first, first_bias, second, second_bias, last, last_bias = self.slopes
         torch.bmm(room.output_slopes, room.second, out=last)
@@ -84,9 +85,7 @@ class Networks:
         torch.sum(room.first_slopes, 1, keepdim=True, out=first_bias)
 
     def update(self, learning_rate: float, max_grad_norm: float) -> None:
-        """Take a step of Adam, after scaling down the gradients of those goals whose norm is above
-        ``max_grad_norm``.
-        """
+        """Take a step of Adam, after clipping the gradients of each goal to the norm ``max_grad_norm``."""
         for slopes, norms in zip(self.slopes, self._norms, strict=True):
             torch.linalg.vector_norm(slopes.flatten(1), dim=1, out=norms)
         norms = torch.linalg.vector_norm(self._norms.view(-1, self.goals), dim=0)
@@ -112,11 +111,11 @@ class Networks:
 
 
 class Buffers:
-    """Where a forward and a backward pass leave what they compute.
+    """Buffers of a forward and a backward pass.
 
     Attributes:
         outputs: ``[networks, actions, samples]``.
-        output_slopes: the gradients of these, to be filled in between; zero where an output is not in use.
+        output_slopes: their gradients, to be filled in between; zero for unused outputs.
     """
 
     def __init__(self, networks: int, samples: int, hidden: int, actions: int) -> None:
@@ -137,6 +136,6 @@ def _through_tanh(slopes: torch.Tensor, activations: torch.Tensor) -> None:
 
 
 def _views(flat: torch.Tensor, networks: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    # Each is contiguous, as batched products are much slower where what they write to is not.
+    # All contiguous, because batched products are much slower with other outputs.
     parts = flat.split([networks * rows * columns for rows, columns in shapes])
     return [part.view(networks, *shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,8 +1,8 @@
-"""Proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of many goals at once.
+"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) for many goals at once.
 
 The algorithm and its defaults are those of Stable-Baselines3 (https://github.com/DLR-RM/stable-baselines3), with which
-the reference code of Algorithm Distillation collects: every goal has one learner, whose experience comes from
-all of its streams. The end of an episode is final: nothing is estimated beyond it.
+the reference code of Algorithm Distillation collects: every goal has one learner, whose experience comes from all of
+its streams. The end of an episode is terminal: values are not bootstrapped beyond it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.reinforcement.sources.recording import Recording
 
 @dataclass(frozen=True)
 class PpoSettings:
-    """What the recipe says under ``source``."""
+    """The recipe's settings under ``source``."""
 
     learning_rate: float = 3e-4
     rollout_steps: int = 80
@@ -36,7 +36,7 @@ class PpoSettings:
 
 
 class Ppo:
-    """Learners of some goals, stepped together. A goal's history does not depend on which others are among them."""
+    """Learners of several goals, stepped together. A goal's history does not depend on the other goals."""
 
     def __init__(
         self, environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, streams: int, settings: PpoSettings
@@ -62,12 +62,12 @@ class Ppo:
         self._learning = self.networks.buffers(settings.batch_size)
 
     def learn(self, steps: int, progress: Callable[[float], None] | None = None) -> Recording:
-        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the part that is done."""
+        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the finished fraction."""
         recording = Recording(self.environment, steps, self.goals, self.streams)
         observations = self.copies.reset()
         taken = 0
         while taken < steps:
-            # What is learnt after the last step is never seen.
+            # Learning after the last step would have no effect.
             wanted = min(self.settings.rollout_steps, steps - taken)
             rollout = _Rollout(wanted, self.goals, self.streams, self._encode(observations).shape[-1])
             for step in range(wanted):
@@ -87,7 +87,7 @@ class Ppo:
         logits, values = self._forward(inputs)
         log_probabilities = torch.log_softmax(logits, dim=1)
         drawn = uniform(self._action_seeds, time)[:, None]
-        # The last number of the sum may be a rounding below one.
+        # Rounding may leave the last cumulative sum below one.
         below = log_probabilities.exp().cumsum(dim=1)[:, :-1] <= drawn
         actions = below.sum(dim=1)
         following, rewards, dones = self.copies.step(actions.flatten())
@@ -106,7 +106,7 @@ class Ppo:
         return logits, values.clone()
 
     def _encode(self, observations: torch.Tensor) -> torch.Tensor:
-        """Return what the networks are given, float32 ``[goals, streams, inputs]``."""
+        """Return the input of the networks, float32 ``[goals, streams, inputs]``."""
         if not self._names:
             return observations.view(self.goals, self.streams, -1).float()
         counts = self.environment.observation_counts
@@ -129,7 +129,7 @@ class Ppo:
         order = torch.stack([torch.randperm(samples, generator=generator) for generator in self._generators])
 
         def dealt(values: torch.Tensor) -> torch.Tensor:
-            """Values ``[goals, steps, streams]`` as ``[batches, goals, size]``."""
+            """Return values ``[goals, steps, streams]`` as minibatches ``[batches, goals, size]``."""
             return values.reshape(self.goals, samples).gather(1, order).view(self.goals, -1, size).transpose(0, 1)
 
         inputs = rollout.inputs.flatten(1, 2)
@@ -137,7 +137,7 @@ class Ppo:
         inputs = inputs.transpose(0, 1)
         gains = dealt(gains)
         mean, deviation = gains.mean(dim=2, keepdim=True), gains.std(dim=2, keepdim=True)
-        # The mean over a minibatch is a sum of these.
+        # These are divided here so that the sum over a minibatch is its mean.
         gains = ((gains - mean) / (deviation + 1e-8) / size).contiguous()
         actions = dealt(rollout.actions)
         return _Batches(
@@ -172,9 +172,9 @@ class Ppo:
 
 @dataclass(frozen=True)
 class _Batches:
-    """An epoch's minibatches, in everything the first dimension; then come goals, and samples last.
+    """The minibatches of an epoch, along the first dimension of all tensors; then goals, and samples last.
 
-    ``limits`` is what advantage times ratio is cut off at: the clipped surrogate is the smaller of the two.
+    ``limits`` clip the product of advantage and ratio: the clipped surrogate is the smaller of the two.
     """
 
     inputs: torch.Tensor
@@ -195,21 +195,21 @@ def surrogate_slopes(
     limits: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Gradient of the clipped surrogate loss with respect to the logits.
+    """Compute the gradient of the clipped surrogate loss with respect to the logits.
 
     Args:
         logits: ``[goals, actions, samples]``.
-        actions: what was done, int64 ``[goals, 1, samples]``.
-        chosen: the same as ones among zeros, ``[goals, actions, samples]``.
-        old_log_probabilities: of what was done when it was done, ``[goals, samples]``.
+        actions: the actions taken, int64 ``[goals, 1, samples]``.
+        chosen: the same one-hot, ``[goals, actions, samples]``.
+        old_log_probabilities: of the actions when they were taken, ``[goals, samples]``.
         advantages: divided by the number of samples, ``[goals, samples]``.
-        limits: what these times the ratio of probabilities are cut off at.
-        out: where the gradient goes.
+        limits: clip their product with the ratio of probabilities.
+        out: receives the gradient.
     """
     log_probabilities = torch.log_softmax(logits, dim=1)
     of_chosen = log_probabilities.gather(1, actions)[:, 0]
     gains = of_chosen.sub_(old_log_probabilities).exp_().mul_(advantages)
-    # Where the surrogate is cut off it is constant.
+    # Where the surrogate is clipped it is constant.
     gains.mul_(gains <= limits)
     torch.sub(log_probabilities.exp_(), chosen, out=out)
     out.mul_(gains[:, None])
@@ -223,12 +223,12 @@ def advantages(
     gamma: float,
     gae_lambda: float,
 ) -> torch.Tensor:
-    """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438).
+    """Return generalized advantages (Schulman et al. 2015, arXiv 1506.02438).
 
     Args:
         rewards, values, dones: ``[goals, steps, streams]``.
         last_values: of the states after the last step, ``[goals, streams]``.
-    Returns:
+        Returns:
         ``[goals, steps, streams]``.
     """
     found = torch.zeros_like(values)
@@ -243,7 +243,7 @@ def advantages(
 
 
 class _Rollout:
-    """What the learners saw since they last learnt: ``[goals, steps, streams]``."""
+    """The experience since the last update: ``[goals, steps, streams]``."""
 
     def __init__(self, steps: int, goals: int, streams: int, inputs: int) -> None:
         shape = (goals, steps, streams)

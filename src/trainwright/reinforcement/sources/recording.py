@@ -1,4 +1,4 @@
-"""What happens while algorithms learn, kept in the form of a history."""
+"""Record the experience of learning algorithms as histories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.reinforcement.histories import History, narrow
 
 
 class Recording:
-    """Room for ``steps`` steps of ``goals`` x ``streams`` copies, filled step by step."""
+    """Buffers for ``steps`` steps of ``goals`` x ``streams`` copies, filled step by step."""
 
     def __init__(self, environment: Environment, steps: int, goals: int, streams: int) -> None:
         seen = (steps, goals, streams, environment.observation_size)
@@ -29,7 +29,7 @@ class Recording:
         next_states: torch.Tensor,
         dones: torch.Tensor,
     ) -> None:
-        """One step of all copies, with the streams of a goal next to one another."""
+        """Add one step of all copies, with the streams of a goal next to one another."""
         arrays = (self._states, self._actions, self._rewards, self._next_states, self._dones)
         for array, values in zip(arrays, (states, actions, rewards, next_states, dones), strict=True):
             array[self._step] = values.numpy().reshape(array.shape[1:])

@@ -1,6 +1,6 @@
-"""Learners that keep a table: Q-learning (Watkins and Dayan 1992) and UCB1 (Auer et al. 2002), one for each stream.
+"""Tabular learners: Q-learning (Watkins and Dayan 1992) and UCB1 (Auer et al. 2002), one for each stream.
 
-Seconds where PPO takes minutes, and of every stream a history of its own.
+They take seconds where PPO takes minutes, and give every stream its own history.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainwright.reinforcement.sources.recording import Recording
 
 @dataclass(frozen=True)
 class QLearningSettings:
-    """What the recipe says under ``source``.
+    """The recipe's settings under ``source``.
 
     Attributes:
-        learning_rate: how far an estimate moves to what was just seen.
-        epsilon: how often an action is drawn at random.
-        optimism: what every action is taken to be worth until it was tried, so that all are tried.
+        learning_rate: how far an estimate moves towards a new observation.
+        epsilon: the probability of a random action.
+        optimism: the initial value of every action, so that all are tried.
     """
 
     learning_rate: float = 0.5
@@ -35,13 +35,13 @@ class QLearningSettings:
 
 @dataclass(frozen=True)
 class UcbSettings:
-    """What the recipe says under ``source``: ``exploration`` times sqrt(ln t / n) is added to an arm's mean."""
+    """The recipe's settings under ``source``: ``exploration`` times sqrt(ln t / n) is added to an arm's mean."""
 
     exploration: float = 1.0
 
 
 class _Table(Protocol):
-    """What is known, and what to do: ``choose`` and ``learn`` for all learners, ``[n]``."""
+    """The estimates of all learners, with ``choose`` and ``learn`` for all of them, ``[n]``."""
 
     def choose(self, states: torch.Tensor, ties: torch.Tensor, time: int) -> torch.Tensor: ...
 
@@ -56,7 +56,7 @@ class _Table(Protocol):
 
 
 class Tables:
-    """Learners of some goals, each stream its own. A goal's history does not depend on which others are among them."""
+    """Learners of several goals, one for each stream. A goal's history does not depend on the other goals."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Tables:
         self.goals, self.streams = len(tasks), streams
         stream_seeds = mixed((mixed(seeds)[:, None] + torch.arange(streams)).flatten())
         self.copies = environment.vector(tasks.repeat_interleave(streams, dim=0), seed=mixed(stream_seeds))
-        # A number for each action of each learner, with which ties are broken and chances taken.
+        # Random numbers for each action of each learner, to break ties and to explore.
         places = torch.arange(environment.action_count + 1)
         self._seeds = mixed(stream_seeds + (1 << 32))[:, None] + places
         learners = self.goals * streams
@@ -88,7 +88,7 @@ class Tables:
         )
 
     def learn(self, steps: int, progress: Callable[[float], None] | None = None) -> Recording:
-        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the part that is done."""
+        """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the finished fraction."""
         recording = Recording(self.environment, steps, self.goals, self.streams)
         observations = self.copies.reset()
         for time in range(steps):
@@ -104,7 +104,7 @@ class Tables:
 
 
 class _QTable:
-    """Estimates ``[n, states, actions]``. The horizon is not seen, so learning looks beyond it."""
+    """Estimates ``[n, states, actions]``. The horizon is not observed, so values are bootstrapped beyond it."""
 
     def __init__(self, settings: QLearningSettings, learners: int, environment: Environment) -> None:
         self.settings = settings
@@ -157,6 +157,6 @@ class _Arms:
 
 
 def _best(values: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
-    """Return the index of the largest of each row; of several, the one with the largest of ``ties``."""
+    """Return the index of the largest value of each row; ties are resolved by the largest of ``ties``."""
     largest = values == values.max(dim=1, keepdim=True).values
     return ties.masked_fill(~largest, -1).argmax(dim=1)
