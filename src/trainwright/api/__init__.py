@@ -1,4 +1,4 @@
-"""The Python API: each function is what the command of its name calls. Import it as ``trainwright``."""
+"""The Python API: each function is what the command of the same name calls. Import it as ``trainwright``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring a model of histories: how well it learns in its context."""
+"""Measure a model of histories: how well it learns in its context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def may_be_agent(model: str) -> bool:
-    """Whether it is worth asking, which takes the imports of torch."""
+    """Return whether the model may be an agent, so that importing torch to find out is worthwhile."""
     path = Path(model).expanduser()
     return (path / "recipe.yaml").is_file() or (path / "agent.json").is_file()
 
@@ -28,14 +28,14 @@ def measure_agent(
     num_processes: int | None,
     directory: Path,
 ) -> list[str] | None:
-    """Try the agent, write what was found and give its table, or None where the model is no agent.
+    """Evaluate the agent, write the results and return the table, or None if the model is not an agent.
 
     Args:
-        trial: episodes, copies and temperature, None where they are not given.
-        of_texts: options by name that speak of texts, with their values; an agent takes none of them.
+        trial: episodes, copies and temperature, None if not given.
+        of_texts: options for texts by name, with their values; they do not apply to agents.
 
     Raises:
-        RequestError: an option that would have no effect, or an agent that cannot be tried.
+        RequestError: an option that would have no effect, or an agent that cannot be evaluated.
     """
     from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, AgentReport, is_agent
 
@@ -73,7 +73,7 @@ def _entry(asked: AgentAsked, work: Path, world: World) -> None:
     from trainwright.launch.process import console
     from trainwright.tasks.algorithm_distillation.evaluation import work_on
 
-    stream = console()  # of rank 0, which takes as many steps as all
+    stream = console()  # of rank 0, which takes as many steps as the other ranks
 
     def stage(label: str, total: int) -> Callable[[], None]:
         if stream is None:

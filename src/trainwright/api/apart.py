@@ -1,8 +1,8 @@
-"""A call that is made in a process of its own, started for it.
+"""Call a function in a new, separate process.
 
-Training, evaluating and the like fork workers, limit threads, send output to logs and answer to signals. A script or a
+Training, evaluating and the like fork workers, limit threads, redirect output to logs and handle signals. A script or a
 notebook may have torch's threads and a GPU in use, an event loop running, and its output replaced; none of that is
-touched. The other process does not import the script, so that needs no ``if __name__ == "__main__"``.
+touched. The other process does not import the script, so no ``if __name__ == "__main__"`` is needed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CODE = (
 
 
 def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -> T:
-    """Call ``function(*arguments)`` in a process of its own; return or raise what it does.
+    """Call ``function(*arguments)`` in a separate process; return its result or raise its exception.
 
-    Stop signals to this process go to that one, which decides what they mean. When this process is killed, it is told
+    Stop signals are passed on to the process, which decides how to react. If this process is killed, the other is told
     to stop (on Linux).
 
     Args:
-        function: of a module. It, its arguments and what it returns are pickled.
+        function: of a module. It, its arguments and its result are pickled.
         progress: show what it prints.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-call-") as scratch:
@@ -59,7 +59,7 @@ def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -
         result, error = found
         if error is not None:
             raise error from None
-        if requested:  # it ended all the same, by the signal or before it came
+        if requested:  # it ended without an answer, by the signal or before it arrived
             signal.raise_signal(requested[0])
         if not answered.exists():
             raise TrainingError(f"the process of {function.__name__} ended with exit code {code} and no message")
@@ -72,17 +72,17 @@ def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     elif sys.stdout is sys.__stderr__:
         options["stdout"] = 2
-    elif sys.stdout is not sys.__stdout__:  # a notebook's, or somebody's who keeps it
+    elif sys.stdout is not sys.__stdout__:  # replaced by a notebook or a test
         environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
     return subprocess.Popen(command, **options)
 
 
-_file: Path | None = None  # where this process answers; None where it was not started for a call
+_file: Path | None = None  # the answer file of this process; None if it was not started for a call
 
 
 def answer(result: object, error: BaseException | None) -> None:
-    """Answer the call, for which this process was started, now; what is answered later does not count."""
+    """Send the answer of the call for which this process was started; later answers are ignored."""
     if _file is None or _file.exists():
         return
     try:
@@ -95,7 +95,7 @@ def answer(result: object, error: BaseException | None) -> None:
 
 
 def serve(call: str, answer_file: str, parent: str) -> None:
-    """Make the call that ``apart`` has written down, and answer it."""
+    """Make the call that ``apart`` has written down, and send the answer."""
     global _file
     _stop_with(int(parent))
     _file = Path(answer_file)
@@ -109,7 +109,7 @@ def serve(call: str, answer_file: str, parent: str) -> None:
 
 
 def _stop_with(parent: int) -> None:
-    """Get SIGTERM when the process that waits for the answer dies, however it dies (prctl(2))."""
+    """Have the kernel send SIGTERM when the process that waits for the answer dies in any way (prctl(2))."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:

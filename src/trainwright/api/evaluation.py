@@ -1,4 +1,4 @@
-"""Evaluation: how good a model is, with intervals; or two models on the same rows."""
+"""Evaluation of a model, with confidence intervals, or comparison of two models on the same rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainwright.api.measuring import MeasureAsked, measure
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured; ``str()`` of it is the table that ``trainwright eval`` prints.
+    """The results of an evaluation; ``str()`` gives the table that ``trainwright eval`` prints.
 
     Attributes:
-        directory: where ``metrics.json`` and ``samples.jsonl`` are.
+        directory: contains ``metrics.json`` and ``samples.jsonl``.
     """
 
     directory: Path
@@ -27,19 +27,19 @@ class Evaluation:
 
     @cached_property
     def details(self) -> dict[str, Any]:
-        """All of ``metrics.json``: every metric with its 95 % interval, the settings, notes."""
+        """Return the content of ``metrics.json``: every metric with its 95 % interval, the settings, notes."""
         found: dict[str, Any] = json.loads((self.directory / "metrics.json").read_text(encoding="utf-8"))
         return found
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The value of every metric by its name; of an agent and a benchmark see `details`."""
+        """Return the value of every metric by name; for agents and benchmarks see `details`."""
         found = self.details.get("metrics", {})
         return {name: each["value"] for name, each in found.items() if isinstance(each, dict) and "value" in each}
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Row by row: prompt, reference, answer and scores; empty where nothing was answered."""
+        """Return prompt, reference, answer and scores of every row; empty if nothing was answered."""
         file = self.directory / "samples.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [json.loads(line) for line in lines]
@@ -80,42 +80,42 @@ def evaluate(
     out: str | PathLike[str] | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Measure a model: likelihoods and what it answers, each with its 95 % interval; what ``trainwright eval`` does.
+    """Measure a model: likelihoods and its answers, each with its 95 % interval; what ``trainwright eval`` does.
 
     Args:
-        model: a `Run`, one of its checkpoints, an adapter, a model directory or a hub id.
+        model: a `Run`, one of its checkpoints, an adapter, a model directory or a Hub id.
         data: rows as for training. Default: the run's own validation rows.
-        format: how a row is laid out, as ``data.format`` of a recipe.
-        against: another model, to be compared on the same rows.
-        benchmark: a benchmark of unlearning instead of rows, such as ``tofu:forget10``.
-        reference_log: what was measured of a model that never saw the forget set: its ``log.json``.
-        reference_model: for ``mia_reference``: a model that never saw the forget set.
+        format: the layout of the rows, as ``data.format`` of a recipe.
+        against: another model, compared on the same rows.
+        benchmark: an unlearning benchmark instead of rows, such as ``tofu:forget10``.
+        reference_log: results of a model that was not trained on the forget set: its ``log.json``.
+        reference_model: for ``mia_reference``: a model that was not trained on the forget set.
         relearning_steps: for ``relearning``: steps of training again. Default: 20.
         relearning_rate: for ``relearning``: the learning rate. Default: 1e-5.
-        adapter: an adapter to put on the model.
-        checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first there is.
+        adapter: an adapter to apply to the model.
+        checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first that exists.
         metrics: what to measure. Default: the usual.
         answer_pattern: the short answer in a text: ``"gsm8k"``, ``"number"`` or a regular expression.
         json_schema: a file with the JSON Schema that answers should follow.
-        limit: the first so many rows, all of them answered.
-        quick: 50 rows, drawn from all.
-        full: answer all rows, and not 200 drawn from them.
-        max_new_tokens: the longest answer, in tokens. Default: 256.
-        max_length: cut rows to so many tokens. Default: as the run, or the model's positions.
+        limit: use this number of first rows, and answer all of them.
+        quick: use a sample of 50 rows.
+        full: answer all rows instead of a sample of 200.
+        max_new_tokens: the maximum length of an answer, in tokens. Default: 256.
+        max_length: truncate rows to this number of tokens. Default: as in the run, or the model's positions.
         lm_eval: tasks of lm-evaluation-harness.
-        lm_eval_include: a directory where more tasks are defined.
-        dtype: ``fp32``, ``bf16`` or ``fp16``. auto: bf16 on GPUs that have it.
-        batch_size: rows that are answered at once.
-        num_processes: default: one a GPU, or one.
-        episodes: of an agent: episodes in one context. Default: as its recipe.
-        copies: of an agent: how many try each task. Default: as its recipe.
-        temperature: of an agent: the temperature that its actions are drawn at. Default: as its recipe.
+        lm_eval_include: a directory with definitions of additional tasks.
+        dtype: ``fp32``, ``bf16`` or ``fp16``. auto: bf16 on GPUs that support it.
+        batch_size: the number of rows answered at once.
+        num_processes: default: one per GPU, or one.
+        episodes: of an agent: episodes in one context. Default: as in its recipe.
+        copies: of an agent: how many try each task. Default: as in its recipe.
+        temperature: of an agent: the sampling temperature of its actions. Default: as in its recipe.
         out: a new directory for the results. Default: ``evaluations/<model>-<date>-<time>``.
         progress: show how many rows are done.
 
     Raises:
-        RequestError: the model, the rows or the arguments are wrong; messages name the command's options.
-        MachineError: the machine cannot hold the model.
+        RequestError: the model, the rows or the arguments are invalid; messages name the command's options.
+        MachineError: the model does not fit this machine.
         Stopped: it was stopped by a signal; nothing was written.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Generation: what a model answers to prompts, to a file of them, or to what is typed."""
+"""Generation: a model's answers to prompts, to a file of them, or interactively."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainwright.machine.detect import Machine
     from trainwright.parallel.world import World
 
-FIELD = "generated"  # of a row, for its answer
+FIELD = "generated"  # the field of a row for its answer
 _ANSWERS = "answers.json"
 
 
@@ -46,33 +46,33 @@ def generate(
     num_processes: int | None = None,
     progress: bool = False,
 ) -> list[str]:
-    """Have a model answer; what ``trainwright generate`` does.
+    """Generate a model's answers; what ``trainwright generate`` does.
 
     Args:
-        model: a `Run`, one of its checkpoints, an adapter, a model directory or a hub id.
+        model: a `Run`, one of its checkpoints, an adapter, a model directory or a Hub id.
         prompts: a text, or a list of texts and conversations (lists of ``{"role": …, "content": …}``).
         file: answer this instead: every line of a ``.txt`` file, or every row of ``.jsonl``, ``.json`` or ``.csv``.
-        out: with ``file``: where the rows go, each with its answer as ``generated``; must be new.
+        out: with ``file``: the output file of the rows, each with its answer as ``generated``; must be new.
         system: the system turn of every conversation.
-        plain: continue texts, as a model without a chat template does anyway.
-        adapter: an adapter to put on the model.
-        checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first there is.
-        max_new_tokens: the longest answer, in tokens.
-        temperature: 0: always the likeliest token.
-        top_p: draw from the likeliest so much.
-        top_k: draw from so many of the likeliest.
-        seed: with a prompt's number it decides what is drawn for it. Default: 0.
-        dtype: ``fp32``, ``bf16`` or ``fp16``. auto: bf16 on GPUs that have it.
-        batch_size: prompts that are answered at once.
-        num_processes: for a list or a file. Default: one a GPU, or one.
+        plain: continue texts, as always with a model without a chat template.
+        adapter: an adapter to apply to the model.
+        checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first that exists.
+        max_new_tokens: the maximum length of an answer, in tokens.
+        temperature: 0: always the most probable token.
+        top_p: sample from the most probable tokens with this total probability.
+        top_k: sample from this number of most probable tokens.
+        seed: determines the sampling together with a prompt's number. Default: 0.
+        dtype: ``fp32``, ``bf16`` or ``fp16``. auto: bf16 on GPUs that support it.
+        batch_size: the number of prompts answered at once.
+        num_processes: for a list or a file. Default: one per GPU, or one.
         progress: show how many prompts are answered.
 
     Returns:
-        The answers, in the order of the prompts or rows; of a single text one.
+        The answers, in the order of the prompts or rows; one for a single text.
 
     Raises:
-        RequestError: the model, a prompt or the arguments are wrong.
-        MachineError: the machine cannot hold the model.
+        RequestError: the model, a prompt or the arguments are invalid.
+        MachineError: the model does not fit this machine.
 
     Examples:
         >>> import trainwright as tw
@@ -110,7 +110,7 @@ def generate(
 
 @dataclass(frozen=True)
 class GenerateAsked:
-    """What is to be answered, and how, as the options of ``trainwright generate`` have it; None: not given."""
+    """What to answer and how, with the options of ``trainwright generate``; None: not given."""
 
     model: str
     file: str | None = None
@@ -129,14 +129,14 @@ class GenerateAsked:
     num_processes: int | None = None
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
+        """Return the sampling settings."""
         from trainwright.inference.sampling import Sampling
 
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed or 0)
 
 
 def answer(asked: GenerateAsked, prompt: str | None = None) -> str:
-    """Answer one prompt, or with None whoever types, in this process and on its output; the last answer."""
+    """Answer one prompt, or with None prompts typed by the user, in this process; return the last answer."""
     machine = _checked(asked)
     from trainwright.launch.process import limit_threads
 
@@ -167,7 +167,7 @@ def answer(asked: GenerateAsked, prompt: str | None = None) -> str:
 
 
 def answer_file(asked: GenerateAsked) -> list[str]:
-    """Answer the rows of a file, using up this process; the answers, which are in ``asked.out`` too."""
+    """Answer the rows of a file; return the answers, which are written to ``asked.out`` too. Changes this process."""
     from trainwright.api.workers import in_processes, process_count, work_directory
 
     machine = _checked(asked)
@@ -191,7 +191,7 @@ def answer_file(asked: GenerateAsked) -> list[str]:
 
 
 def _answer_list(asked: GenerateAsked, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
-    """As a file of them is answered."""
+    """Answer prompts by writing them to a file first."""
     rows = [{"prompt": each} if isinstance(each, str) else {"messages": list(each)} for each in prompts]
     with tempfile.TemporaryDirectory(prefix="trainwright-prompts-") as scratch:
         file = Path(scratch, "prompts.jsonl")
@@ -200,9 +200,7 @@ def _answer_list(asked: GenerateAsked, prompts: Sequence[str | Sequence[Mapping[
 
 
 def _checked(asked: GenerateAsked) -> Machine:
-    """Return the machine that answers, once nothing asked for contradicts another part. Raises RequestError,
-    MachineError.
-    """
+    """Return the machine to use, after checking the options. Raises RequestError, MachineError."""
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
@@ -241,7 +239,7 @@ def _check(file: str | None, out: Path | None, num_processes: int | None, batch_
 
 
 def _is_plain(asked: GenerateAsked, chat: bool) -> bool:
-    """Whether texts are continued; ``chat``: the model was made for conversations."""
+    """Return whether texts are continued; ``chat``: the model was trained for conversations."""
     plain = asked.plain or not chat
     if plain and asked.system is not None:
         raise RequestError("--system: the model continues texts, which have no system turn")
@@ -253,7 +251,7 @@ def _say(text: str) -> None:
 
 
 def _prepare(asked: GenerateAsked, machine: Machine, processes: int, work: Path) -> None:
-    """Find the model, read the rows and turn them into tokens, once."""
+    """Find the model, read the rows and tokenize them, once."""
     from trainwright.inference.asking import Asker, read_questions
     from trainwright.inference.finding import find_model
     from trainwright.inference.loading import DTYPES, check_fits

@@ -1,4 +1,4 @@
-"""A run whose processes another launcher has started: torchrun and the like run the script, and each process joins."""
+"""Runs whose processes another launcher has started: torchrun and the like run the script, and each process joins."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _started = itertools.count()
 
 
 def launcher(nodes: int | None) -> str | None:
-    """Return what has started this process as one of several that are to train together; None where nothing has."""
+    """Return the launcher that started this process as one of several that train together, or None."""
     return launcher_of(Variables(os.environ), nodes or 1)
 
 
 def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
-    """Train as one of the processes that the launcher ``name`` has started; the run's directory. Raises as `train`."""
+    """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
+    `train`.
+    """
     from trainwright.api.training import with_number
     from trainwright.launch.group.joined import JoinAsked
 
@@ -39,7 +41,7 @@ def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
 
 
 def _join(asked: JoinAsked) -> Path:
-    """In a process of its own on every rank: it ends with the run, whatever becomes of the script's."""
+    """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.group.joined import run_joined
     from trainwright.worker import prepare, work
@@ -54,7 +56,7 @@ def _join(asked: JoinAsked) -> Path:
 
     def tell(code: int, message: str) -> None:
         failed.append((code, message))
-        answer(None, error_of(code, message))  # at once: a rank that fails does not come back from training
+        answer(None, error_of(code, message))  # at once: a failed rank does not return from training
 
     try:
         with interruptible():

@@ -1,4 +1,4 @@
-"""Measuring a model: on rows of data, on a benchmark of unlearning, or as an agent; alone or beside another one."""
+"""Measure a model: on rows of data, on an unlearning benchmark, or as an agent; alone or against another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasureAsked:
-    """What is asked for, as the options of ``trainwright eval`` have it; None: not given."""
+    """The options of ``trainwright eval``; None: not given."""
 
     model: str
     data: str | None = None
@@ -52,11 +52,11 @@ class MeasureAsked:
     out: str | None = None
 
     def trial(self) -> dict[str, Any]:
-        """Return what only agents take."""
+        """Return the options for agents."""
         return {"episodes": self.episodes, "copies": self.copies, "temperature": self.temperature}
 
     def of_texts(self) -> dict[str, Any]:
-        """Return what agents do not take, by option; false where it is not given."""
+        """Return the options that do not apply to agents, by name; false if not given."""
         of_all = {"model", "checkpoint", "num_processes", "out", *self.trial()}
         given = {name: value for name, value in asdict(self).items() if name not in of_all}
         given |= {name: given[name] != "auto" for name in ("format", "dtype")}
@@ -64,7 +64,7 @@ class MeasureAsked:
 
 
 def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
-    """Measure, using up this process; the directory of what was found, and its table."""
+    """Measure; return the directory of the results, and the table. Changes this process."""
     from trainwright.api.agents import may_be_agent, measure_agent
     from trainwright.api.workers import in_processes, process_count, work_directory
     from trainwright.launch.group.environment import refuse_worker
@@ -97,7 +97,7 @@ def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
 
 
 def written(report: Any, directory: Path) -> list[str]:
-    """Write what was found to ``directory``; its table, which is kept in the error where that fails."""
+    """Write the results to ``directory``; return the table, which is added to the error if writing fails."""
     lines = list(report.lines())
     try:
         report.write(directory)
@@ -109,7 +109,7 @@ def written(report: Any, directory: Path) -> list[str]:
 
 
 def _checked(options: MeasureAsked, machine: Machine) -> Asked:
-    """Return what is asked for, once nothing in it contradicts another part. Raises RequestError."""
+    """Return the request, after checking that its options are consistent. Raises RequestError."""
     from trainwright.api.workers import dtype_name
     from trainwright.evaluation.asked import Asked
 
@@ -169,12 +169,12 @@ def _entry(asked: Asked, work: Path, world: World) -> None:
 
 
 def _module(asked: Asked) -> str:
-    """Return what does the work: of these two each has ``prepare``, ``work_on`` and ``report_of``."""
+    """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
     return "trainwright.evaluation.unlearning.work" if asked.on_benchmark else "trainwright.evaluation.work"
 
 
 def _of_benchmarks(named: str | None) -> bool:
-    """Whether metrics are named that only a benchmark of unlearning has."""
+    """Return whether a named metric exists only for unlearning benchmarks."""
     if named is None:
         return False
     from trainwright.evaluation.metrics.registry import LIKELIHOODS
@@ -185,7 +185,7 @@ def _of_benchmarks(named: str | None) -> bool:
 
 
 def _benchmark_metrics(options: MeasureAsked) -> tuple[str, ...]:
-    """Return the metrics by name; none: those that lack nothing. Raises RequestError."""
+    """Return the metrics by name; empty: those that lack nothing. Raises RequestError."""
     from trainwright.evaluation.unlearning.registry import METRICS
 
     others: dict[str, object] = {"data": options.data, "against": options.against, "lm-eval": options.lm_eval}
@@ -206,7 +206,7 @@ def _split(named: str) -> tuple[str, ...]:
 
 
 def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
-    """Return the metrics by name, checked with what they need."""
+    """Return the metrics by name, after checking their requirements."""
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.metrics.extraction import extractor
     from trainwright.evaluation.metrics.registry import LIKELIHOODS, USUAL
@@ -235,7 +235,7 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | N
 
 
 def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
-    """Raise RequestError for an option that has no effect where the metrics ``names`` are measured on rows."""
+    """Raise RequestError for an option that has no effect on the metrics ``names`` of rows."""
     from trainwright.evaluation.metrics.registry import LIKELIHOODS
 
     of_answers = ("--full", "--max-new-tokens", "--batch-size")
@@ -276,7 +276,7 @@ def _tasks(named: str | None, directory: str | None) -> tuple[str, ...]:
 
 
 def _new_directory(wanted: str | None, model: str) -> Path:
-    """Where the result goes: ``wanted``, or evaluations/<model>-<date>-<time>."""
+    """Return the directory of the results: ``wanted``, or evaluations/<model>-<date>-<time>."""
     if wanted is None:
         name = model.rstrip("/").rpartition("/")[2] or "model"
         wanted = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,4 +1,4 @@
-"""Merging: an adapter worked into its base model."""
+"""Merging an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def merge(
     dtype: str | None = None,
     progress: bool = False,
 ) -> Merged:
-    """Work an adapter into its base model, and check the result by its logits; what ``trainwright merge`` does.
+    """Merge an adapter into its base model, and check the result by its logits; what ``trainwright merge`` does.
 
     Args:
         model: a `Run` or its directory, an adapter's directory, or the base of ``adapter``.
-        out: where the merged model is written; must be new.
-        adapter: the adapter, where ``model`` is its base.
-        dtype: store it in ``fp32``, ``bf16`` or ``fp16``. Default: as the base is stored.
-        progress: tell what takes long.
+        out: the directory of the merged model; must be new.
+        adapter: the adapter, if ``model`` is its base.
+        dtype: store it in ``fp32``, ``bf16`` or ``fp16``. Default: the data type of the base.
+        progress: show operations that take long.
 
     Raises:
-        RequestError: there is no adapter, or ``out`` is there already.
-        TrainingError: the result does not compute what base and adapter do; nothing is written.
+        RequestError: there is no adapter, or ``out`` already exists.
+        TrainingError: the result does not compute the same as base and adapter; nothing is written.
 
     Examples:
         >>> import trainwright as tw
@@ -63,7 +63,7 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
 
 
 def check_finished(found: Found) -> None:
-    """Raise RequestError for an adapter that is in a checkpoint alone."""
+    """Raise RequestError for an adapter that exists only in a checkpoint."""
     if found.checkpoint is not None and found.section.adapter.type != "none":
         raise RequestError(
             f"{found.origin} is a checkpoint of an adapter, and one is merged once its run is finished: go on with "
@@ -72,7 +72,7 @@ def check_finished(found: Found) -> None:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return what ``--dtype`` names. Raises RequestError."""
+    """Return the data type of ``--dtype``. Raises RequestError."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from trainwright.recipe import schema
 
 ONE = "plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B"
-_TOKENS = 2048  # of a row of a model by itself
+_TOKENS = 2048  # of a row, when planning a model without a recipe
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe becomes on a machine; ``str()`` of it is what ``trainwright plan`` prints.
+    """The plan of a recipe on a machine; ``str()`` gives what ``trainwright plan`` prints.
 
     Attributes:
-        details: the chosen candidate, all others, and what they are expected to need.
-        budget: tokens to train on, where a budget was asked for, and the ``price`` of an hour of a device.
+        details: the chosen candidate, all others, and their predicted memory and time.
+        budget: the token budget, if given, and the ``price`` of an hour of a device.
     """
 
     details: Details
@@ -35,26 +35,28 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether anything fits. If nothing does, this is the plan that comes nearest."""
+        """Return whether any candidate fits. If not, this is the plan that comes closest."""
         return self.details.fits
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why each value was chosen: ``key value: why``."""
+        """Return why each value was chosen: ``key value: why``."""
         return self.details.reasons
 
     @property
     def values(self) -> dict[str, dict[str, Any]]:
-        """What takes the place of ``auto``, by section and key of a recipe."""
+        """Return the values chosen for ``auto``, by section and key of a recipe."""
         return self.details.values()
 
     @property
     def predicted(self) -> dict[str, float]:
-        """Among others ``memory_bytes`` of a process, ``step_time`` in seconds and ``tokens_per_second``."""
+        """Return the predictions, among them ``memory_bytes`` per process, ``step_time`` in seconds and
+        ``tokens_per_second``.
+        """
         return self.details.predicted()
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values, as ``trainwright plan --json`` prints it."""
+        """Return everything as plain values, as ``trainwright plan --json`` prints it."""
         found = self.details.as_json()
         if self.budget is not None:
             from trainwright.planning.budget import cost
@@ -63,7 +65,7 @@ class Plan:
         return found
 
     def draw(self, path: str | PathLike[str]) -> None:
-        """Draw memory by part to a PNG file."""
+        """Plot memory by part to a PNG file."""
         from trainwright.planning.chart import draw
 
         draw(self.details, Path(path))
@@ -72,7 +74,7 @@ class Plan:
         """Yield the plan as text.
 
         Args:
-            compare: with every candidate, and not only the best of each strategy.
+            compare: include every candidate, not only the best of each strategy.
             width: columns of a terminal; None: any.
         """
         from trainwright.planning.table import table, words
@@ -109,23 +111,23 @@ def plan(
     price: float | None = None,
     progress: bool = False,
 ) -> Plan:
-    """Plan a recipe, or a model by itself; what ``trainwright plan`` does. Trains nothing and needs no GPU.
+    """Plan a recipe, or a model without one; what ``trainwright plan`` does. Trains nothing and needs no GPU.
 
     Args:
         recipe: a `Recipe`, or the path of a recipe file.
         overrides: ``section.key=value``, the value in YAML.
         model: plan without a recipe: a known model, a directory or a ``config.json``.
-        sequence_length: with a model: tokens of a row. Default: 2048, or what the model is made for if that is less.
-        global_batch_size: with a model: rows of an optimizer step.
+        sequence_length: with a model: tokens per row. Default: 2048, or the model's maximum if that is less.
+        global_batch_size: with a model: rows per optimizer step.
         steps: with a model: optimizer steps of the run.
-        on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, not for this one.
-        tokens: a budget of tokens to train on: ``300B``, or ``20x`` for 20 a parameter.
-        price: with ``tokens``: what an hour of a device costs.
-        progress: tell what takes long.
+        on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, instead of this one.
+        tokens: a budget of tokens to train on: ``300B``, or ``20x`` for 20 per parameter.
+        price: with ``tokens``: the price of an hour of a device.
+        progress: show operations that take long.
 
     Raises:
-        RequestError: the recipe or the arguments are wrong.
-        MachineError: the machine cannot do what the recipe asks for. That nothing fits raises nothing; see `Plan.fits`.
+        RequestError: the recipe or the arguments are invalid.
+        MachineError: the machine does not support the recipe. If nothing fits, nothing is raised; see `Plan.fits`.
 
     Examples:
         >>> import trainwright as tw
@@ -166,7 +168,7 @@ def _asked(
     global_batch_size: int,
     steps: int | None,
 ) -> schema.Recipe:
-    """Return what is planned; of a model by itself, a recipe that says no more than what was given."""
+    """Return the recipe to plan; for a model without one, a recipe of the given values only."""
     from trainwright.recipe.loading import load_recipe, recipe_of
 
     if recipe is not None and model is None:
@@ -189,7 +191,7 @@ def _asked(
 
 
 def _facts(recipe: schema.Recipe, full: bool) -> Facts:
-    """``full``: the recipe's data does not matter, every row is full."""
+    """Return the facts for the plan. ``full``: ignore the recipe's data and assume that every row is full."""
     from trainwright.planning.facts import facts_of, full_rows
 
     return full_rows(recipe) if full else facts_of(recipe)
@@ -216,5 +218,5 @@ def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
         here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
     recipe, remarks = possible(recipe, cluster)
     made = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, **here)
-    filled(recipe, made)  # refuses what a run would be refused for
+    filled(recipe, made)  # raises the errors that a run would raise
     return replace(made, reasons=(*made.reasons, *remarks))

@@ -1,4 +1,4 @@
-"""What a run is asked to be, as a Python object."""
+"""Recipes as Python objects."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ class Recipe:
         return self._of(read_merged(self._tree, overrides))._with(sections)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as a recipe file with every key, defaults too."""
+        """Write it as a recipe file with every key, including defaults."""
         Path(path).write_text(str(self), encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every key, defaults too, as plain values by section."""
+        """Return every key, including defaults, as plain values by section."""
         return self._recipe.model_dump()
 
     def __getattr__(self, name: str) -> Any:
@@ -136,12 +136,12 @@ class Recipe:
 
 
 def source_of(recipe: Recipe | str | PathLike[str]) -> Tree | Path:
-    """Return what reads a recipe: its file, or what a `Recipe` has read."""
+    """Return what load_recipe accepts for a recipe: its file, or the tree of a `Recipe`."""
     return recipe._tree if isinstance(recipe, Recipe) else Path(recipe)
 
 
 def _plain(value: Any) -> Any:
-    """Return mappings, lists and texts, as YAML has them."""
+    """Convert to mappings, lists and texts, as in YAML."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

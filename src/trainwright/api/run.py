@@ -1,4 +1,4 @@
-"""A run's directory, as a Python object."""
+"""Run directories as Python objects."""
 
 from __future__ import annotations
 
@@ -44,49 +44,50 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe with every ``auto`` resolved; by itself it reproduces the run."""
+        """Return the recipe with every ``auto`` resolved, which reproduces the run."""
         from trainwright.api.recipe import Recipe
 
         return Recipe.load(self.directory / "recipe.yaml")
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan the run began with, as ``trainwright plan --json`` prints it; empty where none was made."""
+        """Return the initial plan of the run, as ``trainwright plan --json`` prints it; empty without a plan."""
         from trainwright.launch.run_directory import plan_of
 
         return plan_of(self.directory)
 
     @property
     def status(self) -> str:
-        """``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
+        """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
         events = self.events()
         last = next((e for e in reversed(events) if e["event"] in ("start", "finish")), None)
         return str(last["status"]) if last is not None and last["event"] == "finish" else "unfinished"
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the last evaluation during training measured; empty where there was none."""
+        """Return the metrics of the last evaluation during training; empty if there was none."""
         measured = self.events("evaluate")
         return dict(measured[-1]["metrics"]) if measured else {}
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The directories of the checkpoints by step, the oldest first."""
+        """Return the directories of the checkpoints by step, the oldest first."""
         from trainwright.engine.checkpoints.manifest import checkpoints_in
 
         return checkpoints_in(self.directory / "checkpoints")
 
     @property
     def model(self) -> Path | None:
-        """The directory of the trained model, or of its adapter; None until the run has finished."""
+        """Return the directory of the trained model, or of its adapter; None until the run has finished."""
         final = self.directory / "final"
         return final if final.is_dir() else None
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """Return the rows of ``events.jsonl``, each a dict, without what a resumed run did over.
+        """Return the rows of ``events.jsonl``, each a dict, without those that a resumed run repeated.
 
         Args:
-            kind: only these: ``start``, ``step``, ``evaluate``, ``generate``, ``checkpoint``, ``fault``, ``finish``.
+            kind: only this kind: ``start``, ``step``, ``evaluate``, ``generate``, ``checkpoint``, ``fault``,
+                ``finish``.
         """
         from trainwright.observe.reader import read_events
 
@@ -97,15 +98,15 @@ class Run:
         return [event for event in events if kind in (None, event["event"])]
 
     def columns(self, kind: str = "step") -> dict[str, list[Any]]:
-        """Return the events of one kind as columns by field, metrics as fields of their own; None where a row lacks
-        one.
+        """Return the events of one kind as columns by field, including one per metric; None where a row lacks the
+        field.
         """
         rows = [_flat(event) for event in self.events(kind)]
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: [row.get(name) for row in rows] for name in names}
 
     def to_pandas(self, kind: str = "step") -> Any:
-        """Return the events of one kind as a ``pandas.DataFrame``, which takes pandas to be installed."""
+        """Return the events of one kind as a ``pandas.DataFrame``; requires pandas."""
         try:
             import pandas
         except ImportError:

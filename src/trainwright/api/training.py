@@ -1,4 +1,4 @@
-"""Training: a new run, or one that goes on."""
+"""Training: a new run, or a resumed one."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def train(
     force: bool = False,
     progress: bool = False,
 ) -> Run:
-    """Train as a recipe says, to the end; what ``trainwright train`` does.
+    """Train a recipe to the end; what ``trainwright train`` does.
 
-    In a script that torchrun, ``accelerate launch``, srun or mpirun has started in several processes, each of them
-    calls it and they train together; a failure is raised in all.
+    In a script that torchrun, ``accelerate launch``, srun or mpirun has started in several processes, each process
+    calls this function and they train together; a failure is raised in all of them.
 
     Args:
         recipe: a `Recipe`, or the path of a recipe file.
         overrides: ``section.key=value``, the value in YAML.
-        num_processes: worker processes, of all nodes together: ``parallel.num_processes`` in short.
-        nodes: machines that train together; call it on each of them.
-        node_rank: which of the nodes this one is, counted from 0.
+        num_processes: worker processes of all nodes together; short for ``parallel.num_processes``.
+        nodes: the number of machines that train together; call it on each of them.
+        node_rank: the index of this node, counted from 0.
         rendezvous: ``host:port`` where the nodes meet: an address of node 0.
         rendezvous_timeout: how many seconds the nodes wait for each other. Default: 600.
-        accelerate_config: a file to take processes, strategy and the like from, as ``accelerate config`` writes it.
-        force: start even where the plan says that it does not fit.
-        progress: show the plan, the steps and the results while it trains.
+        accelerate_config: a file of ``accelerate config``, for the number of processes, the strategy and so on.
+        force: start even if the plan says that the run does not fit.
+        progress: show the plan, the steps and the results during training.
 
     Returns:
         The finished run.
 
     Raises:
-        RequestError: the recipe, the arguments or the data are wrong; nothing is written.
-        MachineError: the machine cannot do what is asked.
+        RequestError: the recipe, the arguments or the data are invalid; nothing is written.
+        MachineError: the machine does not support what is asked.
         TrainingError: the run failed; the message names the rank and the first error.
         Stopped: it was stopped by a signal (such as ctrl-C) after a checkpoint; `resume` continues it.
 
@@ -91,19 +91,19 @@ def resume(
 ) -> Run:
     """Continue a run from its newest checkpoint to the end; what ``trainwright train --resume RUN`` does.
 
-    What decides the losses stays as it is; what spreads, measures or keeps the run may change, and the run may become
+    What determines the losses is fixed; what distributes, measures or saves the run may change, and the run may become
     longer (``"train.max_steps=200"``).
 
     Args:
         run: a run, or its directory.
         overrides: ``section.key=value``, the value in YAML.
-        recipe: take changes from this recipe too.
-        num_processes: worker processes: ``parallel.num_processes`` in short.
-        force: start even where the plan says that it does not fit.
-        progress: show the plan, the steps and the results while it trains.
+        recipe: a recipe with further changes.
+        num_processes: worker processes; short for ``parallel.num_processes``.
+        force: start even if the plan says that the run does not fit.
+        progress: show the plan, the steps and the results during training.
 
     Raises:
-        RequestError: there is no such run, or something differs that makes another run.
+        RequestError: the run does not exist, or a change would make it another run.
         MachineError, TrainingError, Stopped: as for `train`.
 
     Examples:
@@ -125,7 +125,7 @@ def _run(asked: TrainingAsked, progress: bool) -> Run:
 
 @dataclass(frozen=True)
 class TrainingAsked:
-    """What is asked for. ``resume``: a run's directory, "" for the recipe's newest run, or None for a new one."""
+    """A request to train. ``resume``: a run directory, "" for the recipe's newest run, or None for a new run."""
 
     recipe: Path | Tree | None
     overrides: Sequence[str] = ()
@@ -139,14 +139,14 @@ class TrainingAsked:
     force: bool = False
 
     def words(self) -> list[str]:
-        """As a command line has them."""
+        """Return the request as words of a command line."""
         recipe = [] if self.recipe is None else [str(self.recipe)]
         return [*recipe, *self.overrides]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can be started. ``notes``: what is set around it and not followed, a line each."""
+    """A run that can be started. ``notes``: settings around it that are not followed, one line each."""
 
     request: Request
     resolved: Resolved
@@ -155,7 +155,7 @@ class Prepared:
     meeting: Meeting | None
 
     def start(self) -> Path:
-        """Train, using up this process; the run's directory. Raises as `train` does."""
+        """Train; return the run directory. Changes this process. Raises like `train`."""
         from trainwright.launch.start import Work, start
         from trainwright.worker import prepare, work
 
@@ -163,11 +163,11 @@ class Prepared:
 
 
 def prepare(asked: TrainingAsked) -> Prepared:
-    """Read, plan and check what is asked for, without torch and before anything is written.
+    """Read, plan and check the request, without torch and before anything is written.
 
     Raises:
-        RequestError: the recipe, the arguments or the data are wrong.
-        MachineError: the machine lacks what is asked for. That too little memory is there is not said yet.
+        RequestError: the recipe, the arguments or the data are invalid.
+        MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
     from trainwright.activity import doing
     from trainwright.launch.group.environment import refuse_worker
@@ -202,7 +202,7 @@ def prepare(asked: TrainingAsked) -> Prepared:
 
 
 def _train(asked: TrainingAsked) -> Path:
-    """All of it, in a process that does nothing else."""
+    """Prepare and train, in a process that does nothing else."""
     import sys
 
     from trainwright.activity import Activity
@@ -234,7 +234,7 @@ def _notes(asked: TrainingAsked, nodes: int | None, resolved: Resolved) -> tuple
 
 
 def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None) -> Meeting | None:
-    """Where several nodes meet; None for one. Raises RequestError."""
+    """Return the rendezvous of several nodes; None for one node. Raises RequestError."""
     if nodes == 1:
         options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
         if given := [name for name, value in options.items() if value is not None]:
@@ -257,7 +257,7 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
 
 
 def with_number(asked: TrainingAsked) -> list[str]:
-    """Return the overrides, with the number of processes among them."""
+    """Return the overrides, including the number of processes."""
     count, overrides = asked.num_processes, list(asked.overrides)
     if count is None:
         return overrides

@@ -1,4 +1,4 @@
-"""Verification: that a recipe gives the same run on several processes as on one."""
+"""Verification that a recipe gives the same run on several processes as on one."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def verify(
         recipe: a `Recipe`, or the path of a recipe file.
         overrides: ``section.key=value``, the value in YAML.
         steps: optimizer steps to compare.
-        accelerate_config: a file to take processes, strategy and the like from, as ``accelerate config`` writes it.
+        accelerate_config: a file of ``accelerate config``, for the number of processes, the strategy and so on.
         progress: show both runs and the table.
 
     Returns:
-        The steps of both: `Comparison.is_same`, and in words `Comparison.verdict`.
+        The steps of both: `Comparison.is_same`, and as text `Comparison.verdict`.
 
     Raises:
-        RequestError: the recipe is wrong, or runs on one process.
-        MachineError: the machine cannot run either side.
-        TrainingError: either side failed.
+        RequestError: the recipe is invalid, or runs on one process.
+        MachineError: the machine does not support one of the two runs.
+        TrainingError: one of the two runs failed.
 
     Examples:
         >>> import trainwright as tw
@@ -56,7 +56,7 @@ def verify(
 
 @dataclass(frozen=True)
 class VerifyAsked:
-    """What is compared, and how many steps of it."""
+    """A request to compare, with the number of steps."""
 
     recipe: Path | Tree
     overrides: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class VerifyAsked:
 
 
 def compare(asked: VerifyAsked) -> Comparison:
-    """Run both sides, using up this process, and show them on standard output."""
+    """Run both sides and show them on standard output. Changes this process."""
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.request import check_request, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
@@ -77,7 +77,7 @@ def compare(asked: VerifyAsked) -> Comparison:
         request = request_of(asked.recipe, list(asked.overrides), None, meaning)
         machine = with_device(detect(), request.recipe.parallel.device)
         resolved = resolve_request(request, machine).recipe
-        # Before the first side runs: nobody wants to wait for that and hear then that the second one cannot.
+        # Check the second side before the first one runs, so that the user does not wait in vain.
         check_request(request, resolved, creates=False)
         doing("importing torch and transformers")
         from trainwright.doctor.verify import verify as compared

@@ -1,4 +1,4 @@
-"""Work in one process a device: prepared once, then shared out. Nothing is kept of what is stopped."""
+"""Work in one process per device: prepared once, then shared out. Results of interrupted work are discarded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ _PATIENCE = timedelta(days=7)
 
 
 def process_count(machine: Machine, wanted: int | None) -> int:
-    """One a GPU, or one for all cores; or as many as ``wanted``. Raises MachineError where there are not so many."""
+    """Return one process per GPU, or one for all cores; or ``wanted``. Raises MachineError if there are too few
+    devices.
+    """
     refuse_unusable(machine)
     most = len(machine.gpus) or machine.cpu_cores
     if wanted is not None and wanted > most:
@@ -47,7 +49,7 @@ def process_count(machine: Machine, wanted: int | None) -> int:
 
 
 def dtype_name(wanted: str, machine: Machine) -> str:
-    """Return what to compute in. Raises RequestError for a word that is none."""
+    """Return the data type to compute in. Raises RequestError if its name is unknown."""
     if wanted == "auto":
         return "bf16" if machine.gpus and machine.has_bf16 else "fp32"
     if wanted not in ("fp32", "bf16", "fp16"):
@@ -83,7 +85,7 @@ def in_processes(
     """Run ``prepare`` once, then ``entry`` in every process.
 
     Args:
-        modules: what they import, to be imported once for all.
+        modules: what they import, imported once before forking.
 
     Raises:
         TrainwrightError: of ``prepare``, or of the process that failed first.
@@ -119,7 +121,7 @@ class _WorkerFailed(TrainingError):
 
 
 class _AtOnce(Stopping):
-    """The first signal ends it: there is nothing to be saved."""
+    """Stop handling that ends the work at the first signal, because there is nothing to save."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.flag.value = 1
@@ -147,7 +149,7 @@ def _work(entry: Callable[[World], None]) -> int:
 
 
 def counted(world: World, label: str, total: int) -> Done:
-    """Show how many rows are done, on rank 0 only, because all ranks have about as many."""
+    """Show how many rows are done, on rank 0 only, because all ranks have about the same number."""
     stream = console()
     if stream is None or not total:
         return lambda examples: None

@@ -1,4 +1,4 @@
-"""``trainwright ablate``: what single keys of a recipe matter, each varied while all others stay."""
+"""``trainwright ablate``: the effect of single keys of a recipe, each varied while the others are fixed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TABLE = "ablation.json"
 
 @dataclass(frozen=True)
 class Variant:
-    """One run: ``value`` in the place of what the recipe has for ``key``; both empty for the recipe as it is."""
+    """One run: ``value`` replaces the recipe's value of ``key``; both are empty for the unchanged recipe."""
 
     key: str
     value: str
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Return the name of its directory."""
         if not self.key:
             return "as-it-is"
         kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.value)
@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def overrides(self) -> list[str]:
-        """Return the override that makes this variant; none for the recipe as it is."""
+        """Return the override that makes this variant; none for the unchanged recipe."""
         return [f"{self.key}={self.value}"] if self.key else []
 
 
@@ -54,10 +54,10 @@ def ablate(
         Path | None, typer.Option(metavar="DIRECTORY", help="Where the runs go. Default: ablations/<recipe>.")
     ] = None,
 ) -> None:
-    """Train a recipe as it is, and once for every distinct value of every key; compare what was measured in the end.
+    """Train the unchanged recipe, and once for every distinct value of every key; compare the final metrics.
 
-    Stopped at any moment, the same command goes on where it was: finished runs are kept, and one that was begun is
-    resumed. Ends as the first run that does not finish.
+    If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed. Ends like the
+    first run that does not finish.
     """
     from trainwright.launch.group.environment import refuse_worker
 
@@ -97,10 +97,10 @@ def _variants(over: Sequence[str]) -> list[Variant]:
 
 
 def _runs(recipe: Path, fixed: Sequence[str], variants: Sequence[Variant]) -> dict[Variant, Variant]:
-    """Of each variant the one whose run it is: the first whose values are the same, however they are written.
+    """Return for each variant the one whose run it shares: the first with the same values, however they are written.
 
     Raises:
-        RequestError: a recipe is wrong, or two different ones would be trained in one directory.
+        RequestError: a recipe is invalid, or two different ones would be trained in one directory.
     """
     runs: dict[Variant, Variant] = {}
     values: dict[Variant, dict[str, Any]] = {}
@@ -117,7 +117,7 @@ def _runs(recipe: Path, fixed: Sequence[str], variants: Sequence[Variant]) -> di
 
 
 def _split(values: str) -> list[str]:
-    """At the commas that are not inside brackets."""
+    """Split at the commas that are not inside brackets."""
     parts, depth = [""], 0
     for letter in values:
         depth += (letter in "[{") - (letter in "]}")
@@ -135,7 +135,7 @@ def _load(recipe: Path, fixed: Sequence[str], variant: Variant) -> Recipe:
 
 
 def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> None:
-    """Train one variant to its end, unless it has been. Raises TrainwrightError where it ends early."""
+    """Train one variant to its end, unless it is finished. Raises TrainwrightError if it ends early."""
     if (run / "final").is_dir():
         say(f"{run} is finished already", file=sys.stderr)
         return

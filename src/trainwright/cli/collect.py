@@ -1,4 +1,4 @@
-"""``trainwright collect``: let an algorithm learn in an environment, and keep the histories of its learning."""
+"""``trainwright collect``: let an algorithm learn in an environment, and record its learning histories."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def collect(
 ) -> None:
     """Collect the histories that a recipe trains on.
 
-    Stopped at any moment, the same command goes on where it was: finished tasks are kept. Ends with 75 when stopped by
-    a signal.
+    If stopped, the same command continues: finished tasks are kept. Ends with 75 when stopped by a signal.
     """
     from trainwright.drawing import check_chart
     from trainwright.machine.detect import detect
@@ -91,7 +90,7 @@ def _collection(section: AlgorithmDistillationSection) -> Collection:
 
 
 class _Shown:
-    """A progress bar where there is a terminal, and a line for each finished group of tasks elsewhere."""
+    """Show a progress bar on a terminal, or a line for each finished group of tasks elsewhere."""
 
     def __init__(self) -> None:
         from rich import progress as bars

@@ -1,4 +1,4 @@
-"""``trainwright launch``: a user's own Accelerate or torch script, started with the care of ``train``."""
+"""``trainwright launch``: start a user's own Accelerate or torch script as reliably as ``train``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainwright.launch.accelerate.reading import Source
     from trainwright.machine.detect import Machine
 
-# Options of the script are not ours: the first word that is no option of ours ends our own.
+# Options after the script are the script's: the first word that is not an option of ours ends our own.
 CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 
 
@@ -45,7 +45,7 @@ def launch(
 ) -> None:
     """Start a script of your own, written for Accelerate or torch.distributed, in several processes.
 
-    Options of launch come before SCRIPT. Ends with the script's own exit code where it sets one.
+    Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
     """
     from trainwright.launch.group.environment import refuse_worker
 
@@ -60,7 +60,7 @@ def launch(
 
 @dataclass(frozen=True)
 class Plan:
-    """How many workers, on what, with which variables; and the file that says so."""
+    """The number of workers, their device and variables, and the file that sets them."""
 
     processes: int
     on_cpu: bool
@@ -163,7 +163,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs
     check_limits(plan.processes, plan.processes)
     limit_threads(plan.cores, plan.processes)
     with Stopping(_say_stopping) as stopping:
-        # Imports torch, so after the threads are limited and before the workers are forked.
+        # Imports torch, so it comes after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script
         from trainwright.launch.local import launch as launch_workers
 
@@ -182,5 +182,5 @@ def _announce(script: str, plan: Plan, logs: Path) -> None:
 
 
 def _say_stopping(line: str) -> None:
-    # Called inside a signal handler: see Stopping. The given line speaks of checkpoints, which are the script's.
+    # Called inside a signal handler: see Stopping. The line passed in mentions checkpoints, which are up to the script.
     os.write(2, b"\nstopping: the script is interrupted; ctrl-C again kills it\n")

@@ -1,4 +1,4 @@
-"""``trainwright machine``: what this machine has, or one that is described; and the cards that are known."""
+"""``trainwright machine``: this machine or one that is described, and the catalogue of cards."""
 
 from __future__ import annotations
 
@@ -73,12 +73,13 @@ def show(
 def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Measure this machine in under a minute, for plans to go by; kept in the cache until torch or the driver change.
+    """Measure this machine in under a minute, for plans to use; cached until torch or the driver changes.
 
-    Matrix products, memory, attention, the optimizer and collectives, alone and in as many processes as training may
-    use. What other programs spoil is left out; where that is too much, nothing is kept, and an earlier one stays.
+    Matrix products, memory, attention, the optimizer and collectives, in one process and in as many as training may
+    use. Measurements that other programs disturb are left out; if there are too many, nothing is saved, and an earlier
+    calibration stays.
 
-    Ends with 0: measured and kept, 3: it cannot be trusted, and was not kept.
+    Ends with 0: measured and saved, 3: not reliable, and not saved.
     """
     import json
 

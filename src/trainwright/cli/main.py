@@ -1,4 +1,4 @@
-"""The command `trainwright`. One small module a command; each imports what it needs when it runs."""
+"""The command `trainwright`. One small module per command; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; exit with the code that the kind of error has."""
+    """Run the command line; exit with the code of the error, if any."""
     try:
         app()
     except TrainwrightError as error:
@@ -80,11 +80,11 @@ def main() -> None:
             say(line, file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
-        # Not foreseen, so a fault of ours: the traceback is what a report of it needs.
+        # Unexpected, so a bug of ours: a report needs the traceback.
         say(traceback.format_exc(), file=sys.stderr, end="")
         sys.exit(EXIT_TRAINING)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of a library in Rust; what tokenizers reads comes with a model
+        if type(error).__name__ != "PanicException":  # of a Rust library; the input of tokenizers comes with a model
             raise
         say(f"error: the tokenizer fails: {error}; its tokenizer.json may be at fault", file=sys.stderr)
         sys.exit(EXIT_REQUEST)

@@ -1,4 +1,4 @@
-"""Help that ends with the names that recipes can give, those of installed packages among them."""
+"""Command help that lists the names that recipes can use, including those of installed packages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typer.core import TyperCommand
 
 
 class NamesInHelp(TyperCommand):
-    """List what recipes can name, by key, at the end of a command's help."""
+    """List the names that recipes can use, by key, at the end of a command's help."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the names under the options."""
+        """Write the names after the options."""
         from trainwright.registries import KEYS
 
         super().format_epilog(ctx, formatter)

@@ -49,7 +49,7 @@ def plan(
     chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory by part.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Show what fits, how fast it is and why, and what `auto` would become.
+    """Show what fits, how fast it is and why, and the values chosen for `auto`.
 
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """

@@ -1,4 +1,4 @@
-"""``trainwright recipe``: look at recipes without running them."""
+"""``trainwright recipe``: inspect recipes without running them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Overrides = Annotated[
 
 @app.command()
 def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print the whole recipe, includes, overrides and defaults merged, and where each value comes from."""
+    """Print the complete recipe, merged from includes, overrides and defaults, and where each value comes from."""
     from trainwright.recipe.loading import dump_recipe, load_with_origins
 
     loaded = load_with_origins(recipe, overrides or [])
@@ -29,9 +29,9 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Check a recipe, what its model is, and the first rows of its data, and say in one line what it runs.
+    """Check a recipe, its model, and the first rows of its data, and print in one line what it runs.
 
-    Ends with 2 and the reasons where something is wrong.
+    Ends with 2 and the reasons if something is wrong.
     """
     from trainwright.data.sources.preflight import check_data
     from trainwright.parallel.zero import deepspeed_config
@@ -66,7 +66,7 @@ def schema() -> None:
 
 @app.command()
 def objectives() -> None:
-    """List the objectives of unlearning: what each does, the paper it is from, and what it takes."""
+    """List the unlearning objectives: what each does, its paper, and its settings."""
     from trainwright.registries import OBJECTIVES
     from trainwright.tasks.unlearn.section import UnlearnSection
 

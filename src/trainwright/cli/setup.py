@@ -1,4 +1,4 @@
-"""``trainwright setup``: an Accelerate file for this machine, and what the one that is there means here."""
+"""``trainwright setup``: write an Accelerate file for this machine, or show what an existing one means here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def setup(
         typer.Option("--yes", help="Take every pre-filled answer; a file that is there is kept as FILE.bak."),
     ] = False,
 ) -> None:
-    """Write an Accelerate file for this machine, every answer filled in; in place of `accelerate config`.
+    """Write an Accelerate file for this machine, with suggested answers; replaces `accelerate config`.
 
     The file is for `accelerate launch`, `trainwright train --accelerate-config` and `trainwright launch`.
     """
@@ -120,7 +120,7 @@ def _questions(answers: Answers, machine: Machine) -> Answers:
 
 
 def _ask(question: str, filled_in: str, read: Callable[[str], T], explained: str) -> T:
-    """One line: the question, why the answer is filled in, the answer. Asked again until it can be read."""
+    """Ask one question, with the reason for the suggested answer, until the answer is valid."""
     while True:
         say(f"{question} ({explained}) [{filled_in}]: ", end="")
         line = sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""``trainwright unlearn-study``: the whole road of unlearning in one command, as a row of ordinary runs."""
+"""``trainwright unlearn-study``: a complete unlearning study in one command, as a series of ordinary runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.benchmarks import Benchmark
 
 _RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
-# What compares with the retain-only model, and what is measured of that model instead.
+# Metrics that compare with the retain-only model, and the metrics of that model that they need.
 _OF_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k", "mia_reference": "mia_loss"}
 
 
@@ -33,10 +33,10 @@ def unlearn_study(
         ),
     ],
 ) -> None:
-    """Fine-tune on everything and on what is to be kept alone, unlearn with each objective, and measure them all.
+    """Fine-tune on all rows and on the retain rows only, unlearn with each objective, and measure all models.
 
-    Every part is an ordinary run or evaluation in a directory of its own; what is finished is not done again. Ends
-    with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    Every part is an ordinary run or evaluation in its own directory; finished parts are not repeated. Ends with 0:
+    done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
     from trainwright.evaluation.libraries import require
     from trainwright.evaluation.unlearning.study.file import load_study
@@ -55,7 +55,7 @@ def unlearn_study(
 
 
 class _Road:
-    """The parts of a study, one after the other."""
+    """The parts of a study, in order."""
 
     def __init__(self, study: StudyFile) -> None:
         self._study = study
@@ -63,7 +63,7 @@ class _Road:
         self._began = time.monotonic()
 
     def walk(self) -> Results:
-        """Do what is not done yet, and give what all parts have found."""
+        """Run the parts that are not finished, and return the results of all."""
         from trainwright.evaluation.unlearning.study.chart import draw
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.evaluation.unlearning.study.results import Results
@@ -86,7 +86,7 @@ class _Road:
         return results
 
     def _rows(self) -> Benchmark:
-        """Return what is trained on and asked, in the study's directory."""
+        """Return the training and evaluation rows, in the study's directory."""
         from trainwright.evaluation.unlearning.study.rows import rows_of, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
@@ -96,7 +96,7 @@ class _Road:
         return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
     def _metrics(self, benchmark: Benchmark) -> list[str]:
-        """Return what is measured: what is asked for, or all that lacks nothing. Refuses what would be refused
+        """Return the metrics that are asked for, or all that lack nothing. Raises the errors that would otherwise come
         later.
         """
         from trainwright.evaluation.unlearning.items import read_sets
@@ -114,9 +114,7 @@ class _Road:
         return names
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
-        """Return the recipes of all runs, each checked before the first is begun, and the rows that are to be
-        forgotten.
-        """
+        """Return the recipes of all runs, each checked before the first starts, and write the rows to forget."""
         from trainwright.data.rows.unlearning import refuse_overlap
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.recipe.loading import load_recipe
@@ -143,7 +141,7 @@ class _Road:
         if run.exists() and not resume:
             import shutil
 
-            shutil.rmtree(run)  # stopped before there was anything to go on from
+            shutil.rmtree(run)  # stopped before there was anything to resume from
         if resume:
             self._do(f"goes on with {name}", lambda: api.resume(run, progress=True))
         else:
@@ -176,7 +174,7 @@ class _Road:
         return {"num_processes": min(wanted, most)} if isinstance(wanted, int) else {}
 
     def _ask(self, name: str, text: str, *, done: bool) -> Path:
-        """Note what a part is asked to be; refuse where it is there already and was asked to be something else."""
+        """Record the request of a part; raise if the part exists and its request was different."""
         file = self._directory / _ASKED / name
         if done and file.is_file() and file.read_text(encoding="utf-8") != text:
             raise RequestError(
@@ -187,7 +185,7 @@ class _Road:
         return file
 
     def _do(self, what: str, part: Callable[[], object]) -> None:
-        """One part. Where it does not finish, the study ends as it has."""
+        """Run one part. If it does not finish, the study ends in the same way."""
         self._tell(what)
         try:
             part()
@@ -211,7 +209,7 @@ def _measured(model: str, options: dict[str, Any]) -> None:
 
 
 def _references(metrics: Sequence[str], log: Path, model: Path) -> dict[str, str]:
-    """Return what compares a model with the retain-only one, where something is asked that does."""
+    """Return the references to the retain-only model, if a metric needs them."""
     from trainwright.evaluation.unlearning.registry import METRICS
 
     taken = {METRICS[name].option for name in metrics}
@@ -224,7 +222,7 @@ def _show(results: Results) -> None:
     from rich.table import Table
 
     table = Table(title=results.benchmark, caption=f"rows: {results.about}" if results.subset else None)
-    # Metrics down and models across: there are more of the former, and a terminal is narrow.
+    # Metrics in rows and models in columns: there are more metrics, and a terminal is narrow.
     names, *columns = zip(*results.rows, strict=True)
     table.add_column("")
     for name in names:

@@ -1,4 +1,4 @@
-"""``trainwright tensorboard``: the curves of runs in a browser, alone or beside a command."""
+"""``trainwright tensorboard``: the curves of runs in a browser, alone or while a command runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.launch.program import run_program, started
 from trainwright.text import say
 
 _HOST = "127.0.0.1"
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the directory is the command's own
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the directory belongs to the other command
 
 
 def tensorboard(
@@ -26,7 +26,7 @@ def tensorboard(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0: a free one.")] = 0,
 ) -> None:
-    """Show curves on this machine's own address; with a command, as long as that runs, and end as it does."""
+    """Show curves on a local address; with a command, until it ends, and with its exit code."""
     if command is None and not directory.is_dir():
         raise RequestError(f"RUNS: {directory} is no directory; runs are under runs/ where they were started")
     port = _port(port)
@@ -42,7 +42,7 @@ def tensorboard(
     except FileNotFoundError:
         assert command is not None
         raise RequestError(f"COMMAND: {command[0]} is no program") from None
-    except KeyboardInterrupt:  # of the server alone
+    except KeyboardInterrupt:  # for the server only
         code = 130
     finally:
         server.terminate()
@@ -58,7 +58,7 @@ def _wait(server: subprocess.Popen[bytes]) -> int:
 
 
 def _port(wanted: int) -> int:
-    """Return a port that is free now: ``wanted``, or any for 0."""
+    """Return a port that is currently free: ``wanted``, or any for 0."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

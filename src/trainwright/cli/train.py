@@ -1,4 +1,4 @@
-"""``trainwright train``: from a recipe to a finished run on this machine."""
+"""``trainwright train``: train a recipe on this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TrainCommand(NamesInHelp):
-    """Lets --resume stand without a value, which typer's options cannot."""
+    """Allow --resume without a value, which typer's options do not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, with ``--resume`` allowed to stand without a value."""
+        """Parse the arguments, where ``--resume`` may have no value."""
         return super().parse_args(ctx, [_bare_resume(args, i) for i in range(len(args))])
 
 
@@ -60,7 +60,7 @@ def train(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start even where the plan says it does not fit.")] = False,
 ) -> None:
-    """Train as a recipe says.
+    """Train a recipe.
 
     Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
@@ -102,7 +102,7 @@ def _show(resolved: Resolved) -> None:
 
 
 def _bare_resume(args: list[str], i: int) -> str:
-    """`--resume` followed by nothing, an option, an override or a recipe file means: the newest run."""
+    """Return the value for `--resume` followed by nothing, an option, an override or a recipe file: the newest run."""
     if args[i] != "--resume":
         return args[i]
     from trainwright.launch.request import is_bare_resume

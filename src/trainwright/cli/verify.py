@@ -1,4 +1,4 @@
-"""``trainwright verify``: prove that a recipe gives the same run on several processes as on one."""
+"""``trainwright verify``: check that a recipe gives the same run on several processes as on one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def verify(
 ) -> None:
     """Compare a few steps on one process with the recipe's strategy and processes, on this machine.
 
-    Losses and gradient norms are shown side by side; nothing is written under runs/.
-    Ends with 0: the same run, 4: they part or a side failed, 2: wrong request, 3: unfit machine, 75: stopped.
+    Losses and gradient norms are shown side by side; nothing is written under runs/. Ends with 0: the same run, 4: they
+    differ or one failed, 2: wrong request, 3: unfit machine, 75: stopped.
     """
     from trainwright.api.verification import VerifyAsked, compare
 

@@ -1,4 +1,4 @@
-"""``trainwright data``: prepare rows, look at what is learnt from them, check them."""
+"""``trainwright data``: prepare rows, show what is trained on, check them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MaxLength = Annotated[int | None, typer.Option(min=2, help="With FILE: longest e
 _RECIPES = (".yaml", ".yml")
 _BAR = 40
 _TARGET = "bold green"
-# What messages about a file of rows begin with, in place of a recipe's keys.
+# The beginning of messages about a file of rows, replacing a recipe's keys.
 _OPTIONS = {
     "data.train": "",
     "data.max_length": "--max-length: ",
@@ -53,9 +53,10 @@ def show(
     max_length: MaxLength = None,
     count: Annotated[int, typer.Option("--count", "-n", min=0, help="Number of examples.")] = 3,
 ) -> None:
-    """Show what is learnt: examples with their targets marked, lengths, how full packs are, what is cut and left out.
+    """Show training examples: with their targets marked, lengths, how full packs are, what is truncated and left
+    out.
 
-    Targets are coloured, and stand in ⟦…⟧ where there are no colours. The examples are those that training sees first.
+    Targets are coloured, or marked by ⟦…⟧ without colours. The examples are the first that training uses.
     """
     from rich.console import Console
 
@@ -76,9 +77,9 @@ def show(
 
 @app.command()
 def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_length: MaxLength = None) -> None:
-    """Read and format every row, and say which are wrong and where.
+    """Read and format every row, and report invalid rows with their places.
 
-    Ends with 2 where any is. A file alone is checked for its layout; with --model also against a chat template.
+    Ends with 2 if there are any. A file alone is checked for its layout; with --model also against a chat template.
     """
     from trainwright.data.rows.kinds import ANY, kind_of_rows
 
@@ -122,10 +123,10 @@ def prepare(
     ] = None,
     skip_wrong: Annotated[bool, typer.Option("--skip-wrong", help="Leave wrong rows out, and count them.")] = False,
 ) -> None:
-    """Bring raw rows into one layout, without duplicates, split, with statistics.
+    """Convert raw rows to one layout, without duplicates, split, with statistics.
 
-    Fields are recognised by their usual names, and others named with --map. Writes JSON lines of messages (of texts
-    and of preferences where the rows are such) and statistics.json, whole or not at all.
+    Fields are recognised by their usual names, and others named with --map. Writes JSON lines of messages (or of texts
+    or preferences, if the rows are of that kind) and statistics.json, completely or not at all.
     """
     from trainwright.data.rows.preparing import prepare_raw
 
@@ -156,7 +157,7 @@ def style(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the rows go, as JSON lines; must be new.")],
     replace: Annotated[bool, typer.Option("--replace", help="Replace system prompts that there are.")] = False,
 ) -> None:
-    """Put a system prompt in front of every conversation."""
+    """Add a system prompt to the start of every conversation."""
     from trainwright.data.rows.style import style
     from trainwright.recipe.files import read_text
 
@@ -177,7 +178,7 @@ def style(
 
 @contextmanager
 def _keys_as_options(model: str | None) -> Iterator[None]:
-    """Of a file of rows, name what was written on the command line in place of the recipe's keys."""
+    """Name the command's options in place of the recipe's keys in messages about a file of rows."""
     try:
         yield
     except RequestError as error:
@@ -188,7 +189,7 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
 
 
 def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
-    """Return the recipe that is asked for, or one around a file of rows."""
+    """Return the recipe, or one made for a file of rows."""
     import json
 
     from trainwright.recipe.loading import load_recipe, recipe_of
@@ -213,7 +214,7 @@ def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int
 
 
 def _is_tokenizer(directory: Path) -> bool:
-    """Whether there is a tokenizer without a model."""
+    """Return whether the directory has a tokenizer but no model."""
     return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""``trainwright data tokenize`` and ``data train-tokenizer``: from text to what pretraining reads."""
+"""``trainwright data tokenize`` and ``data train-tokenizer``: convert text to the input of pretraining."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def tokenize(
         bool, typer.Option("--documents", help="Every file of a directory is a document, whatever its kind.")
     ] = False,
 ) -> None:
-    """Turn a corpus into memory-mapped token shards, for data.train of a pretraining recipe.
+    """Convert a corpus to memory-mapped token shards, for data.train of a pretraining recipe.
 
-    Runs on all cores in constant memory. Stopped or killed, the same command goes on where it was, without a document
-    lost or repeated.
+    Runs on all cores in constant memory. If stopped or killed, the same command continues, without losing or repeating
+    a document.
     """
     from trainwright.data.tokens.pretraining import identity_of
     from trainwright.data.tokens.tokenize import tokenize as write
@@ -116,7 +116,7 @@ def _written(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _shown() -> Iterator[_Shown]:
-    """Show how far the work is; on a terminal the line disappears at the end."""
+    """Show the progress; on a terminal the line disappears at the end."""
     try:
         yield _Shown()
     finally:
@@ -125,7 +125,7 @@ def _shown() -> Iterator[_Shown]:
 
 
 class _Shown:
-    """How far it is, on one line of a terminal, and now and then elsewhere."""
+    """Progress on one line of a terminal, and occasional lines elsewhere."""
 
     def __init__(self) -> None:
         self._begun = self._shown = time.monotonic()

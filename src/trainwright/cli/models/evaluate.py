@@ -1,4 +1,4 @@
-"""``trainwright eval``: how good a model is on rows of data, with intervals; or two models side by side."""
+"""``trainwright eval``: evaluate a model on rows of data, with intervals, or compare two models."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def evaluate(
         Path | None, typer.Option(metavar="DIRECTORY", help="Where metrics.json and samples.jsonl go; must be new.")
     ] = None,
 ) -> None:
-    """Measure a model: likelihoods, and what it answers, each with its 95 % interval.
+    """Measure a model: likelihoods and its answers, each with its 95 % interval.
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """

@@ -1,4 +1,4 @@
-"""``trainwright generate``: ask a model, once, at a terminal, or a file of questions."""
+"""``trainwright generate``: a model's answers to one prompt, interactively, or to a file of prompts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def generate(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that are answered at once.")] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="For --file. Default: one a GPU, or one.")] = None,
 ) -> None:
-    """Have a model answer: --prompt once, --file a file, and without either whoever types.
+    """Generate answers: to --prompt, to the rows of --file, or without either interactively.
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """

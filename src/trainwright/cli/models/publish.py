@@ -1,4 +1,4 @@
-"""``trainwright merge`` and ``trainwright export``: from a run to a model that others can use."""
+"""``trainwright merge`` and ``trainwright export``: convert a run's model for use elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merge(
         str | None, typer.Option(metavar="fp32|bf16|fp16", help="Store it in this; default: as the base is stored.")
     ] = None,
 ) -> None:
-    """Work an adapter into its base model, and check the result by its logits."""
+    """Merge an adapter into its base model, and check the result by its logits."""
     from trainwright.api.merging import merged
 
     result = merged(model, str(out), adapter, dtype)
@@ -53,7 +53,7 @@ def export(
     ] = None,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Write a run's model in another form; an adapter is worked into its base where the form wants a whole model."""
+    """Write a run's model in another format; an adapter is merged into its base if the format needs a full model."""
     from trainwright.inference.finding import find_model
     from trainwright.inference.loading import for_users
 
@@ -122,7 +122,7 @@ def _show_usage(directory: Path) -> None:
 
 
 def _plain_directory(found: Found) -> Path | None:
-    """Where the model lies already as a whole; None where it has to be put together."""
+    """Return where the full model already exists; None if it has to be merged or loaded."""
     from trainwright.models.source import resolve
 
     if found.checkpoint is not None or found.section.adapter.type != "none":
@@ -131,7 +131,7 @@ def _plain_directory(found: Found) -> Path | None:
 
 
 def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
-    """Write the model as a plain directory: merged, or loaded with a checkpoint's tensors and saved."""
+    """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
     from trainwright.api.merging import check_finished, dtype_of

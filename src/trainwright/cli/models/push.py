@@ -18,9 +18,9 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
     message: Annotated[str, typer.Option(metavar="TEXT", help="Of the commit.")] = "Trained with Trainwright",
 ) -> None:
-    """Send a run's model with a card that says how it was made.
+    """Publish a run's model with a card that says how it was made.
 
-    The token comes from HF_TOKEN or `hf auth login`, and is never written down.
+    The token comes from HF_TOKEN or `hf auth login`, and is never stored.
     """
     weights = _weights(run.expanduser())
     if "/" not in repository.strip("/") or repository.count("/") != 1:
@@ -73,7 +73,7 @@ def _send(repository: str, weights: Path, card: str, private: bool, message: str
     operations.append(CommitOperationAdd("README.md", card.encode()))
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        # One commit: the repository has all of it or nothing.
+        # One commit, so that the repository has all of it or nothing.
         done = api.create_commit(repository, operations, commit_message=message)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
