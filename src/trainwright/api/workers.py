@@ -121,7 +121,7 @@ class _WorkerFailed(TrainingError):
 
 
 class _AtOnce(Stopping):
-    """Stop handling that ends the work at the first signal, because there is nothing to save."""
+    """Stop handling: the first signal ends the work, because there is nothing to save."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.flag.value = 1

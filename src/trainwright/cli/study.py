@@ -114,7 +114,9 @@ class _Road:
         return names
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
-        """Return the recipes of all runs, each checked before the first starts, and write the rows to forget."""
+        """Return the recipes of all runs. Each is checked before the first starts, and the rows to forget for
+        overlaps.
+        """
         from trainwright.data.rows.unlearning import refuse_overlap
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.recipe.loading import load_recipe

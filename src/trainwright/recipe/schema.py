@@ -44,7 +44,7 @@ from trainwright.registries import METRICS, OBSERVERS, STRATEGIES, TASKS
 
 
 class OptimizerSection(Section):
-    """How the weights are changed."""
+    """Settings of the optimizer."""
 
     name: Literal["adamw", "muon"] = Field(
         "adamw",
@@ -80,7 +80,7 @@ _LENGTHS = ("max_steps", "epochs", "max_tokens")
 
 
 class TrainSection(Section):
-    """How long, in what portions and in which precision."""
+    """Length of the training, batch sizes and precision."""
 
     max_steps: Count | None = Field(
         None, description="Number of optimizer steps. Give either this, epochs or max_tokens."
@@ -161,7 +161,7 @@ def _with_summaries(schema: dict[str, Any]) -> None:
 
 
 class ParallelSection(Section):
-    """Over how many processes the run is spread, and how. Changes its speed and nothing else about it."""
+    """Distribution of the run over processes; affects only its speed."""
 
     strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
     num_processes: Annotated[Count, Field(le=1_000_000)] | Auto = Field(
@@ -205,7 +205,7 @@ class ParallelSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run's state is saved, and how many of the saved states are kept."""
+    """When to save checkpoints, and how many to keep."""
 
     every: Interval = Field(
         "auto",
@@ -221,7 +221,7 @@ class CheckpointSection(Section):
 
 
 class EvaluateSection(Section):
-    """When the model is measured on the validation rows, and what it is asked to write."""
+    """When to evaluate on the validation rows, and which prompts to answer."""
 
     every: Count | None = Field(
         None, description="Steps from one evaluation to the next. null: before and after training only."
@@ -247,7 +247,7 @@ class EvaluateSection(Section):
 
 
 class LoggingSection(Section):
-    """Where the run is written."""
+    """Where and how to record the run."""
 
     run_directory: Text = Field(
         "auto", description="Directory of the run; must be new. auto: a name of its own under runs/."
@@ -262,7 +262,7 @@ S = TypeVar("S", bound=Section)
 
 
 class Recipe(Section):
-    """One training run."""
+    """A training recipe."""
 
     task: Annotated[str, Registered(TASKS)]
     model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")

@@ -1,4 +1,4 @@
-"""Whether the short answer in a text is right: extracted by a pattern, and compared as numbers if both are."""
+"""Correctness of short answers in texts, which are extracted by a pattern and compared as numbers if both are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def extractor(pattern: str) -> Extract:
 
 
 class AnswerMatch:
-    """1 if the short answer equals the reference's; an answer without a short answer is wrong."""
+    """Score 1 if the short answer equals the reference's; an answer without a short answer is wrong."""
 
     setting = "answer_pattern"
 

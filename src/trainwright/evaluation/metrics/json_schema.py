@@ -1,4 +1,4 @@
-"""Whether an answer is JSON that conforms to a schema."""
+"""Conformance of answers to a JSON Schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from trainwright.recipe.files import read_json
 
 
 class JsonSchema:
-    """1 if the whole answer is one JSON value that is valid under the schema in ``file``. The reference is ignored.
+    """Score 1 if the whole answer is one JSON value that is valid under the schema in ``file``. The reference is
+    ignored.
 
     Raises:
         RequestError: the file is not a JSON Schema.

@@ -1,4 +1,4 @@
-"""Whether forgotten knowledge returns: after a little training on some of it, or after quantization.
+"""Attacks to recover forgotten knowledge: a little training on some of it, and quantization.
 
 Both attacks change the given model. They measure the mean probability of the answers of the forget set.
 """

@@ -1,4 +1,4 @@
-"""Whether an answer is natural language, by simple measures without another model."""
+"""Simple measures, without another model, of whether an answer is natural language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section ``data`` of a recipe: what a model is trained on."""
+"""The section ``data`` of a recipe: the training data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Sources = Annotated[
 
 
 class DataSection(Section):
-    """What the model is trained on. Relative paths start at the directory the command is run in."""
+    """The training data. Relative paths are relative to the working directory of the command."""
 
     train: Sources | None = Field(
         description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet, Arrow or text file, a directory of such "

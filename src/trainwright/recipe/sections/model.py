@@ -20,7 +20,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 class AdapterSection(Section):
-    """Small weights that are trained in place of the model's own. One word is enough: lora, rslora, dora or qlora."""
+    """An adapter: small weights trained in place of the model's own. Short form: lora, rslora, dora or qlora."""
 
     type: Literal["none", "lora", "rslora", "dora", "qlora"] = Field(
         "none",
@@ -84,7 +84,7 @@ def _or_one_word(schema: dict[str, Any]) -> None:
 
 
 class ModelSection(Section):
-    """Which model is trained, and with which tokenizer."""
+    """The model to train, and its tokenizer."""
 
     name: Text | None = Field(
         None, description="A Hugging Face id or a local directory with the weights to start from."
