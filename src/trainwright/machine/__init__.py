@@ -1,1 +1,1 @@
-"""The machine that a run is on: detected, described or measured."""
+"""The machine of a run: detected, described or measured."""

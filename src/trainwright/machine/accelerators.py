@@ -1,6 +1,6 @@
-"""Accelerators that are in this machine and cannot be trained on: so that none is passed over for the CPU in silence.
+"""Detect accelerators that are present but cannot be trained on, so that none is silently ignored in favour of the CPU.
 
-What is looked at are the files of the kernel and its drivers, below a directory that may be given; imports no torch.
+Reads files of the kernel and its drivers below a given directory; imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainwright.machine.detect import Machine
 
 ON_PURPOSE = "set parallel.device=cpu to train on the CPU"
-HIDE = "hide it with CUDA_VISIBLE_DEVICES= to use the CPU"  # of commands without a recipe
+HIDE = "hide it with CUDA_VISIBLE_DEVICES= to use the CPU"  # for commands without a recipe
 TRAINED_ON = ("NVIDIA", "CPU")  # vendors of cards
 TRAINING_RUNS_ON = "training runs on NVIDIA GPUs and on CPUs"
 
@@ -33,17 +33,19 @@ _DISPLAY, _ACCELERATOR = "0x03", "0x12"
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVIDIA's management library says. ``error``: why it says nothing. ``mig``: GPUs that are split by MIG."""
+    """Values from NVIDIA's management library. ``error``: why it is not available. ``mig``: GPUs that are split by
+    MIG.
+    """
 
     count: int = 0
     error: str | None = None
-    driver_cuda: int | None = None  # the newest major version of CUDA that the driver can run
+    driver_cuda: int | None = None  # the newest major version of CUDA that the driver supports
     mig: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Build:
-    """For what the installed torch was built; ``cuda`` is None for a build that has no CUDA."""
+    """The build of the installed torch; ``cuda`` is None for a build without CUDA."""
 
     version: str
     cuda: str | None
@@ -51,10 +53,11 @@ class Build:
 
 
 def with_device(machine: Machine, asked: str) -> Machine:
-    """Return the machine as a run sees it whose ``parallel.device`` is ``asked``: without GPUs, where that is cpu.
+    """Return the machine for a run whose ``parallel.device`` is ``asked``: without GPUs if that is cpu.
 
     Raises:
-        MachineError: it asks for a GPU and there is none, or asks for nothing and there is one that cannot be used.
+        MachineError: a GPU is requested and there is none, or there is one that cannot be used and the CPU is not
+            requested.
     """
     if asked == "cpu":
         return replace(machine, gpus=(), unusable=())
@@ -69,7 +72,7 @@ def with_device(machine: Machine, asked: str) -> Machine:
 
 
 def refuse_unusable(machine: Machine) -> None:
-    """For commands without a recipe. Raises MachineError where an accelerator is there that cannot be used."""
+    """Raise MachineError if there is an accelerator that cannot be used; for commands without a recipe."""
     if machine.unusable:
         raise MachineError(f"{'; '.join(machine.unusable)}. Fix that, or {HIDE}")
 
@@ -77,11 +80,11 @@ def refuse_unusable(machine: Machine) -> None:
 def unusable(
     chosen: int, nvml: Nvml, build: Build, root: Path = Path("/"), variables: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Why accelerators of this machine cannot be trained on, a reason each; none where all of them can, or are hidden.
+    """Return the reasons why accelerators of this machine cannot be trained on; empty if all can, or are hidden.
 
     Args:
-        chosen: how many GPUs ``CUDA_VISIBLE_DEVICES`` leaves of those that NVML knows.
-        root: where /proc, /sys and /dev are.
+        chosen: number of GPUs known to NVML that ``CUDA_VISIBLE_DEVICES`` leaves visible.
+        root: the directory of /proc, /sys and /dev.
     """
     variables = os.environ if variables is None else variables
     visible = variables.get("CUDA_VISIBLE_DEVICES")
@@ -92,7 +95,7 @@ def unusable(
 
 
 def installed_build() -> Build:
-    """Of the torch that is installed, read from its file: importing it takes a second."""
+    """Return the build of the installed torch, read from its file: importing it takes a second."""
     spec = find_spec("torch")
     places = list(spec.submodule_search_locations or []) if spec is not None else []
     text = _read(Path(places[0]) / "version.py") if places else ""
@@ -105,7 +108,7 @@ def installed_build() -> Build:
 
 
 def ask_nvml(pynvml: Any) -> Nvml:
-    """Return what NVML says of this machine; it has been initialised."""
+    """Return the values from NVML, which must be initialized."""
     mig = []
     count = pynvml.nvmlDeviceGetCount()
     for index in range(count):
@@ -161,7 +164,7 @@ def _whole_gpu() -> str:
 
 
 def _nvidia_gpus(root: Path) -> int:
-    """By the driver's files, its devices or the bus: whichever shows most of them."""
+    """Return the number of GPUs shown by the driver's files, its devices or the bus, whichever shows most."""
     return max(
         _entries(root / "proc/driver/nvidia/gpus", r".+"),
         _entries(root / "dev", r"nvidia\d+"),
@@ -170,7 +173,7 @@ def _nvidia_gpus(root: Path) -> int:
 
 
 def _asked_for(variables: Mapping[str, str]) -> Iterator[str]:
-    """GPUs that a scheduler or the user has set aside for this process, where none is found."""
+    """Yield a message if a scheduler or the user reserved GPUs for this process and none is found."""
     names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
     for name in names:
         if (value := variables.get(name, "").strip()) not in ("", "0" if name == "SLURM_GPUS_ON_NODE" else ""):
@@ -182,7 +185,7 @@ def _other(root: Path) -> Iterator[str]:
     found = []
     if amd := _amd_gpus(root):
         found.append(f"{amd} AMD GPU{'s' * (amd > 1)} (ROCm)")
-    # Intel's own graphics units are on the processor's bus; cards are behind a bridge.
+    # Intel's integrated graphics are on the processor's bus; cards are behind a bridge.
     cards = [
         place
         for place, vendor, kind in _pci(root)
@@ -202,7 +205,10 @@ def _other(root: Path) -> Iterator[str]:
 
 
 def _amd_gpus(root: Path) -> int:
-    """Those with memory of their own: a processor's graphics unit is one node with its cores (amdkfd's topology)."""
+    """Return the number of AMD GPUs with their own memory.
+
+    A processor's integrated graphics share a node with its cores (amdkfd's topology).
+    """
     if not (root / "dev/kfd").exists():
         return 0
     nodes = list((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
@@ -216,7 +222,7 @@ def _amd_gpus(root: Path) -> int:
 
 
 def _pci(root: Path) -> list[tuple[str, str, str]]:
-    """Address, vendor and class of every PCI device."""
+    """Return address, vendor and class of every PCI device."""
     directory = root / "sys/bus/pci/devices"
     try:
         names = sorted(os.listdir(directory))

@@ -1,4 +1,4 @@
-"""What the system is told of this process's memory. Nothing here is needed for a run to be right."""
+"""Hints to the system about this process's memory; runs are correct without them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _PAGEOUT = 21  # MADV_PAGEOUT of linux/mman.h
 
 
 def return_freed_memory() -> None:
-    """Give what is free inside the heap back to the system, too (malloc_trim(3)); takes milliseconds."""
+    """Return free heap memory to the system (malloc_trim(3)); takes milliseconds."""
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def leave_to_system(address: int, size: int) -> None:
-    """Have whole pages of memory, such as those of a mapped file, count to this process no longer.
+    """Release full pages of memory, such as those of a mapped file, from this process.
 
-    They are read again if anything still looks at them, so nothing can be lost (madvise(2), MADV_PAGEOUT).
+    They are read again on access, so nothing is lost (madvise(2), MADV_PAGEOUT).
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""Where what can be made again is kept."""
+"""The cache directory, for files that can be recreated."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from trainwright.errors import MachineError
 
 
 def cache_root() -> Path:
-    """``$TRAINWRIGHT_CACHE``, else ``~/.cache/trainwright``.
+    """Return ``$TRAINWRIGHT_CACHE``, or by default ``~/.cache/trainwright``.
 
-    Raises MachineError for a user who has no home directory.
+    Raises:
+        MachineError: the user has no home directory.
     """
     try:
         return Path(os.environ.get("TRAINWRIGHT_CACHE") or "~/.cache/trainwright").expanduser()
-    except RuntimeError:  # as in a container that runs as a number
+    except RuntimeError:  # as in a container that runs under a numeric user id
         raise MachineError("this user has no home directory to keep a cache in; set TRAINWRIGHT_CACHE to one") from None
 
 
 def keep(file: Path, text: str) -> None:
-    """Write ``file`` whole or not at all. A cache that cannot be written is no reason to stop."""
+    """Write ``file`` atomically. A cache that cannot be written is not an error."""
     scratch = file.with_suffix(f".{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""A catalogue of accelerators with the numbers of their datasheets, and look-up by the names people use.
+"""A catalogue of accelerators with the values of their datasheets, and lookup by common names.
 
-The numbers and their sources are in ``cards.json``. Imports no torch.
+The values and their sources are in ``cards.json``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 
 _FILE = Path(__file__).with_name("cards.json")
 _LIMITED = re.compile(r"^(?P<card>.+?)[-_ ]*\b(?P<watts>\d{2,4})\s*w(?:atts?)?$", re.IGNORECASE)
-_LEAST_POWER = 0.25  # of a card's own, below which no driver limits it
+_LEAST_POWER = 0.25  # share of a card's own power below which drivers set no limit
 _BRANDS = re.compile(r"nvidia|amd|intel|geforce|tesla|instinct|quadro|generation|[^a-z0-9]")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a card's numbers are published."""
+    """The publication of a card's values."""
 
     __pydantic_config__ = STRICT
 
@@ -40,12 +40,11 @@ class Source:
 class Card:
     """An accelerator as its datasheet describes it.
 
-    ``memory_bytes``: what the driver reports as the device's total to programs; ``nominal_bytes`` is what is
-    printed on the box. ``memory_bandwidth``: bytes a second. ``rates``: peak operations a second by
-    precision, dense, matrix units where there are any; a precision that is not in it has no units of its own.
-    ``link``: to the other devices of a node. ``host_link``: to the node's memory. ``watts``: board power.
-    ``network_adapters``: (count, bits a second each) of the vendor's reference server. ``device``: what programs see
-    as one device, where that is not the whole card.
+    ``memory_bytes``: the device's total as the driver reports it; ``nominal_bytes``: as advertised.
+    ``memory_bandwidth``: bytes per second. ``rates``: peak operations per second by precision, dense, with matrix units
+    if there are any; missing precisions have no units. ``link``: to the other devices of a node. ``host_link``: to the
+    node's memory. ``watts``: board power. ``network_adapters``: (count, bits per second each) of the vendor's reference
+    server. ``device``: the part of the card that programs see as one device, if not the whole card.
     """
 
     __pydantic_config__ = STRICT
@@ -68,21 +67,21 @@ class Card:
     source: Source | None = None
 
     def rate(self, precision: Precision) -> float | None:
-        """Dense operations a second in ``precision``; None where the card has no units for it."""
+        """Return the dense operations per second in ``precision``; None if the card has no units for it."""
         return self.rates.get(precision)
 
 
 def cards() -> tuple[Card, ...]:
-    """Every card of the catalogue, in its order."""
+    """Return all cards of the catalogue, in order."""
     return tuple(dict.fromkeys(_by_name().values()))
 
 
 def find_card(name: str) -> Card:
-    """Return the card that ``name`` means: its own name, an alias, or what its driver calls it; `H100-500W` is one
-    whose power is limited to 500 W.
+    """Return the card called ``name``: its own name, an alias, or the driver's; `H100-500W` is limited to 500 W.
 
-    Raises RequestError with the nearest names for an unknown one, with the choices for one that names several cards,
-    and for a limit that the card cannot have.
+    Raises:
+        RequestError: the name is unknown (the message has similar ones) or ambiguous (with the choices), or the card
+            does not allow the power limit.
     """
     if (card := known_card(name)) is not None:
         return card
@@ -109,7 +108,7 @@ def _with_limit(card: Card, watts: int) -> Card:
 
 
 def known_card(name: str) -> Card | None:
-    """As ``find_card``, with None where that raises."""
+    """Return the card called ``name``, or None if it is unknown."""
     return _by_name().get(_key(name))
 
 
@@ -177,7 +176,7 @@ def _adapters(text: str | None) -> tuple[int, float] | None:
 
 
 def _key(name: str) -> str:
-    """One spelling for `NVIDIA GeForce RTX 4090`, `RTX-4090` and `rtx4090`."""
+    """Normalize names: `NVIDIA GeForce RTX 4090`, `RTX-4090` and `rtx4090` are equal."""
     return _BRANDS.sub("", name.lower())
 
 

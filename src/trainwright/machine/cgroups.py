@@ -1,6 +1,6 @@
-"""What the control groups of this process leave it of the machine: the least of its own group and of all above it.
+"""Resource limits of this process's control groups: the lowest of its own group and all its ancestors.
 
-Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
+See Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ _NO_LIMIT = 2**60
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process and what shares its groups may have; None where nothing limits them."""
+    """Return the memory limit in bytes of this process and others in its groups; None without a limit."""
     return min((limit for limit, _ in _memory(root)), default=None)
 
 
 def memory_free(root: Path = Path("/")) -> int | None:
-    """Bytes of the limits that are not in use; pages of files are given up when memory is wanted."""
+    """Return the unused bytes of the limits; cached file pages count as unused, as they are freed on demand."""
     return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """Cores that the groups may use in the mean; None where nothing limits them."""
+    """Return the mean number of cores that the groups may use; None without a limit."""
     found = []
     for group, version in groups("cpu", root):
         if version == 2:
@@ -36,9 +36,9 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """Directories of the groups that this process is in, its own first and then those above, each with its version.
+    """Yield the directories of this process's groups, its own first and then its ancestors, each with its version.
 
-    A container may see its own group at the top of the mount, whatever its path says.
+    A container may see its own group at the top of the mount, regardless of its path.
     """
     mounts = list(_mounts(root))
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -54,7 +54,7 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]
 
 
 def _chain(root: Path, place: str, inside: str, path: str) -> Iterator[Path]:
-    """From a group up to the top of its mount, as far as they are there."""
+    """Yield the existing directories from a group up to the top of its mount."""
     top = root / place.lstrip("/")
     try:
         below = PurePosixPath(path).relative_to(inside)
@@ -70,7 +70,7 @@ def _chain(root: Path, place: str, inside: str, path: str) -> Iterator[Path]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
-    """Where control groups are mounted, which group that shows, and the controllers; None for v2 (proc(5))."""
+    """Yield where control groups are mounted, the group shown there, and the controllers; None for v2 (proc(5))."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
@@ -80,7 +80,7 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each group that has one, and what of it is in use and would not be given up."""
+    """Yield the limit of each group that has one, and its used bytes that cannot be freed on demand."""
     for group, version in groups("memory", root):
         limit = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
         if not limit.isdigit() or int(limit) >= _NO_LIMIT:

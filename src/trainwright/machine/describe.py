@@ -1,7 +1,7 @@
-"""The machines that a plan is made for: this one as detected, or one described in a few characters.
+"""The machines that plans are made for: this one as detected, or one described by a short text.
 
-`8xH100` is one node of eight; `4x8xA100-40GB@8x200Gb` four nodes of eight, each with eight network adapters
-of 200 Gb/s. Imports no torch.
+`8xH100` is one node of eight; `4x8xA100-40GB@8x200Gb` four nodes of eight, each with eight network adapters of 200
+Gb/s. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORM = "[NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100, 2xRTX4090 or 4x8xA
 _MOST_DEVICES_PER_NODE = 16
 _SHAPE = re.compile(r"^(?:(?P<first>\d+)[x×*])?(?:(?P<second>\d+)[x×*])?(?P<card>[^@]+?)(?:@(?P<network>.*))?$")
 _NETWORK = re.compile(r"^(?:(?P<count>\d+)[x×*])?(?P<rate>\d+(?:\.\d+)?)(?P<unit>[gt])(?:b|bit)?(?:/s|ps)?$")
-_NO_CARD = re.compile(r"^[x×*-]|^\d{0,3}[x×*]?$|^\d+[x×*]|[a-z0-9][x×*]\d{1,3}$")  # what is left of 8xxH100, 8x, H100x8
+_NO_CARD = re.compile(r"^[x×*-]|^\d{0,3}[x×*]?$|^\d+[x×*]|[a-z0-9][x×*]\d{1,3}$")  # the rest of 8xxH100, 8x, H100x8
 _ADAPTERS_IF_UNKNOWN = (1, 100e9)
 _CORES_PER_DEVICE = 8
 _LEAST_HOST_BYTES = 64 * 2**30
@@ -32,11 +32,11 @@ _LEAST_HOST_BYTES = 64 * 2**30
 class Cluster:
     """Nodes of equal devices.
 
-    ``card``: the device; on a CPU machine all its cores are one, and its memory is shared by the processes.
-    ``link``: between the devices of a node. ``network``: a device's share of what joins the nodes, None for a
-    single node. ``host_memory_bytes`` and ``cpu_cores``: of one node. ``device_free_bytes``: what the fullest
-    device has left now; None for a described machine, where all is taken to be free.
-    ``assumptions``: what was not said and not measured.
+    ``card``: the device; on a CPU machine all its cores are one device, whose memory the processes share. ``link``:
+    between the devices of a node. ``network``: a device's share of the network between nodes, None for a single node.
+    ``host_memory_bytes`` and ``cpu_cores``: of one node. ``device_free_bytes``: free memory of the fullest device; None
+    for a described machine, where all is assumed to be free. ``assumptions``: values that were neither given nor
+    measured.
     """
 
     __pydantic_config__ = STRICT
@@ -56,23 +56,23 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices of all nodes."""
+        """The number of devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     @property
     def device(self) -> str:
-        """`cuda` or `cpu`, as torch calls it."""
+        """The device type, `cuda` or `cpu`, as in torch."""
         return "cpu" if self.card.vendor == "CPU" else "cuda"
 
     @property
     def planned_only(self) -> str | None:
-        """Why nothing can be trained on it, only planned; None where training runs there."""
+        """Why the machine can only be planned, not trained on; None if it can be trained on."""
         vendor = self.card.vendor
         return None if vendor in TRAINED_ON else f"planned only: {TRAINING_RUNS_ON}, not on those of {vendor}"
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that a device has for a run."""
+        """Memory of a device that is available to a run."""
         free = self.device_free_bytes
         return self.card.memory_bytes if free is None else min(free, self.card.memory_bytes)
 
@@ -80,7 +80,8 @@ class Cluster:
 def parse_machine(text: str) -> Cluster:
     """Return the machine that ``text`` describes, in the form ``FORM``.
 
-    Raises RequestError for a malformed text and for a card that is not in the catalogue.
+    Raises:
+        RequestError: the text is malformed, or the card is not in the catalogue.
     """
     found = _SHAPE.match(re.sub(r"\s+", "", text).lower())
     if found is None or _NO_CARD.search(found["card"]):
@@ -112,9 +113,9 @@ def parse_machine(text: str) -> Cluster:
 
 
 def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = None) -> Cluster:
-    """``machine`` as detected, or ``nodes`` like it joined by ``network_bits`` a second each.
+    """Return ``machine`` as detected, or ``nodes`` like it connected by ``network_bits`` per second each.
 
-    A GPU that is not in the catalogue has the rates of the one in it that is most like it.
+    A GPU that is not in the catalogue has the rates of the most similar card in it.
     """
     assumptions: list[str] = []
     if machine.described_by is not None:
@@ -153,7 +154,7 @@ def _check_counts(text: str, nodes: int, devices: int, card: Card) -> None:
 
 
 def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]) -> tuple[int, float]:
-    """How many network adapters a node has, and the bits a second of each."""
+    """Return the number of network adapters of a node, and the bits per second of each."""
     if written is None:
         count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
         assumptions.append(f"{count} network adapter{'s' * (count > 1)} of {rate / 1e9:g} Gb/s a node; @ sets another")
@@ -168,8 +169,8 @@ def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]
 
 
 def _link_in_node(card: Card, devices: int) -> Link:
-    """``card``'s own link where it reaches all ``devices``, else the slots that they are in."""
-    # Eight joined directly can be sixteen through switches; a bridge reaches as far as it is long.
+    """Return ``card``'s own link if it connects all ``devices``, or else their PCIe slots."""
+    # Cards that connect eight directly can connect sixteen through switches; bridges have a fixed span.
     reach = card.link.span if card.link.span < 8 else _MOST_DEVICES_PER_NODE
     return card.link if card.link.kind == "pcie" or devices <= reach else card.host_link
 
@@ -203,12 +204,12 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
 
 
 def _apart(one: tuple[int, int], other: tuple[int, int]) -> int:
-    """How far two compute capabilities are from each other."""
+    """Return the distance between two compute capabilities."""
     return abs(10 * (one[0] - other[0]) + one[1] - other[1])
 
 
 def _slowest(gpus: tuple[Gpu, ...]) -> Link | None:
-    """Return what a ring over all ``gpus`` has at its narrowest place; None if the driver did not tell."""
+    """Return the slowest link of a ring over all ``gpus``; None if the driver reports none."""
     links = [gpu.link for gpu in gpus if gpu.link is not None]
     if len(links) < len(gpus):
         return None

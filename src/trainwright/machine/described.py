@@ -1,4 +1,4 @@
-"""A machine that a file describes, in place of the one at hand. Imports no torch."""
+"""A machine that a file describes, used instead of this one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _LEAST_ONE = ("cpu_cores", "memory_bytes")
 
 
 def described_machine() -> Machine | None:
-    """Return the machine of the file that ``$TRAINWRIGHT_MACHINE`` names; None where it is not set.
+    """Return the machine of the file that ``$TRAINWRIGHT_MACHINE`` names; None if it is not set.
 
-    Raises RequestError where the file cannot be read or describes no machine.
+    Raises:
+        RequestError: the file cannot be read or does not describe a machine.
     """
     file = os.environ.get(VARIABLE)
     return read_machine(Path(file)) if file else None
@@ -28,7 +29,8 @@ def described_machine() -> Machine | None:
 def read_machine(file: Path) -> Machine:
     """Return the machine that ``trainwright machine --json`` has written to ``file``.
 
-    Raises RequestError where the file cannot be read or describes no machine.
+    Raises:
+        RequestError: the file cannot be read or does not describe a machine.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, disk, GPUs, their links and precisions. Imports no torch."""
+"""Detect this machine: cores, memory, disk, GPUs, their links and precisions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from trainwright.text import plural
 class Gpu:
     """One NVIDIA GPU as its driver describes it.
 
-    ``memory_bytes``: what programs can have, without what the driver keeps; ``free_bytes`` of it are free now.
-    ``link``: to the other GPUs of this machine. ``host_link``: to the machine's memory.
+    ``memory_bytes``: memory for programs, without the driver's own; ``free_bytes``: free memory now. ``link``: to the
+    other GPUs of this machine. ``host_link``: to the machine's memory.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Gpu:
 class Machine:
     """The machine a run starts on. ``cpu_cores`` and ``memory_bytes`` respect affinity and cgroup limits.
 
-    ``unusable``: why accelerators that are in it cannot be trained on, a reason each.
-    ``memory_free_bytes``: of the memory, what could be had now. ``disk_free_bytes``: where the command was run.
-    ``described_by``: the file that says all this. ``is_here``: the machine itself was looked at, so it can be measured.
+    ``unusable``: reasons why accelerators in it cannot be trained on. ``memory_free_bytes``: memory available now.
+    ``disk_free_bytes``: in the working directory. ``described_by``: the file that describes the machine. ``is_here``:
+    the machine itself was detected, so it can be measured.
     """
 
     hostname: str
@@ -55,12 +55,12 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """Return the type of the device to compute on."""
+        """The type of the device to compute on."""
         return "cuda" if self.gpus else "cpu"
 
     @property
     def usable_bytes(self) -> int:
-        """Of its own memory, what could be had now; all of it where that is not known."""
+        """Host memory available now; all of it if that is unknown."""
         return self.memory_bytes if self.memory_free_bytes is None else self.memory_free_bytes
 
     @property
@@ -78,9 +78,10 @@ class Machine:
 
 
 def detect() -> Machine:
-    """Return the machine this process runs on, or the one that ``$TRAINWRIGHT_MACHINE`` describes in its place.
+    """Return the machine this process runs on, or the one that ``$TRAINWRIGHT_MACHINE`` describes.
 
-    Raises RequestError where that is set to a file that describes no machine.
+    Raises:
+        RequestError: the file does not describe a machine.
     """
     from trainwright.machine.described import described_machine
 
@@ -132,7 +133,7 @@ def _cpu_name() -> str:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], Nvml]:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves visible, by NVML: no CUDA context is made in this process."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, from NVML, without creating a CUDA context."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return (), Nvml()
@@ -168,11 +169,11 @@ def _gpu(handles: list[Any], index: int) -> Gpu:
 
 
 def _gpu_memory(handle: Any) -> tuple[int, int]:
-    """Bytes that programs can have, and those of them that are free."""
+    """Return the bytes available to programs, and those that are free."""
     import pynvml
 
     try:
-        # Only the second version tells what the driver keeps, which CUDA does not count as the device's.
+        # Only the second version reports the driver's memory, which CUDA does not count as the device's.
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return memory.total - memory.reserved, memory.free
     except pynvml.NVMLError:

@@ -1,4 +1,4 @@
-"""What joins devices: NVLink and its kind, PCIe, the network between nodes. Imports no torch."""
+"""Links between devices: NVLink and similar, PCIe, the network between nodes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 LinkKind = Literal["nvlink", "infinity_fabric", "ethernet", "pcie", "network", "memory"]
 
-# Seconds a step of a ring takes beside its bytes: NCCL's own table (src/graph/tuning.cc: ring, simple protocol).
-# Ethernet ports between the devices of a node are taken to be as slow to answer as a network.
+# Seconds per step of a ring in addition to its bytes: NCCL's own table (src/graph/tuning.cc: ring, simple protocol).
+# Ethernet ports between the devices of a node are assumed to have a network's latency.
 _LATENCY = {
     "nvlink": 3.4e-6,
     "infinity_fabric": 3.4e-6,
@@ -27,18 +27,17 @@ _MOST_NVLINKS = 18
 _NAMES = {"nvlink": "NVLink", "infinity_fabric": "Infinity Fabric", "ethernet": "RoCE", "pcie": "PCIe"}
 
 
-# How pydantic reads a description of a machine back from JSON: only what was written, and as it was.
+# pydantic settings for reading a machine's description from JSON: no further keys, no conversions.
 STRICT: Any = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a device sends through.
+    """A link of a device.
 
-    ``bandwidth``: bytes a second that one device can send in one direction, the wire's rate.
-    ``latency``: seconds that a message takes beside that.
-    ``span``: how many devices of a node it joins; 0 for all that there are.
-    ``direct``: whether devices write into each other's memory; otherwise the bytes go through the host's.
+    ``bandwidth``: bytes per second that one device can send in one direction, at the wire's rate. ``latency``: seconds
+    per message in addition. ``span``: number of devices of a node that it connects; 0 for all. ``direct``: whether
+    devices write into each other's memory; otherwise data passes through the host's.
     """
 
     __pydantic_config__ = STRICT
@@ -58,7 +57,7 @@ class Link:
 
 
 def fabric(kind: LinkKind, generation: int, bandwidth: float, span: int) -> Link:
-    """NVLink, Infinity Fabric or the like of ``bandwidth`` bytes a second and direction, joining ``span`` devices."""
+    """Return an NVLink or similar with ``bandwidth`` bytes per second and direction that connects ``span`` devices."""
     return Link(kind, bandwidth, _LATENCY[kind], generation, span)
 
 
@@ -69,7 +68,7 @@ def pcie(generation: int, lanes: int = 16, direct: bool = True) -> Link:
 
 
 def network(bits_per_second: float, devices: int) -> Link:
-    """Each device's share of a node's network of ``bits_per_second``, when all ``devices`` of it send."""
+    """Return each device's share of a node's network of ``bits_per_second``, when all ``devices`` send."""
     return Link("network", bits_per_second / 8 / devices, _LATENCY["network"])
 
 
@@ -79,9 +78,10 @@ def memory(bandwidth: float) -> Link:
 
 
 def detect_links(handles: Sequence[Any], index: int) -> tuple[Link, Link]:
-    """How GPU ``index`` of the NVML ``handles`` reaches the others, and how it reaches the host.
+    """Return the links of GPU ``index`` of the NVML ``handles`` to the other GPUs and to the host.
 
-    NVML has to be initialised. What a driver does not tell is taken for the least: PCIe 3, nothing direct.
+    NVML must be initialized. Values that the driver does not report are assumed to be the lowest: PCIe 3, no direct
+    access.
     """
     import pynvml
 

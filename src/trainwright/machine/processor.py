@@ -13,21 +13,21 @@ from trainwright.machine.links import memory
 if TYPE_CHECKING:
     from trainwright.machine.detect import Machine
 
-# Multiply-adds of fp32 a core finishes in a cycle, times two; two vector units.
+# fp32 multiply-adds of a core per cycle, times two; two vector units.
 _AVX512, _AVX2, _NEON = 64, 32, 16
 _AMX_BF16 = 2048
-_BYTES_PER_CORE, _MOST_BYTES = 10e9, 200e9  # a server's core alone, and its whole socket
-_CLOCK = 2.5e9  # where the kernel does not tell
+_BYTES_PER_CORE, _MOST_BYTES = 10e9, 200e9  # one core of a server, and its whole socket
+_CLOCK = 2.5e9  # if the kernel does not report it
 _WATTS_PER_CORE = 5
-_FIRST_AMD_WITH_WIDE_UNITS = 26  # the family of Zen 5; Zen 4 does 512 bits in two passes
-# The instruction sets that rates depend on; an Arm processor's bf16 has that name too.
+_FIRST_AMD_WITH_WIDE_UNITS = 26  # the family of Zen 5; Zen 4 processes 512 bits in two passes
+# The instruction sets that rates depend on; Arm processors also use the name bf16.
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _INSTRUCTIONS = _BF16 | {"avx2", "avx512f"}
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What the rates of a core depend on, by the names of Linux's /proc/cpuinfo. ``clock``: in Hz, of the fastest."""
+    """Properties that determine a core's rates, named as in /proc/cpuinfo. ``clock``: in Hz, of the fastest core."""
 
     vendor: str = ""
     family: int = 0
@@ -41,7 +41,7 @@ class Processor:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Peak operations a second of one core, by precision."""
+        """Peak operations per second of one core, by precision."""
         if "avx512f" in self.instructions:
             narrow = self.vendor == "AuthenticAMD" and 0 < self.family < _FIRST_AMD_WITH_WIDE_UNITS
             single = _AVX2 if narrow else _AVX512
@@ -56,7 +56,7 @@ class Processor:
 
 
 def detect_processor() -> Processor:
-    """Return the one that this process runs on, as far as the kernel tells of it."""
+    """Return the processor that this process runs on, as far as the kernel reports it."""
     text = _read("/proc/cpuinfo")
     flags = (_field(text, "flags") or _field(text, "Features")).split()
     clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
@@ -70,7 +70,7 @@ def detect_processor() -> Processor:
 
 
 def cpu_card(machine: Machine) -> Card:
-    """All cores that ``machine`` lets this process use, as one device. Nominal: measuring is better."""
+    """Return all cores that ``machine`` lets this process use as one device, with nominal rates."""
     bandwidth = min(_MOST_BYTES, _BYTES_PER_CORE * machine.cpu_cores)
     return Card(
         name=machine.cpu_name,

@@ -1,4 +1,4 @@
-"""A machine read back from what ``trainwright machine --json`` has written, to be planned for elsewhere."""
+"""Read a machine from the output of ``trainwright machine --json``, to plan for it elsewhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainwright.machine.measured.calibration import Calibration, of_json
 from trainwright.machine.measured.contradictions import contradictions
 from trainwright.recipe.files import read_json
 
-# What follows from the other keys; written for readers.
+# Derived from the other keys; written for readers.
 _DERIVED = ("devices", "device")
 _MEASURED = ("calibration", "measurement")
-# What the cluster was made of, for machine/described.py.
+# What the cluster was made from, for machine/described.py.
 _DETECTED = "machine"
 _LEAST_ONE = (
     "nodes",
@@ -34,20 +34,17 @@ Written = tuple[Cluster, Calibration | None, Calibration | None]
 
 
 def machine_of(text: str) -> Written:
-    """Return the machine that ``--on`` names: a file, or a description as ``parse_machine`` takes it. Raises
-    RequestError.
-    """
+    """Return the machine that ``--on`` names: a file, or a description for ``parse_machine``. Raises RequestError."""
     if text.endswith(".json") or Path(text).is_file():
         return read_machine(Path(text).expanduser())
     return parse_machine(text), None, None
 
 
 def read_machine(file: Path) -> Written:
-    """Return the machine in ``file``, and its calibration and what was quickly measured of it where that was written
-    too.
+    """Return the machine in ``file``, with its calibration and quick measurement if the file has them.
 
     Raises:
-        RequestError: what is wrong in it, a line each, with the key.
+        RequestError: the file is invalid; the message has one line per error, with the key.
     """
     content = read_json(file)
     if not isinstance(content, dict):
@@ -69,7 +66,7 @@ def read_machine(file: Path) -> Written:
 
 
 def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:
-    """Return what ``file`` says under ``key`` was measured; None where it says nothing. Raises RequestError."""
+    """Return the measurement in ``file`` under ``key``, or None. Raises RequestError if it is invalid."""
     if (value := content.get(key)) is None:
         return None
     try:
@@ -102,7 +99,7 @@ def _cluster(values: dict[str, Any], file: Path) -> Cluster:
 
 
 def _impossible(cluster: Cluster) -> Iterator[str]:
-    """Numbers of the right type that no machine has."""
+    """Yield messages about numbers of the right type that are impossible."""
     values: dict[str, float] = {}
     for key in _LEAST_ONE:
         value: Any = cluster

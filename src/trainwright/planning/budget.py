@@ -1,4 +1,4 @@
-"""What a number of tokens costs in time, energy and money, and the loss to be expected of it. Imports no torch."""
+"""Time, energy, cost and expected loss of training on a number of tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _IRREDUCIBLE, _A, _ALPHA, _B, _BETA = 1.69, 406.4, 0.34, 410.7, 0.28
 
 
 def tokens_of(written: str, workload: Workload) -> float:
-    """Return a budget as it is written: 300B, or 20x for so many tokens a parameter (about 20 are the best use of
-    compute).
+    """Parse a budget of tokens: 300B, or 20x for 20 tokens per parameter (about 20 are compute-optimal).
 
     Raises:
         RequestError: it is neither, or zero.
@@ -34,14 +33,14 @@ def tokens_of(written: str, workload: Workload) -> float:
 
 
 def with_budget(workload: Workload, tokens: float) -> Workload:
-    """Return the workload in as many steps as it takes to see the tokens."""
+    """Return the workload with the number of steps that the tokens require."""
     return replace(workload, steps=max(1, -(-round(tokens) // round(workload.tokens))))
 
 
 def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
-    """Return what training on ``tokens`` takes, and the loss to be expected; ``price``: of an hour of a device.
+    """Return the time and cost of training on ``tokens``, and the expected loss; ``price``: per device and hour.
 
-    Empty where nothing fits.
+    Empty if nothing fits.
     """
     time, size = plan.chosen.time, plan.workload.architecture.parameters().total
     if not plan.fits or time is None:
@@ -60,7 +59,7 @@ def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
 
 
 def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
-    """Yield the same as text."""
+    """Yield the values of ``cost`` as text."""
     found = cost(plan, tokens, price)
     if not found:
         return

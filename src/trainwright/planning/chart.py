@@ -1,4 +1,4 @@
-"""A plan as a picture: memory by part for the candidates."""
+"""A chart of a plan: memory by part for the candidates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _COLOURS = {
 
 
 def draw(plan: Plan, file: Path) -> None:
-    """Write a stacked bar for each candidate, with the memory there is as a line.
+    """Write a chart with a stacked bar for each candidate and a line for the available memory.
 
     Raises:
-        RequestError: ``file`` is of a kind that cannot be drawn, or in no directory.
+        RequestError: ``file`` has an unsupported format, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
     candidates = list(plan.found.judged)[:_MOST_BARS]

@@ -1,7 +1,7 @@
-"""How far plans of a kind have been off: intervals about what is predicted. Imports no torch.
+"""Errors of earlier plans by kind: intervals around predictions. Imports no torch.
 
-``class_errors.json`` is made by ``bench/plan_published.py --write`` from runs that others published, and of CPUs from
-runs that were measured there; nothing in it is written by hand.
+``class_errors.json`` is made by ``bench/plan_published.py --write`` from published runs, and for CPUs from runs that
+were measured there; nothing in it is written by hand.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainwright.machine.describe import Cluster
 from trainwright.planning.workload import Choice, Workload
 
 FILE = Path(__file__).with_name("class_errors.json")
-# Of the runs, this part lies in the interval, as much above it as below.
+# Share of the runs that lie in the interval, with equal shares above and below.
 SHARE = 0.8
-# Of fewer runs no quantile is told.
+# With fewer runs no quantile is given.
 FEWEST = 4
 _LONG = 16_384
 _ALL = "all"
@@ -28,21 +28,22 @@ _ALL = "all"
 
 @dataclass(frozen=True)
 class Interval:
-    """What was measured, as parts of what had been predicted: ``SHARE`` of ``runs`` runs lie between ``low`` and
-    ``high``, which have 1 between them."""
+    """Ratios of measured to predicted values: ``SHARE`` of ``runs`` runs lie between ``low`` and ``high``, which
+    include 1.
+    """
 
     low: float
     high: float
     runs: int
 
     def of(self, predicted: float) -> tuple[float, float]:
-        """Return what is to be expected where so much is predicted."""
+        """Return the interval around a prediction."""
         return predicted * self.low, predicted * self.high
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Of plans of a kind. ``speed``: of tokens a second. ``kinds``: what they are of, in words."""
+    """Errors of plans of a kind. ``speed``: of tokens per second. ``kinds``: descriptions of the runs."""
 
     memory: Interval
     speed: Interval
@@ -50,12 +51,15 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """What they are the errors of."""
+        """The description of the runs."""
         return " and ".join(self.kinds)
 
 
 def interval_of(ratios: Iterable[float]) -> Interval | None:
-    """Of measured over predicted; None of fewer than ``FEWEST``. In between two runs by their logarithms."""
+    """Return the interval of ratios of measured to predicted; None for fewer than ``FEWEST``.
+
+    Quantiles between two runs are interpolated in logarithms.
+    """
     logarithms = sorted(math.log(ratio) for ratio in ratios)
     if len(logarithms) < FEWEST:
         return None
@@ -64,7 +68,7 @@ def interval_of(ratios: Iterable[float]) -> Interval | None:
 
 
 def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
-    """All kinds that a run is of: what is trained, and what makes it harder to predict."""
+    """Return all kinds of a run: what is trained, and what makes it harder to predict."""
     if cluster.device == "cpu":
         return ("CPU",)
     holds = {
@@ -81,7 +85,7 @@ def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
 
 
 def errors_of(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
-    """Those of the kinds that a run is of: of several, whichever is wider on each side."""
+    """Return the errors of a run's kinds; of several, the wider bound on each side."""
     return _errors(classes_of(workload, choice, cluster))
 
 
@@ -91,7 +95,7 @@ def _errors(kinds: tuple[str, ...]) -> Errors:
 
 
 def _widest(kinds: tuple[str, ...], what: str) -> Interval:
-    """Return a kind of which too few runs are known is taken to be off as all of them are."""
+    """Return the widest interval of the kinds; a kind with too few known runs has that of all runs."""
     known = _read()["classes"]
     found = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
     whole = Interval(**known[_ALL][what])

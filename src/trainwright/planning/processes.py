@@ -1,4 +1,4 @@
-"""How many worker processes, where the recipe leaves it open: what the machine runs well and the recipe allows."""
+"""Choose the number of worker processes if the recipe leaves it open: what suits the machine and the recipe allows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainwright.recipe.schema import Recipe
 def choose_processes(recipe: Recipe, machine: Machine, nodes: int = 1) -> tuple[int, str]:
     """Choose the number of processes on each of ``nodes`` machines like this one, with the reason.
 
-    Where batch sizes or replicas are written out that the usual number contradicts, the nearest smaller number that
-    they allow, else the nearest larger one. Where they allow none it is the usual number all the same.
+    If the recipe's batch sizes or replicas contradict the usual number, return the nearest smaller number that they
+    allow, or else the nearest larger one. If they allow none, return the usual number.
     """
     if machine.gpus:
         usual, why, most = len(machine.gpus), "one for every GPU", len(machine.gpus)
@@ -31,6 +31,6 @@ def choose_processes(recipe: Recipe, machine: Machine, nodes: int = 1) -> tuple[
 
 
 def with_processes(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe for so many processes; whether that is sound is not looked at."""
+    """Return the recipe with this number of processes, without validating it."""
     parallel = recipe.parallel.model_copy(update={"num_processes": processes})
     return recipe.model_copy(update={"parallel": parallel})

@@ -1,7 +1,7 @@
-"""What a training program does by habit, whatever model and strategy. Imports no torch.
+"""The defaults of a training program, independent of model and strategy. Imports no torch.
 
-Plans are of this program. Figures that others published are of theirs, which keep other numbers and run other kernels:
-to compare the two, the model of memory and time is told what theirs do, and is the same model otherwise.
+Plans are for this program. Published figures are of other programs, with other precisions and kernels: to compare with
+them, the model of memory and time takes their defaults, and is otherwise the same.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ Loss = Literal["chunked", "full", "narrow", "freed", "fused", "widened"]
 
 @dataclass(frozen=True)
 class Stack:
-    """The defaults are this program's habits.
+    """The defaults of a training program; the field defaults are this program's.
 
-    ``kept``: bytes of a trained number, of its summed gradient and of each number that the optimizer keeps of it: 4 are
-    fp32 masters beside what computes, 2 are weights that are trained as they compute. ``state``: of the optimizer's,
-    where they are others. ``exchanged``: bytes of a gradient that is summed over processes. ``loss``: "chunked": a part
-    of the logits at a time; "full": all of them, in fp32 too, which are held to the end of the step, as transformers'
-    and torchtune's; "narrow": the same in the precision of the model alone; "freed": as full, but let go once the loss
-    is there; "fused": all of them, which become their own gradient; "widened": the same with a copy of them in fp32.
-    ``updates_in_backward``: each weight as soon as its gradient is there. ``fused``: norms, rotary positions and
-    activations are kernels of their own (Liger, Transformer Engine). ``compiles_loss``: with the
-    blocks. ``attention``: generation of FlashAttention; "early": torch's kernels on AMD in 2024. ``bucket``: elements
-    that DeepSpeed reduces at a time.
-    ``launch``: factor on the time that Python takes to start a kernel. ``sorted_rows``: how many rows are sorted by
-    length before they are cut into micro-batches; None: those of a step. ``saves_inputs``: products with quantised
-    matrices keep what enters them (github.com/bitsandbytes-foundation/bitsandbytes/issues/642). ``expert_linears``:
-    experts are linear modules, and quantised (transformers before 5). ``wide_adapters``: what enters an adapter is made
-    fp32 before it is made narrow again (PEFT's autocast_adapter_dtype under autocast). ``foreach``: the
-    optimizer works on all weights at once, with one temporary for each (torch.optim.AdamW's default).
-    ``alternates``: selective recomputation keeps every second of a block's matrix products alone, and of experts none
-    (torchtitan, distributed/activation_checkpoint.py). ``sums_whole``: micro-batches but the last of a step leave
-    their gradients where they are, whole on every rank and as wide as they are exchanged (FSDP's
-    set_requires_gradient_sync). ``cuts_scales``: those of a quantised base are sharded with it (torchao's NF4Tensor).
-    ``holds_inputs``: what enters a recomputed block of frozen weights, and its gradient, stay until the backward pass
-    is over (the first FSDP's _register_post_backward_reshard_only_hook, which has hold of the inputs). ``caches_keys``:
-    keys and values of all blocks are kept, as for generating text (transformers' use_cache, which its own
-    recomputation switches off and that of others does not).
+    ``kept``: bytes per element of a trained weight, its accumulated gradient and each optimizer state: 4 for fp32
+    master weights, 2 for weights that are trained in the precision that computes. ``state``: of the optimizer state, if
+    different. ``exchanged``: bytes per element of gradients reduced over processes. ``loss``: "chunked": the logits in
+    chunks; "full": all logits, also in fp32, held to the end of the step, as in transformers and torchtune; "narrow":
+    the same only in the model's precision; "freed": as full, but freed once the loss is computed; "fused": all logits,
+    overwritten by their gradient; "widened": the same with an fp32 copy. ``updates_in_backward``: each weight is
+    updated as soon as its gradient is ready. ``fused``: norms, rotary positions and activations are single kernels
+    (Liger, Transformer Engine). ``compiles_loss``: together with the blocks. ``attention``: generation of
+    FlashAttention; "early": torch's kernels on AMD in 2024. ``bucket``: elements that DeepSpeed reduces at a time.
+    ``launch``: factor on the time in which Python launches a kernel. ``sorted_rows``: number of rows that are sorted by
+    length before they are divided into micro-batches; None: those of a step. ``saves_inputs``: products with quantized
+    matrices save their input (github.com/bitsandbytes-foundation/bitsandbytes/issues/642). ``expert_linears``: experts
+    are linear modules, and quantized (transformers before 5). ``wide_adapters``: the input of an adapter is cast to
+    fp32 and back (PEFT's autocast_adapter_dtype under autocast). ``foreach``: the optimizer updates all weights at
+    once, with one temporary each (torch.optim.AdamW's default). ``alternates``: selective recomputation only keeps
+    every second of a block's matrix products, and none of experts (torchtitan, distributed/activation_checkpoint.py).
+    ``sums_whole``: all micro-batches of a step but the last keep their gradients unsharded on every rank, in the width
+    in which they are exchanged (FSDP's set_requires_gradient_sync). ``cuts_scales``: the scales of a quantized base
+    model are sharded with it (torchao's NF4Tensor). ``holds_inputs``: the input of a recomputed block of frozen
+    weights, and its gradient, stay until the end of the backward pass (FSDP1's
+    _register_post_backward_reshard_only_hook, which holds the inputs). ``caches_keys``: keys and values of all blocks
+    are kept, as for generation (transformers' use_cache, which its own recomputation disables and others do not).
     """
 
     kept: int = 4
@@ -68,7 +66,7 @@ class Stack:
 
     @property
     def state_bytes(self) -> float:
-        """Of a number that the optimizer keeps."""
+        """Bytes per element of optimizer state."""
         return self.kept if self.state is None else self.state
 
 

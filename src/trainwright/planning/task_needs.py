@@ -1,4 +1,4 @@
-"""What a task needs, as a plan counts it: what is trained, and what runs beside the model. Imports no torch."""
+"""What a task trains and which models it runs in addition, in the terms of a plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.planning.workload import Beside
 if TYPE_CHECKING:
     from trainwright.recipe.task_spec import Needs
 
-# What the parameters of most families are called, by what they do.
+# Parameter names of most families, by purpose.
 _IN_BLOCKS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -35,14 +35,12 @@ _OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head
 
 
 def beside(needs: Needs, architecture: Architecture, *, adapted: bool) -> Beside | None:
-    """Return what computes beside the model, or is in memory; None where nothing is. ``adapted``: an adapter is
-    trained.
-    """
+    """Return the model that runs or is in memory in addition, or None. ``adapted``: an adapter is trained."""
     reference = needs.reference
     if reference is None:
         return None
     if not reference.every_step:
-        # It is asked once, before the first step; another model stays in memory all the same.
+        # It runs once, before the first step; a model with its own weights stays in memory nevertheless.
         return Beside(architecture.layers, 0.0, True) if reference.own_weights else None
     last = reference.last_block
     blocks = architecture.layers if last is None else min(last + 1, architecture.layers)
@@ -50,7 +48,7 @@ def beside(needs: Needs, architecture: Architecture, *, adapted: bool) -> Beside
 
 
 def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
-    """Return the parameters that are trained, ``(unit, name)`` as in an inventory; None: all."""
+    """Return the trained parameters as ``(unit, name)`` of an inventory; None: all."""
     last = needs.last_block
     if last is None and needs.trainable is None:
         return None

@@ -1,4 +1,4 @@
-"""What a plan is about: the work that a recipe asks for, and one way of spreading it. Imports no torch."""
+"""The input of a plan: the work that a recipe requires, and one way to distribute it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainwright.recipe.strategy_spec import StrategySpec, spec_of
 MixedPrecision = Literal["no", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "full", "selective"] | int
-# "nf4_single": with scales in fp32, which are quantised no second time.
+# "nf4_single": with scales in fp32, without double quantization.
 Quantisation = Literal["none", "nf4", "nf4_single", "int8"]
-# The linear modules of a block, by what they do; a family may have several of them in one matrix.
+# The linear modules of a block, by purpose; a family may fuse several into one matrix.
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Small matrices of ``rank`` that are trained beside frozen ones. ``dropout``: on what enters them."""
+    """Trainable matrices of rank ``rank`` next to frozen weights. ``dropout``: of their input."""
 
     kind: Literal["lora", "dora"]
     rank: int
@@ -30,10 +30,10 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Beside:
-    """A frozen model that runs forwards beside the trained one, in every micro-batch.
+    """A frozen model that runs forward in every micro-batch in addition to the trained one.
 
-    ``blocks``: how many of its first blocks run; all: its head too. ``share``: of the tokens. ``copied``: it has
-    weights of its own; if not, it is the model with its adapter switched off.
+    ``blocks``: number of its first blocks that run; with all of them its head runs too. ``share``: share of the tokens.
+    ``copied``: it has its own weights; otherwise it is the model with its adapter disabled.
     """
 
     blocks: int
@@ -43,24 +43,21 @@ class Beside:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, and on how much at a time; the same for every machine and strategy.
+    """What is trained, and on how many tokens at a time; independent of machine and strategy.
 
-    ``row_tokens``: longest row of a micro-batch, padding or the room at the end of a pack not counted in.
-    ``document_tokens``: mean length of the documents in it, each of which attends to itself alone;
-    ``longest_document``: the longest. Without packing a row is one document, padded to the longest in its
-    micro-batch. ``global_batch_rows``: rows of one optimizer step, over all devices; a mean where packed.
-    ``batch_tokens``: tokens of one optimizer step, padding not counted in; a mean, None where it is not known.
-    ``batch_documents``: of padded rows, the lengths of the documents of a global batch at equal distances, the longest
-    first, each the longest that stands in its place in any batch; empty where they are not known, or all alike.
-    ``most_batch_tokens``: of packs, as ``batch_tokens`` but of the largest one; None where it is not known.
-    ``target_fraction``: of the tokens, how many are predicted in the loss. ``windows``: all are, as in pretraining,
-    where what is predicted first has a token before it. ``steps``: where known.
-
-    ``fresh``: the weights are drawn here, not read from files. ``quantisation``: of the frozen base that ``adapter``
-    stands on. ``trained``: where not all parameters are, those that are, by unit and name of an inventory.
-    ``first_blocks``: where the loss is of a block's output, the number of blocks that run. ``texts``: rows are as long
-    as the recipe's data section says, ``max_length`` for an example (None: a whole row). ``takes_adapters``: the model
-    can be frozen and an adapter be trained beside it.
+    ``row_tokens``: longest row of a micro-batch, without padding or the unused end of a pack. ``document_tokens``: mean
+    length of its documents, which do not attend to each other; ``longest_document``: the longest. Without packing a row
+    is one document, padded to the longest in its micro-batch. ``global_batch_rows``: rows per optimizer step over all
+    devices; a mean if packed. ``batch_tokens``: tokens per optimizer step without padding; a mean, None if unknown.
+    ``batch_documents``: for padded rows, document lengths at equal distances in a sorted global batch, the longest
+    first, each the maximum over all batches; empty if unknown or all equal. ``most_batch_tokens``: for packs,
+    ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets.
+    ``windows``: all tokens are targets, as in pretraining, where a token precedes the first target. ``steps``: None if
+    unknown. ``fresh``: weights are initialized, not read from files. ``quantisation``: of the frozen base model of
+    ``adapter``. ``trained``: the trained parameters, by unit and name of an inventory; None if all are.
+    ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
+    data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
+    the model can be trained with an adapter.
     """
 
     architecture: Architecture
@@ -90,14 +87,14 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Tokens of one optimizer step, padding not counted in."""
+        """Tokens per optimizer step, without padding."""
         if self.batch_tokens is not None:
             return self.batch_tokens
         return self.global_batch_rows * (self.row_tokens if self.packed else self.document)
 
     @property
     def document(self) -> float:
-        """Mean length of a document in tokens; a whole row where nothing is known."""
+        """Mean length of a document in tokens; a full row if unknown."""
         return self.row_tokens if self.document_tokens is None else self.document_tokens
 
     @property
@@ -106,14 +103,19 @@ class Workload:
         return self.row_tokens if self.longest_document is None else self.longest_document
 
     def length_at(self, place: int) -> int | None:
-        """Length of the document at a place of a global batch of padded rows, the longest first; None if not known."""
+        """Return the length of the document at an index of a sorted global batch, the longest first; None if
+        unknown.
+        """
         known = self.batch_documents
         if not known:
             return None
         return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
 
     def targets(self, tokens: int, documents: int) -> int:
-        """How many of ``tokens`` in so many documents are predicted: the first of each is not, but in windows."""
+        """Return how many of ``tokens`` tokens in ``documents`` documents are targets.
+
+        The first token of each document is not a target, except in windows.
+        """
         if self.windows:
             return tokens
         return max(0, min(tokens - documents, round(tokens * self.target_fraction)))
@@ -121,9 +123,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of running a workload. Names are those of the recipe's keys.
+    """One way to run a workload. Field names are those of the recipe's keys.
 
-    ``threads``: of each process on a CPU; None on GPUs.
+    ``threads``: threads per process on a CPU; None on GPUs.
     """
 
     strategy: str
@@ -142,15 +144,15 @@ class Choice:
 
     @property
     def spec(self) -> StrategySpec:
-        """What is known of the strategy."""
+        """The spec of the strategy."""
         return spec_of(self.strategy)
 
     @property
     def shards(self) -> int:
-        """Into how many parts the strategy cuts what it shards."""
+        """The number of shards of the strategy."""
         return self.num_processes // self.replicate_size if self.spec.shards else 1
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """What is in the host's memory, where a GPU computes."""
+        """The parts that are in the host's memory when a GPU computes."""
         return self.spec.offloaded(self)

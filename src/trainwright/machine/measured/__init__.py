@@ -1,1 +1,1 @@
-"""What was measured on a machine: calibrations, quick measurements, its own runs."""
+"""Measurements of a machine: calibrations, quick measurements, its own runs."""

@@ -1,7 +1,7 @@
-"""What was measured of a machine: seconds as functions of sizes, with what each is off by on sizes left out of it.
+"""Measured rates of a machine: seconds as functions of sizes, with their errors on held-out sizes.
 
-``trainwright machine calibrate`` writes one, plans read it. It is kept in the cache by machine, and is out of date as
-soon as torch or the driver is another. Imports no torch.
+``trainwright machine calibrate`` writes a calibration, plans read it. It is kept in the cache by machine, and is
+outdated when the version of torch or the driver changes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import Machine
 
-# Of the file; another number is another layout of it.
+# Version of the file format.
 _FORM = 2
-# Of the times, how many other programs may spoil while a machine is measured; and the held-out errors, in the mean,
-# from which on it says too little. Beside a program that always wants a core they were seen to stay below.
+# Share of the times that other programs may spoil during a measurement, and the mean held-out error from which a
+# calibration is rejected. With another program that always uses one core both stayed below.
 _QUIET, _FAR_OFF = 0.25, 0.20
 
-# What seconds are a sum of, each times a coefficient. "product": of [m, k] @ [k, n]; beside its operations every
-# matrix costs by its size, as it is read, written or laid out anew, and the last tiles by their depth k, as there are
-# not enough of them for all cores. "amount": of bytes or elements. "batch": of documents and tokens.
+# The terms that seconds are a sum of, each times a coefficient. "product": of [m, k] @ [k, n]; in addition to its
+# operations, every matrix costs by its size, for reading, writing or repacking, and the last tiles by their depth k, as
+# there are not enough of them for all cores. "amount": of bytes or elements. "batch": of documents and tokens.
 FORMS: dict[str, Callable[..., tuple[float, ...]]] = {
     "product": lambda m, n, k: (1.0, k, m * n * k, m * k, n * k, m * n),
     "amount": lambda amount: (1.0, amount),
@@ -40,7 +40,7 @@ FORMS: dict[str, Callable[..., tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. ``held_out``: not used, so that the error there tells what others will be."""
+    """One measurement. ``held_out``: not used for the fit, so that its error estimates that of other sizes."""
 
     sizes: tuple[float, ...]
     seconds: float
@@ -51,8 +51,8 @@ class Sample:
 class Curve:
     """Seconds by sizes.
 
-    ``form``: one of ``FORMS``, whose terms times ``coefficients`` are added; or "table", where the seconds of one
-    size are interpolated between samples, both in logarithms, and go on in proportion beyond the last.
+    ``form``: one of ``FORMS``, whose terms times ``coefficients`` are added; or "table", where the seconds of one size
+    are interpolated between samples, both in logarithms, and extrapolated in proportion beyond the last.
     """
 
     form: str
@@ -65,11 +65,11 @@ class Curve:
         object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in used))
 
     def _usable(self) -> Iterator[Sample]:
-        """Those to go by; impossible ones are told of by ``contradictions``."""
+        """Yield the valid samples; ``contradictions`` reports impossible ones."""
         return (s for s in self.samples if not s.held_out and s.sizes[0] > 0 and s.seconds > 0)
 
     def seconds(self, *sizes: float) -> float:
-        """Predicted for these sizes, which are those of the samples in number and order."""
+        """Return the predicted seconds for these sizes, in the number and order of the samples' sizes."""
         if self.form == "table":
             return self._interpolated(sizes[0])
         return sum(c * t for c, t in zip(self.coefficients, FORMS[self.form](*sizes), strict=True))
@@ -80,7 +80,7 @@ class Curve:
             return 0.0
         x = math.log(size)
         if x <= points[0][0]:
-            return math.exp(points[0][1])  # nothing is shorter than the start of a kernel
+            return math.exp(points[0][1])  # nothing takes less than launching a kernel
         for (x0, y0), (x1, y1) in pairwise(points):
             if x <= x1:
                 return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
@@ -88,17 +88,17 @@ class Curve:
 
     @property
     def errors(self) -> list[float]:
-        """How far off each held-out sample is predicted, as a part of what was measured."""
+        """The relative prediction error of each held-out sample."""
         return [abs(self.seconds(*s.sizes) / s.seconds - 1) for s in self.samples if s.held_out]
 
 
 @dataclass(frozen=True)
 class InStep:
-    """How the kernels of a training step compare with the same ones alone, over and over on memory in the caches.
+    """Kernels of a training step relative to the same kernels in a loop on cached memory.
 
-    ``products``, ``attention`` and ``traffic``: factors on the curves' seconds. ``host``: seconds beside each kernel in
-    which Python, autograd and the start of threads go on and nothing is computed. ``errors``: how far off passes of
-    models are predicted by these that were not used to find them, each by itself.
+    ``products``, ``attention`` and ``traffic``: factors on the curves' seconds. ``host``: seconds per kernel in which
+    Python, autograd and thread starts run and nothing is computed. ``errors``: relative errors of passes of models that
+    were not used for the fit.
     """
 
     products: float = 1.0
@@ -110,10 +110,10 @@ class InStep:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """How a collective of a training step compares with the same one alone: processes come to it at different times,
-    and what computes competes with what exchanges for the cores.
+    """Collectives of a training step relative to the same collective alone.
 
-    ``waited``: seconds beside it; ``factor``: on the curve's seconds. ``errors``: as those of ``InStep``.
+    Processes reach a collective at different times, and computation competes with communication for the cores.
+    ``waited``: additional seconds; ``factor``: on the curve's seconds. ``errors``: as those of ``InStep``.
     """
 
     waited: float = 0.0
@@ -156,8 +156,8 @@ class Calibration:
     """A machine as measured.
 
     ``machine``: its name. ``versions``: of the software it was measured with. ``measured``: when, in ISO 8601.
-    ``parts``: seconds that each part of the measuring took. ``disturbance``: the part of the times in each of which
-    a process waited for a core, as other programs had it.
+    ``parts``: seconds of each part of the measurement. ``disturbance``: share of the times in which a process waited
+    for a core that another program used.
     """
 
     machine: str
@@ -169,12 +169,12 @@ class Calibration:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs took so much that it does not tell what the machine can do."""
+        """Whether other programs disturbed the measurement so much that it is not usable."""
         return self.distrust is not None
 
     @property
     def distrust(self) -> str | None:
-        """Why it is not to be gone by; None where it is."""
+        """The reason why the calibration is not usable, or None."""
         if self.disturbance > _QUIET:
             return f"other programs had the cores in {self.disturbance:.0%} of the times"
         errors = self.errors("")
@@ -183,11 +183,11 @@ class Calibration:
         return None
 
     def nearest(self, processes: int) -> Setting:
-        """Return the setting whose number of processes is next to ``processes``, in proportion."""
+        """Return the setting whose number of processes is nearest to ``processes``, in proportion."""
         return min(self.settings, key=lambda setting: abs(math.log(setting.processes / processes)))
 
     def outdated(self, machine: Machine) -> tuple[str, ...]:
-        """Return what has changed since, in words; empty while the calibration can be used."""
+        """Return messages about what has changed since the calibration; empty while it is valid."""
         now = versions(machine)
         names = dict.fromkeys([*self.versions, *now])
         return tuple(
@@ -197,16 +197,16 @@ class Calibration:
         )
 
     def errors(self, prefix: str) -> list[float]:
-        """Held-out errors of all curves whose name begins with ``prefix``."""
+        """Return the held-out errors of all curves whose name starts with ``prefix``."""
         return [e for s in self.settings for name, c in s.curves.items() if name.startswith(prefix) for e in c.errors]
 
 
-# What torch's CPU libraries read from the environment to choose kernels by.
+# Environment variables by which torch's CPU libraries choose kernels.
 _KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def versions(machine: Machine) -> dict[str, str]:
-    """Of what the speed of ``machine`` hangs on beside its hardware."""
+    """Return the versions, besides the hardware, that affect the speed of ``machine``."""
     found = {"torch": metadata.version("torch"), "python": platform.python_version()}
     found |= {name: value for name in _KERNELS if (value := os.environ.get(name, ""))}
     if machine.gpus and (driver := _driver()):
@@ -215,22 +215,22 @@ def versions(machine: Machine) -> dict[str, str]:
 
 
 def calibration_file(machine: Machine, root: Path | None = None) -> Path:
-    """Where the calibration of machines like ``machine`` is kept: same processor, cores and GPUs."""
+    """Return the calibration file of machines like ``machine``: same processor, cores and GPUs."""
     return (root or cache_root()) / "calibration" / f"{digest(hardware(machine))}.json"
 
 
 def hardware(machine: Machine) -> list[object]:
-    """Return what machines of one speed have in common."""
+    """Return the hardware properties that identify machines of equal speed."""
     return [machine.cpu_name, machine.cpu_cores, *((gpu.name, gpu.memory_bytes) for gpu in machine.gpus)]
 
 
 def digest(value: object) -> str:
-    """Return a name for a file."""
+    """Return a hash of a value, for file names."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def save_calibration(calibration: Calibration, file: Path) -> None:
-    """Write it whole or not at all."""
+    """Write the calibration atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(".part")
     scratch.write_text(json.dumps(as_json(calibration), indent=1) + "\n", encoding="utf-8")
@@ -238,7 +238,7 @@ def save_calibration(calibration: Calibration, file: Path) -> None:
 
 
 def load_calibration(file: Path) -> Calibration | None:
-    """Return the calibration in ``file``; None where there is none, or one of another layout."""
+    """Return the calibration in ``file``; None if there is none, or it has another format version."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -247,11 +247,11 @@ def load_calibration(file: Path) -> Calibration | None:
 
 
 def of_json(content: Any) -> Calibration:
-    """As ``from_json``, of a value that may be anything. Raises KeyError, TypeError or ValueError."""
+    """Validate any value and convert it like ``from_json``. Raises KeyError, TypeError or ValueError."""
     if not _is_of_this_layout(content):
         raise ValueError("of another version of Trainwright, or no calibration")
     found = from_json(content)
-    if as_json(found) != content:  # it goes by no types, so what it was given has to come out again
+    if as_json(found) != content:  # types are not checked, so the result must convert back to the input
         raise ValueError("not as `trainwright machine --json` writes it")
     return found
 
@@ -261,13 +261,13 @@ def _is_of_this_layout(content: Any) -> bool:
 
 
 def current_calibration(machine: Machine, root: Path | None = None) -> Calibration | None:
-    """Return the calibration of ``machine`` that a plan can use: there is one, and nothing has changed since."""
+    """Return the calibration of ``machine`` that a plan can use; None if there is none or it is outdated."""
     found = load_calibration(calibration_file(machine, root))
     return None if found is None or found.outdated(machine) else found
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    """As a value that JSON has."""
+    """Return the calibration as JSON values."""
     return {
         "form": _FORM,
         "machine": calibration.machine,
@@ -291,7 +291,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> Calibration:
-    """Return what ``as_json`` made."""
+    """Return the calibration from the result of ``as_json``."""
     return Calibration(
         machine=content["machine"],
         measured=content["measured"],
@@ -314,7 +314,7 @@ def from_json(content: Mapping[str, Any]) -> Calibration:
 
 
 def summary(errors: Iterable[float]) -> str:
-    """Errors in a few words."""
+    """Summarize errors as text."""
     found = list(errors)
     return f"{statistics.median(found):.0%} (worst {max(found):.0%})" if found else "-"
 

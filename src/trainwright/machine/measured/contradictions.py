@@ -1,4 +1,4 @@
-"""Figures of a measured machine that no machine has: the measuring went wrong, or a file was written by hand."""
+"""Detect impossible values of a measured machine: the measurement failed, or a file was written by hand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainwright.machine.measured.calibration import (
     save_calibration,
 )
 
-# Whatever is beyond these, no processor does.
-_MOST_RATIO, _MOST_SLOWER = 64.0, 10.0  # of two precisions' rates; of more threads than one
-_MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # a second
+# No processor exceeds these limits.
+_MOST_RATIO, _MOST_SLOWER = 64.0, 10.0  # rates of two precisions; several threads compared with one
+_MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # per second
 
 
 def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None) -> str | None:
-    """Keep a calibration of ``machine`` that can be trusted; of another one say why not, and what plans go by then."""
+    """Save a calibration of ``machine`` if it is usable; otherwise return why not, and what plans use instead."""
     distrust = found.distrust or next(contradictions(found), None)
     if distrust is None:
         save_calibration(found, calibration_file(machine, root))
@@ -33,7 +33,7 @@ def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None)
 
 
 def contradictions(found: Calibration) -> Iterator[str]:
-    """Yield what no machine can be like, with its key; the measuring went wrong then."""
+    """Yield impossible values with their keys; the measurement failed then."""
     for number, setting in enumerate(found.settings):
         for name, curve in setting.curves.items():
             place = f"settings.{number}.curves.{name}"
@@ -66,7 +66,7 @@ def _against_each_other(found: Calibration) -> Iterator[str]:
 
 
 def _rate(setting: Setting, precision: str) -> float | None:
-    """Operations a second over all products that were measured; None where none were."""
+    """Return the operations per second over all measured products; None without any."""
     curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
     samples = [sample for curve in curves for sample in curve.samples]
     seconds = sum(sample.seconds for sample in samples)

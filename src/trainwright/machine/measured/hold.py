@@ -1,4 +1,4 @@
-"""Directories that one process at a time works in."""
+"""Lock directories that only one process may use at a time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from trainwright.errors import RequestError
 
-_LOOKS = 0.05  # seconds
+_LOOKS = 0.05  # seconds between attempts
 
 
 @contextmanager
 def hold(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
-    """Keep others who ask from ``directory``, which is there; nothing is written, and a killed process holds nothing.
+    """Lock ``directory``, which must exist; nothing is written, and a killed process releases the lock.
 
-    Processes that are forked meanwhile hold it too until they end.
+    Processes that are forked meanwhile hold the lock too until they end.
 
     Args:
-        refusal: what is said where another process holds it.
-        patience: seconds to wait for that one.
+        refusal: the message if another process holds the lock.
+        patience: seconds to wait for it.
 
     Raises:
         RequestError: ``refusal``.

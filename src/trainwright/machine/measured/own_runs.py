@@ -1,6 +1,6 @@
-"""What runs on this machine took beside what was predicted of them: plans that follow are corrected by it.
+"""Measured relative to predicted values of runs on this machine, which correct later plans.
 
-Kept in the cache by machine and versions, a bounded number of runs. Imports no torch.
+Kept in the cache by machine and versions, with a limited number of runs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from trainwright.machine.detect import Machine
 from trainwright.machine.measured.calibration import digest, hardware, versions
 
 _FORM = 1
-_MOST = 100  # runs that are kept of a machine
-_LAST = 5  # of a class, that count
-# A run that took more or less than this is a sign of something else than rates.
+_MOST = 100  # number of runs kept per machine
+_LAST = 5  # number of runs of a class that are used
+# Factors outside this range indicate other causes than rates.
 _LEAST_FACTOR, _MOST_FACTOR = 0.2, 5.0
 
 
 @dataclass(frozen=True)
 class OwnRun:
-    """``model``: whatever is the same for all ways of running it; ``way``: how it was run. ``seconds`` and ``memory``:
-    measured over predicted, of a step and of a process; None where that is not known. ``basis``: what the prediction
-    went by."""
+    """A run on this machine.
+
+    ``model``: key of what is the same for all ways of running it; ``way``: how it was run. ``seconds`` and ``memory``:
+    measured divided by predicted, of a step and of a process; None if unknown. ``basis``: the source of the prediction.
+    """
 
     model: str
     way: str
@@ -39,9 +41,10 @@ class OwnRun:
 
 @dataclass(frozen=True)
 class Correction:
-    """What predictions are multiplied by. ``runs``: how many it is from; ``spread``: how far they are from it at most.
+    """The factor on predictions.
 
-    ``exact``: they were run this way, and not in another.
+    ``runs``: number of runs it is from; ``spread``: their largest relative deviation. ``exact``: they were run in this
+    way, not in another.
     """
 
     seconds: float = 1.0
@@ -57,13 +60,16 @@ class OwnRuns:
     runs: tuple[OwnRun, ...] = ()
 
     def correction(self, model: str, way: str, basis: str) -> Correction:
-        """Of a way of running a model: of runs of just that; else of other ways of running the same model, as what the
-        rates of a machine are off by is in all of them."""
+        """Return the correction for a way of running a model.
+
+        It is from runs in that way, or else from other ways of running the same model, which share the error of the
+        machine's rates.
+        """
         known = [run for run in self.runs if run.model == model and run.basis == basis]
         same = [run.seconds for run in known if run.way == way]
         if same:
             return _of(same, exact=True)
-        # One way each, so that many runs of one do not count for all.
+        # One value per way, so that many runs in one way do not dominate.
         ways: dict[str, list[float]] = {}
         for run in known:
             ways.setdefault(run.way, []).append(run.seconds)
@@ -78,7 +84,7 @@ def _of(factors: Sequence[float], exact: bool) -> Correction:
 
 
 def own_runs(machine: Machine) -> OwnRuns:
-    """Of ``machine``; none where it is not the one at hand or its file cannot be read."""
+    """Return the runs of ``machine``; empty if it is not this machine or the file cannot be read."""
     try:
         content: Any = json.loads(_file(machine).read_text(encoding="utf-8"))
         if content["form"] != _FORM:
@@ -97,7 +103,7 @@ def remember(machine: Machine, run: OwnRun) -> None:
 
 
 def run_of(known: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:
-    """From what a plan says of its prediction; None where it says nothing."""
+    """Return a run from a plan's description of its prediction; None if that lacks a value."""
     names = {field.name for field in fields(OwnRun)}
     texts = {name: str(value) for name, value in known.items() if name in names}
     if not {"model", "way", "basis"} <= texts.keys():

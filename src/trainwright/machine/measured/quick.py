@@ -1,7 +1,8 @@
-"""The quick measurement of this machine: in some two seconds, what decides a plan where nothing was calibrated.
+"""The quick measurement of this machine: in about two seconds, the rates that decide a plan without a calibration.
 
-It has the form of a calibration with fewer curves, and is kept in the cache by machine, versions and whatever else
-chooses kernels. ``trainwright.doctor.quick`` measures, in a process of its own, as this imports no torch.
+It has the form of a calibration with fewer curves, and is kept in the cache by machine, versions and everything else
+that affects the choice of kernels. ``trainwright.doctor.quick`` measures in a separate process, as this module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from trainwright.machine.measured.calibration import (
 )
 from trainwright.machine.measured.contradictions import contradictions
 
-SECONDS = 3.0  # in all, imports counted in
-_MOST_SECONDS = 30.0  # after which a process that measures is given up: of a machine that hardly goes on
-# Of two matrices' sides, apart from which one tells nothing of the other.
+SECONDS = 3.0  # in total, including imports
+_MOST_SECONDS = 30.0  # timeout of the measuring process
+# Ratio of two matrices' sides from which one does not predict the other.
 _FAR = 2.0
 _MOST_WIDTH = {"cpu": 2048, "cuda": 8192}
 _MOST_WIDTHS = 3
@@ -42,27 +43,28 @@ _LENGTHS = (16, 512)
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the model at hand: widths (out, in) of its matrices, and the length of its documents."""
+    """Shapes of a model: widths (out, in) of its matrices, and the length of its documents."""
 
     widths: tuple[tuple[int, int], ...]
     length: int
 
     def bounded(self, device: str) -> Shapes:
-        """Those of them that are measured: the first few, halved until they are quick enough."""
+        """Return the shapes to measure: the first few, halved until they are fast enough."""
         found = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
         length = 2 ** round(math.log2(min(_LENGTHS[1], max(_LENGTHS[0], self.length))))
         return Shapes(tuple(found)[:_MOST_WIDTHS], length)
 
 
-# Of a small model, where none is at hand.
+# Shapes of a small model, if none is given.
 USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """``found``: None where there is none. ``said``: that something was measured now, and how that went.
+    """The result of ``measured``.
 
-    ``trouble``: why the plan has to go by datasheets.
+    ``found``: None if there is no measurement. ``said``: message about a measurement made now. ``trouble``: why the
+    plan has to use datasheets.
     """
 
     found: Calibration | None = None
@@ -71,9 +73,9 @@ class Measured:
 
 
 def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None) -> Measured:
-    """Return what was measured of ``machine``, or is now. ``say``: told what is being done, before it is.
+    """Return the measurement of ``machine``, made now if needed. ``say``: called with a message before measuring.
 
-    A machine that is not at hand is not measured: what its file carries counts.
+    A machine that is not present is not measured: the measurement in its file is used.
     """
     if machine.described_by is not None:
         return Measured(_carried(Path(machine.described_by)))
@@ -106,26 +108,26 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
 
 
 def current_measurement(machine: Machine) -> Calibration | None:
-    """Return what was measured of ``machine`` before, or came with its description."""
+    """Return the earlier measurement of ``machine``, or the one in its description."""
     if machine.described_by is not None:
         return _carried(Path(machine.described_by))
     return load_calibration(measured_file(machine)) if machine.is_here else None
 
 
 def measured_file(machine: Machine, root: Path | None = None) -> Path:
-    """Where it is kept."""
+    """Return the path of the measurement file."""
     key = [*hardware(machine), sorted(versions(machine).items())]
     return (root or cache_root()) / "measured" / f"{digest(key)}.json"
 
 
 def covers(found: Calibration, wanted: Shapes) -> bool:
-    """Whether what was measured tells of the ``wanted`` shapes."""
+    """Return whether the measurement covers the ``wanted`` shapes."""
     known = [sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(found, f"product/{name}/forward")]
     return all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in wanted.widths)
 
 
 def rates_in_words(found: Calibration) -> str:
-    """Return the rates of products in a few words: of a core, or of the GPU."""
+    """Return the rates of products as text: per core, or of the GPU."""
     first = found.settings[0]
     unit, scale = ("GFLOP/s a core", 1e9) if first.threads else ("TFLOP/s", 1e12)
     rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
@@ -180,7 +182,7 @@ def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Cal
 
 
 def _before(known: Calibration) -> Iterator[dict[str, Any]]:
-    """Products of other shapes that were measured before."""
+    """Yield earlier measurements of products of other shapes."""
     for setting in known.settings:
         rows = [
             {"curve": name, "sizes": sample.sizes, "seconds": sample.seconds}
@@ -192,7 +194,7 @@ def _before(known: Calibration) -> Iterator[dict[str, Any]]:
 
 
 def _carried(file: Path) -> Calibration | None:
-    """Return what a file that describes a machine says was measured there; it has been checked."""
+    """Return the measurement in a file that describes a machine; the file has been validated."""
     try:
         content = json.loads(file.read_text(encoding="utf-8")).get("measurement")
     except (OSError, ValueError, AttributeError):

@@ -1,6 +1,6 @@
-"""How long this process was kept from computing: by other programs, by a limit on its cores, by the hypervisor.
+"""Time that this process was kept from computing by other programs, a limit on its cores, or the hypervisor.
 
-Read from the kernel's counters (Linux); elsewhere nothing is known.
+Read from the kernel's counters (Linux); unknown on other systems.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, ste
 class Waiting:
     """The counters at one moment.
 
-    ``ran`` and ``waited``: nanoseconds that each thread ran, and was ready to run while others had the cores.
-    ``periods``: for each control group, how many of its periods there were, and in how many its quota was used up.
-    ``stolen`` and ``all``: ticks of all cores that the hypervisor gave to others, and all ticks.
+    ``ran`` and ``waited``: nanoseconds that each thread ran, and was runnable while others used the cores. ``periods``:
+    for each control group, its number of periods, and in how many its quota was exhausted. ``stolen`` and ``all``:
+    ticks of all cores that the hypervisor gave to others, and all ticks.
     """
 
     ran: Mapping[str, int]
@@ -43,7 +43,7 @@ class Waiting:
         )
 
     def since(self, before: Waiting) -> dict[str, float]:
-        """Parts, from 0 to 1, since ``before``; what the kernel does not count is left out.
+        """Return shares, from 0 to 1, since ``before``; values that the kernel does not count are omitted.
 
         ``waited``: of the time in which the process had work to do. ``throttled``: of the periods of its control group.
         ``stolen``: of the time of all cores.
@@ -63,7 +63,7 @@ class Waiting:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -94,7 +94,9 @@ def _ticks() -> list[int]:
 
 
 def _periods() -> Iterator[tuple[str, tuple[int, int]]]:
-    """Of this process's control group and of those above it (cgroup-v2.rst and sched-bwc.rst of the kernel)."""
+    """Yield the periods of this process's control group and its ancestors (cgroup-v2.rst and sched-bwc.rst of the
+    kernel).
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

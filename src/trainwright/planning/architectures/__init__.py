@@ -1,1 +1,1 @@
-"""The numbers of a model that its memory and time follow from, by family."""
+"""The sizes of a model that determine its memory and time, by family."""

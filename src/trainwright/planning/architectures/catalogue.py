@@ -1,6 +1,6 @@
-"""Models that people name, with the numbers of their config.json: planned without weights or network.
+"""Known models with the sizes of their config.json, planned without weights or network.
 
-The numbers are in ``models.json``, each with the repository they are from. Imports no torch.
+The sizes are in ``models.json``, each with its repository. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,34 @@ _FILE = Path(__file__).with_name("models.json")
 
 @dataclass(frozen=True)
 class KnownModel:
-    """``id``: the Hugging Face repository whose config.json ``config`` is from, down to what matters here."""
+    """``id``: the Hugging Face repository of the config.json that ``config`` is taken from, reduced to the relevant
+    keys.
+    """
 
     id: str
     config: Mapping[str, Any] = field(hash=False)
 
     def architecture(self) -> Architecture:
-        """Return what it is made of; of a family that is not written down here by tracing, which imports torch."""
+        """Return its architecture; an unknown family is traced, which imports torch."""
         return architecture_of_config(self.config, self.id)
 
 
 def known_models() -> tuple[KnownModel, ...]:
-    """Every model of the catalogue, in its order."""
+    """Return all models of the catalogue, in order."""
     return tuple(dict.fromkeys(_by_id().values()))
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the model of the id ``name``, with or without its organisation, in any case; None for one not known."""
+    """Return the model with the id ``name``, with or without its organization, case-insensitive; None if unknown."""
     return _by_id().get(name.strip().lower())
 
 
 def find_model(name: str) -> KnownModel:
-    """As ``known_model``; raises RequestError with the nearest ids for a model that is not in the catalogue."""
+    """Return the model with the id ``name``.
+
+    Raises:
+        RequestError: it is not in the catalogue; the message names similar ids.
+    """
     if (model := known_model(name)) is not None:
         return model
     near = nearest_models(name)
@@ -55,7 +61,7 @@ def find_model(name: str) -> KnownModel:
 
 
 def nearest_models(name: str) -> str:
-    """Up to three ids of the catalogue like ``name``, in words; empty where nothing is."""
+    """Return up to three ids of the catalogue similar to ``name``, as text; empty if none is."""
     wanted = name.strip().lower().rpartition("/")[2]
     near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
     ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]
@@ -64,7 +70,7 @@ def nearest_models(name: str) -> str:
 
 @cache
 def _by_id() -> dict[str, KnownModel]:
-    """By lower-case id, and by its name alone; the first of a name counts."""
+    """Return the models by lower-case id, and by the name without organization; the first of equal names is used."""
     models: dict[str, KnownModel] = {}
     for entry in _entries():
         for full, differences in {entry["id"]: {}, **entry.get("also", {})}.items():

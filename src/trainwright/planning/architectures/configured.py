@@ -1,4 +1,4 @@
-"""From a model's configuration to its architecture, whether its family is written down here or not."""
+"""Convert a model's configuration to its architecture, for known and unknown families."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from trainwright.planning.operations import traced
 
 
 def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architecture:
-    """Return the architecture that a configuration describes: of a family that is not known here, what tracing finds;
-    where that cannot be, what its sizes would be in a llama. Its name stays its own.
+    """Return the architecture that a configuration describes.
 
-    Raises RequestError, which begins with ``origin``, naming the keys that are missing or wrong.
+    An unknown family is traced; if that is impossible, it has the architecture of a llama of its sizes. It keeps its
+    own name.
+
+    Raises:
+        RequestError: keys are missing or invalid; the message starts with ``origin``.
     """
     try:
         found = from_config(config, origin)
@@ -46,7 +49,7 @@ def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architec
     block = sum(rows * columns for unit, _, rows, columns in layout["weights"] if unit == 0)
     attention = 2 * hidden * hidden * (1 + layout["key_value_heads"] / heads)
     widest = layout["intermediate"]
-    # Two matrices of the widest rows, three, or two with half of them, where gate and up are one.
+    # Two matrices of the widest rows, three, or two with half of them if gate and up are fused.
     forms = ((2, False, widest), (3, True, widest), (1.5, True, widest // 2))
     _, gated, intermediate = min(forms, key=lambda form: abs(form[0] * hidden * widest - (block - attention)))
     return Architecture(

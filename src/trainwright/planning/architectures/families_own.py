@@ -1,6 +1,6 @@
-"""Families whose configurations have names of their own: what each calls its numbers, and what is fixed in it.
+"""Families whose configurations have their own key names: their keys, default values and fixed properties.
 
-As families.py; the values are those of the configurations of transformers 5. Imports no torch.
+As in families.py; the values are those of the configurations of transformers 5. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a family of models is described by, and what families have in common. Imports no torch."""
+"""The description of a model family, and properties that families share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediat
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 NO_INTERMEDIATE = tuple(key for key in SIZES if key != "intermediate_size")
 LAYER_NORM = {"norm": "layer", "norm_bias": True, "gated": False}
-EQUAL_HEADS = {"num_key_value_heads": "ignored", "head_dim": "ignored"}  # transformers ignores them too
+EQUAL_HEADS = {"num_key_value_heads": "ignored", "head_dim": "ignored"}  # transformers also ignores them
 
 
 class Family(NamedTuple):
-    """``names``: what it calls a key of llama's. ``absent``: what a key means that is left out.
+    """How a family's configuration maps to an architecture.
 
-    ``fixed``: fields of Architecture that no key sets. ``windowed``: whether block i has the window.
-    ``more``: further fields. ``sizes``: the keys that have to be there.
+    ``names``: its names of llama's keys. ``absent``: values of missing keys. ``fixed``: fields of Architecture that no
+    key sets. ``windowed``: whether block i has the window. ``more``: further fields. ``sizes``: required keys.
     """
 
     names: Mapping[str, str] = {}
@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
 
 def experts(values: Values) -> dict[str, Any]:
-    """Return the fields of Architecture that say which blocks have experts, and how many."""
+    """Return the fields of Architecture for the number of experts and of blocks that have them."""
     plain = values.get("mlp_only_layers") or []
     step = values.get("decoder_sparse_step") or 1
     blocks = range(values["num_hidden_layers"])

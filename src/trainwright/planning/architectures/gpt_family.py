@@ -1,4 +1,4 @@
-"""The numbers of the GPT of models/gpt/model.py. Imports no torch."""
+"""The architecture of the GPT of models/gpt/model.py. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from trainwright.planning.architectures.families import Values, architecture_fie
 
 
 def gpt_fields(config: Values, origin: str) -> dict[str, Any]:
-    """Return the fields of Architecture: those of the architecture of transformers that it is, with fused matrices.
+    """Return the fields of Architecture: those of the equivalent transformers architecture, with fused matrices.
 
-    Raises RequestError for a variant that is not known.
+    Raises:
+        RequestError: the variant is unknown.
     """
     try:
         values = gpt_variants.expanded(config)

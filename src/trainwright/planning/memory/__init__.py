@@ -1,1 +1,1 @@
-"""How much memory a run needs, by strategy and by phase."""
+"""The predicted memory of a run, by strategy and by phase."""

@@ -1,4 +1,4 @@
-"""The parameters of a model one by one, as strategies spread them."""
+"""The parameters of a model one by one, as strategies distribute them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, OptimizerName, Quantisation
 
-OUTSIDE = -1  # the unit of what is in no block
+OUTSIDE = -1  # the unit of parameters outside the blocks
 _FIRST = ("embedding", "positions")
 
 
 class Weight(NamedTuple):
-    """A parameter [rows, columns] of a unit: a block by its number, or OUTSIDE. ``packed``: a quantised matrix, as a
-    row of numbers that its bits take the place of."""
+    """A parameter [rows, columns] of a unit: a block number, or OUTSIDE.
+
+    ``packed``: a quantized matrix, counted as a row of elements that use the same bytes.
+    """
 
     unit: int
     name: str
@@ -29,45 +31,47 @@ class Weight(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """The number of elements."""
         return self.rows * self.columns
 
     @property
     def is_orthogonalised(self) -> bool:
-        """Whether Muon moves it (engine/muon.py); all else goes by AdamW."""
+        """Whether Muon updates it (engine/muon.py); AdamW updates all others."""
         return self.unit != OUTSIDE and self.columns > 1
 
     def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
-        """Numbers that the optimizer keeps of it, of the fullest of the ranks that its rows are spread over."""
+        """Return the optimizer-state elements of this parameter on the fullest of ``shards`` ranks that share its
+        rows.
+        """
         own = -(-self.rows // shards) * self.columns
         return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW counts its steps
 
 
 @dataclass(frozen=True, eq=False)
 class Inventory:
-    """``weights``: in the order in which the model has them. ``buffers``: bytes of the scales of quantised ones."""
+    """``weights``: the parameters in the model's order. ``buffers``: bytes of the scales of quantized ones."""
 
     weights: tuple[Weight, ...]
     buffers: int = 0
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """The number of elements."""
         return sum(w.numel for w in self.weights)
 
     @cached_property
     def trained(self) -> int:
-        """How many numbers of it are trained."""
+        """The number of trained elements."""
         return sum(w.numel for w in self.weights if w.trainable)
 
     @cached_property
     def trained_count(self) -> int:
-        """Return the number of trained weights."""
+        """The number of trained weights."""
         return sum(w.trainable for w in self.weights)
 
     @cached_property
     def largest_trained(self) -> int:
-        """Return the number of elements of the largest trained weight."""
+        """The number of elements of the largest trained weight."""
         return max((w.numel for w in self.weights if w.trainable), default=0)
 
 
@@ -80,8 +84,10 @@ def inventory(
     quantisation: Quantisation = "none",
     stack: Stack = OWN,
 ) -> Inventory:
-    """Of a model whose weights compute in numbers of ``width`` bytes. A quantised weight counts as the numbers of that
-    width that its bits take the place of (models/quantisation.py)."""
+    """Return the inventory of a model that computes in elements of ``width`` bytes.
+
+    A quantized weight counts as the number of elements of that width that use the same bytes (models/quantisation.py).
+    """
     if a.config and adapter is None:
         listed = traced.layout(a.config)["weights"]
         rows = [Weight(unit, name, n, k, trainable) for unit, name, n, k in listed]
@@ -105,7 +111,7 @@ def inventory(
 
 @lru_cache(maxsize=32)
 def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None) -> Inventory:
-    """Return the same where of what could be trained only ``trained``, by unit and name, is; None: all of it."""
+    """Return the inventory with only ``trained``, by unit and name, of its trainable parameters; None: all of them."""
     if trained is None:
         return whole
     kept = (w._replace(trainable=w.trainable and (w.unit, w.name) in trained) for w in whole.weights)
@@ -114,7 +120,7 @@ def partly_trained(whole: Inventory, trained: frozenset[tuple[int, str]] | None)
 
 @lru_cache(maxsize=64)
 def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
-    """Numbers, and trained ones, of what is outside the blocks, then of each block."""
+    """Return the numbers of elements and of trained elements outside the blocks, then of each block."""
     sums: dict[int, list[int]] = {}
     for weight in whole.weights:
         counts = sums.setdefault(weight.unit, [0, 0])
@@ -125,19 +131,22 @@ def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1) -> int:
-    """Numbers that the optimizer keeps of what is trained, of the fullest rank."""
+    """Return the optimizer-state elements of all trained parameters on the fullest rank."""
     return sum(w.state(optimizer, shards) for w in whole.weights if w.trainable)
 
 
 @lru_cache(maxsize=32)
 def first_blocks(whole: Inventory, count: int) -> int:
-    """How many numbers the first ``count`` blocks and what is outside of the blocks have."""
+    """Return the number of elements of the first ``count`` blocks and of the parameters outside the blocks."""
     return sum(w.numel for w in whole.weights if w.unit < count)
 
 
 def _scales(weight: Parameter) -> int:
-    """Bytes: of nf4 one for 64 numbers, fp32 ones of 256 of these and a table of 256; single, one fp32 for 64; of int8
-    fp32 ones a row."""
+    """Return the bytes of a weight's scales.
+
+    nf4: one byte per 64 elements, one fp32 per 256 of these, and a table of 256; nf4_single: one fp32 per 64; int8: one
+    fp32 per row.
+    """
     if weight.quantised == "int8":
         return 4 * weight.n
     scales = -(-weight.numel // 64)

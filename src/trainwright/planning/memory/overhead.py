@@ -1,4 +1,6 @@
-"""What a process takes beside the tensors of its run, and what of those is in the host's memory. Imports no torch."""
+"""Memory of a process in addition to the tensors of its run, and its division between device and host. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ from trainwright.machine.describe import Cluster
 from trainwright.planning.workload import Choice
 
 _MIB = 2**20
-# The driver's and the libraries' own, kernels and workspaces among it: 0.4 to 0.6 GiB on data-centre cards.
+# Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-centre cards.
 _CUDA_CONTEXT = 512 * _MIB
-# Communicators with their channels, by what they reach.
+# Communicators with their channels, within and between nodes.
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
-# Blocks that the allocator holds and nobody fills, as a part of what comes and goes.
+# Blocks that the allocator holds unused, as a share of temporary memory.
 _SLACK = {"cuda": 0.04, "cpu": 0.02}
 # Resident: Python, torch, transformers and the mapped code of both.
 _PROCESS = 380 * _MIB
 
 
 def overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[str, int]:
-    """By name. ``lasting``: bytes of tensors that stay from step to step, ``most``: of the fullest moment."""
+    """Return the overhead by name. ``lasting``: bytes of tensors that stay between steps, ``most``: bytes at the
+    peak.
+    """
     slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
     if cluster.device == "cpu":
         library = choice.spec.library
@@ -31,8 +35,8 @@ def overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[
 
 
 def divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Divide ``base``, what stays from step to step, between the device and the host's memory, as a strategy places
-    it.
+    """Divide ``base``, the memory that stays between steps, between the device and the host according to the
+    strategy.
     """
     if cluster.device == "cpu":
         return dict(base), {}
@@ -42,5 +46,5 @@ def divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[
 
 
 def loading(choice: Choice, numel: int) -> int:
-    """Bytes in the host's memory while a process reads its weights: fp32, whole or its own part of them."""
+    """Return the host bytes while a process reads its weights: fp32, in full or its own shard."""
     return -(-4 * numel // choice.shards) if choice.spec.shards_parameters else 4 * numel

@@ -1,4 +1,4 @@
-"""A model of which only some parameters are trained: what a strategy holds where most gradients never come."""
+"""Memory of a model of which only some parameters are trained, so that most gradients never arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PartlyTrained(Flow):
 
     @property
     def held(self) -> Held:  # type: ignore[override]
-        """Return what is held now."""
+        """Memory that is held now."""
         return self._flow.held
 
     def begin(self, first: bool, last: bool) -> None:
@@ -27,11 +27,11 @@ class PartlyTrained(Flow):
         self._flow.begin(first, last)
 
     def forward(self, unit: int) -> Held:
-        """Run the forward pass."""
+        """Begin the forward pass of ``unit`` and return the most memory that was held."""
         return self._flow.forward(unit)
 
     def head(self) -> Held:
-        """Return what the head runs with."""
+        """Return the memory held while the head runs."""
         return self._flow.head()
 
     def forward_ended(self) -> None:
@@ -39,20 +39,20 @@ class PartlyTrained(Flow):
         self._flow.forward_ended()
 
     def backward(self, unit: int) -> Held:
-        """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
+        """Begin the backward pass of ``unit`` and return the most memory that was held."""
         return self._flow.backward(unit)
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """Take the gradient of a weight as it comes in the backward pass."""
+        """Add the gradient of a weight in the backward pass and return the most memory that was held."""
         if name:
             return self._flow.arrive(unit, name, numel) if (unit, name) in self._trained else self.held
         own = self._of_unit.get(unit, 0)
         return self._flow.arrive(unit, name, own) if own else self.held
 
     def unit_ended(self, unit: int) -> Held:
-        """End the backward pass of ``unit``."""
+        """End the backward pass of ``unit`` and return the most memory that was held."""
         return self._flow.unit_ended(unit)
 
     def end(self) -> Held:
-        """End the pass; return the most that was held."""
+        """End the pass and return the most memory that was held."""
         return self._flow.end()

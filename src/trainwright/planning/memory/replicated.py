@@ -1,4 +1,4 @@
-"""What `single` and `ddp` hold (parallel/replicated/replicated.py, parallel/replicated/gradients.py)."""
+"""Memory of `single` and `ddp` (parallel/replicated/replicated.py, parallel/replicated/gradients.py)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainwright.planning.stack import OWN, Stack
 
 
 class ReplicatedMemory(StrategyMemory):
-    """The whole model on every rank; fp32 masters of trained weights beside those that compute in less."""
+    """Memory of a full model on every rank, with fp32 master weights if it computes in a lower precision."""
 
     def lasting(self) -> Mapping[str, int]:
-        """Return what is held between steps."""
+        """Return the bytes held between steps, by purpose."""
         held, width, stack = self.held, self.width, self.setting.stack
         kept = max(width, stack.kept)
         return {
@@ -27,12 +27,12 @@ class ReplicatedMemory(StrategyMemory):
         }
 
     def flow(self) -> Flow:
-        """Return the flow of gradients through a step."""
+        """Return the memory flow of gradients through a step."""
         bucket_bytes = self.choice.spec.bucket_bytes
         return ReplicatedFlow(self.held, self.width, self._exchanges, self.setting.stack, bucket_bytes)
 
     def step(self) -> int:
-        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
+        """Return the bytes that the optimizer step needs in addition."""
         width, stack, total, largest = self.width, self.setting.stack, self.held.trained, self.held.largest_trained
         kept = max(width, stack.kept)
         if stack.updates_in_backward:
@@ -50,7 +50,7 @@ class ReplicatedMemory(StrategyMemory):
 
 
 class ReplicatedFlow(Flow):
-    """Gradients of a whole model: ``width`` bytes as autograd makes them, fp32 once there is anything to sum."""
+    """Gradients of a full model: ``width`` bytes per element as autograd makes them, fp32 once they are accumulated."""
 
     def __init__(
         self, inventory: Inventory, width: int, exchange: bool, stack: Stack = OWN, bucket_bytes: int | None = None
@@ -61,13 +61,13 @@ class ReplicatedFlow(Flow):
         self._one_by_one = stack.updates_in_backward
         self._ends = _bucket_ends(inventory, self._kept, bucket_bytes) if exchange else ()
         self._own = 0  # bytes in the parameters' own gradients
-        self._sums = 0  # bytes in sums of the micro-batches before, or over the ranks
-        self._arrived = self._started = 0  # numbers whose gradients are there; buckets that are exchanged
+        self._sums = 0  # bytes in sums over earlier micro-batches or over the ranks
+        self._arrived = self._started = 0  # elements whose gradients are ready; buckets that are exchanged
         self._first = self._last = True
 
     @property
     def held(self) -> Held:  # type: ignore[override]
-        """Return what is held now."""
+        """Memory that is held now."""
         return Held(self._own + self._sums)
 
     def begin(self, first: bool, last: bool) -> None:
@@ -78,8 +78,8 @@ class ReplicatedFlow(Flow):
             self._own = self._sums = 0
 
     def arrive(self, unit: int, name: str, numel: int) -> Held:
-        """Take the gradient of a weight as it comes in the backward pass."""
-        if self._one_by_one:  # it goes as soon as the weight is updated
+        """Add the gradient of a weight in the backward pass and return the most memory that was held."""
+        if self._one_by_one:  # freed as soon as the weight is updated
             return Held(self._width * min(numel, self._inventory.largest_trained))
         if self._width < self._kept or self._first:
             self._own += self._width * numel
@@ -87,7 +87,7 @@ class ReplicatedFlow(Flow):
         return self._exchange() if self._last and self._ends else self.held
 
     def end(self) -> Held:
-        """End the pass; return the most that was held."""
+        """End the pass and return the most memory that was held."""
         if self._width == self._kept or (self._first and self._last) or (self._last and self._ends):
             return self.held
         trained = self._kept * self._inventory.trained
@@ -96,7 +96,7 @@ class ReplicatedFlow(Flow):
         return most
 
     def _exchange(self) -> Held:
-        """Copy the gradients of every bucket that is full into one, and let go of them."""
+        """Copy the gradients of every full bucket into one tensor, and free them."""
         full = bisect_right(self._ends, self._arrived, lo=self._started)
         if full == self._started:
             return self.held
@@ -112,7 +112,7 @@ class ReplicatedFlow(Flow):
 
 @lru_cache(maxsize=64)
 def _bucket_ends(inventory: Inventory, kept: int, bucket_bytes: int | None) -> tuple[int, ...]:
-    """Where each bucket ends, in numbers from the last parameter on: about the order in which gradients come."""
+    """Return the end of each bucket in elements from the last parameter, about the order in which gradients arrive."""
     if bucket_bytes is None:
         return (inventory.trained,)
     ends: list[int] = []

@@ -1,4 +1,4 @@
-"""What a strategy's model of its memory has to say, and the model of each strategy. Imports no torch."""
+"""The interface of a strategy's memory model, and the lookup of each strategy's model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainwright.registries import STRATEGIES
 
 @dataclass(frozen=True)
 class StrategyMemory(ABC):
-    """What a strategy holds on the fullest rank, in bytes; the spec of the strategy names the class.
+    """The memory of a strategy on the fullest rank, in bytes; the strategy's spec names the class.
 
-    ``held``: the model's parameters. ``setting``: how they compute.
+    ``held``: the model's parameters. ``setting``: the settings of its passes.
     """
 
     held: Inventory
@@ -31,28 +31,28 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def lasting(self) -> Mapping[str, int]:
-        """Return what is held between steps, by what it is."""
+        """Return the bytes held between steps, by purpose."""
 
     @abstractmethod
     def flow(self) -> Flow:
-        """Return what is held beside that in the course of a pass, from its beginning."""
+        """Return the memory flow of a pass, in addition to ``lasting``."""
 
     @abstractmethod
     def step(self) -> int:
-        """Most bytes of gradients, and of what is made of them, in an optimizer step."""
+        """Return the most bytes of gradients, and of tensors made from them, in an optimizer step."""
 
     def gradients_on_host(self) -> int:
-        """Bytes of gradients that come to lie in the host's memory when the rest of ``lasting`` is there."""
+        """Return the bytes of gradients in the host's memory if the rest of ``lasting`` is there."""
         return 0
 
     @property
     def width(self) -> int:
-        """Bytes of a number that computes."""
+        """Bytes per element in computation."""
         return self.setting.width
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the devices are CPUs."""
+        """Whether the devices are CPUs."""
         return not self.setting.device.is_gpu
 
 
@@ -61,7 +61,7 @@ def memory_model(strategy: str) -> type[StrategyMemory]:
     """Return the class that the strategy's spec names.
 
     Raises:
-        RequestError: it cannot be imported, or is none.
+        RequestError: it cannot be imported, or is not such a class.
     """
     place = spec_of(strategy).memory
     described = f"{STRATEGIES.describe(strategy)}: its memory model {place}"

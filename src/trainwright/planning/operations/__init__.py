@@ -1,8 +1,8 @@
-"""What a model's passes are made of, from its architecture alone: one list that memory and time both follow from.
+"""The operations of a model's passes, from its architecture alone: one list from which memory and time are predicted.
 
-``passes(setting, recompute)`` gives the parts of a model, each run once forwards and backwards: the kernels that it
-launches, with their matrix sizes and bytes, and the memory that it keeps and works in. See ``passes.Pass``,
-``tape.Kernel`` and ``shapes.MicroBatch``.
+``passes(setting, recompute)`` returns the parts of a model, each run once forward and backward: the kernels it
+launches, with their matrix sizes and bytes, and its saved and working memory. See ``passes.Pass``, ``tape.Kernel`` and
+``shapes.MicroBatch``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Passes:
-    """The parts of a model. ``blocks``: one after the other, equal ones being the same object."""
+    """The parts of a model. ``blocks``: in order; equal ones are the same object."""
 
     embedding: Pass
     blocks: tuple[Pass, ...]
@@ -52,7 +52,7 @@ class Passes:
 
 
 def passes(setting: Setting, recompute: str | int = "none") -> Passes:
-    """Return the parts of a model as it is trained, recomputed as the recipe's train.activation_checkpointing says."""
+    """Return the parts of a model in training, recomputed according to the recipe's train.activation_checkpointing."""
     return _passes(setting, recompute)
 
 
@@ -73,7 +73,7 @@ def _passes(setting: Setting, recompute: str | int) -> Passes:
 
 @lru_cache(maxsize=128)
 def block_kinds(a: Architecture) -> tuple[BlockKind, ...]:
-    """Return the kinds of ``a``'s blocks in order; where only their number is known they are spread evenly."""
+    """Return the kinds of ``a``'s blocks in order; if only their number is known they are spread evenly."""
     kinds = []
     for block in range(a.layers):
         rotated = _spread(block, a.rotary_layers, a.layers)
@@ -87,6 +87,6 @@ def block_kinds(a: Architecture) -> tuple[BlockKind, ...]:
 
 
 def _spread(block: int, some: int, among: int) -> bool:
-    """Whether ``block`` is one of ``some``, where every ``among / (among - some)``-th is not."""
+    """Return whether ``block`` is one of ``some``, with every ``among / (among - some)``-th left out."""
     others = among - some
     return not others or (block + 1) * others // among == block * others // among

@@ -1,5 +1,7 @@
-"""A gated delta net in the operations of torch, as transformers computes it without kernels of others
-(models/qwen3_next: torch_chunk_gated_delta_rule). It works in fp32 and in chunks of 64 tokens."""
+"""A gated delta net in torch operations, as transformers computes it without external kernels.
+
+It computes in fp32 and in chunks of 64 tokens (models/qwen3_next: torch_chunk_gated_delta_rule).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _CHUNK = 64
 def delta_net(
     tape: Tape, a: Architecture, delta: DeltaNet, hidden: Tensor, weights: Weights, batch: MicroBatch
 ) -> Tensor:
-    """Return what stands in the place of attention, the output matrix included."""
+    """Apply the layer that replaces attention, including the output matrix."""
     tokens, heads = batch.tokens, delta.value_heads
     tape.operation = "delta.in"
     mixed = project(tape, hidden, weights, "delta.in")
@@ -64,7 +66,7 @@ def delta_net(
 
 
 def _convolved(tape: Tape, x: Tensor, weights: Weights) -> Tensor:
-    """Return a causal convolution over each channel, and silu."""
+    """Apply a causal convolution to each channel, and silu."""
     weight = weights["delta.convolution"]
     made = mul(tape, x, as_tensor(tape, weight, x.width))
     return from_input(tape, made)
@@ -88,7 +90,7 @@ def _rule(
     query, key, value, write, decay = (to(tape, contiguous(tape, x), _FP32) for x in (query, key, value, write, decay))
     query, key = scale(tape, normalised(tape, query, rows)), normalised(tape, key, rows)
     written_values, written_keys = mul(tape, value, write), mul(tape, key, write)
-    total = plus(tape, decay, 0)  # the sum up to each token
+    total = plus(tape, decay, 0)  # the cumulative sum up to each token
     pairs = _between(tape, total, count)
     system = mul(tape, product(tape, written_keys, key, _CHUNK, _CHUNK, delta.key_dim, count, 1), pairs)
     within = mul(tape, product(tape, query, key, _CHUNK, _CHUNK, delta.key_dim, count, 1), pairs)
@@ -112,7 +114,7 @@ def _scan(
     count: int,
     chunks: int,
 ) -> Tensor:
-    """One chunk after the other; each leaves a state for the next."""
+    """Run the chunks in order; each passes a state to the next."""
     k, v = delta.key_dim, delta.value_dim
     state, made = tape.new(count * k * v, _FP32), []
     for _ in range(chunks):
@@ -128,7 +130,7 @@ def _scan(
 
 
 def _between(tape: Tape, total: Tensor, count: int) -> Tensor:
-    """Return what is left of a token at each later one of its chunk."""
+    """Return the decay from each token to each later one of its chunk."""
     spread = repeat(tape, total, _CHUNK)
     masked = plus(tape, spread, count * _CHUNK**2)
     return from_result(tape, masked)

@@ -1,4 +1,4 @@
-"""What programs with kernels of their own run in place of single operations (github.com/linkedin/Liger-Kernel, ops)."""
+"""Fused kernels that some programs run instead of single operations (github.com/linkedin/Liger-Kernel, ops)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainwright.planning.operations.tape import Tape, Tensor
 
 
 def turned(tape: Tape, x: Tensor) -> Tensor:
-    """Rotary positions, in the memory of ``x``; backwards in that of the gradient."""
+    """Apply rotary positions in the memory of ``x``; in the backward pass in that of the gradient."""
     tape.launch("elementwise", x.bytes, x.bytes)
     out = x.alias()
     out.base = x
@@ -23,7 +23,7 @@ def turned(tape: Tape, x: Tensor) -> Tensor:
 
 
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
-    """Return an activation times ``up``; the gradients take the places of both."""
+    """Return an activation times ``up``; the gradients overwrite both inputs."""
     kept = [tape.save(x) for x in (gate, up)] if tape.wants(gate, up) else []
     out = tape.new(up.numel, up.width)
     tape.launch("elementwise", gate.bytes + up.bytes, out.bytes)

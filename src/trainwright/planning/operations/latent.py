@@ -1,4 +1,4 @@
-"""Multi-head latent attention as transformers trains it (models/deepseek_v3): keys and values are made in full."""
+"""Multi-head latent attention as transformers trains it (models/deepseek_v3): keys and values are expanded in full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.planning.operations.weights import Weights
 def latent_projections(
     tape: Tape, a: Architecture, latent: Latent, hidden: Tensor, weights: Weights, tokens: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys [B, H, L, D], rotated in part, and values [B, H, L, V]."""
+    """Return queries and keys [B, H, L, D], partly rotated, and values [B, H, L, V]."""
     heads, plain = a.heads, a.head_dim - latent.rotated
     states = hidden
     if latent.query_rank:

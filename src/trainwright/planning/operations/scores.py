@@ -1,4 +1,4 @@
-"""Attention in single operations, which make every score: capped scores, sinks, scores that fall with distance."""
+"""Attention that computes every score in single operations: soft-capped scores, sinks, ALiBi."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def eager_attention(
     device: Device,
     sinks: Parameter | None = None,
 ) -> Tensor:
-    """Apply transformers' eager attention with capped scores or with sinks, over padded rows. Returns [B, L, H, D]."""
+    """Apply transformers' eager attention with soft caps or sinks over padded rows. Returns [B, L, H, D]."""
     if heads.group > 1:
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     length, count = batch.length, batch.rows * heads.queries
@@ -57,11 +57,11 @@ def eager_attention(
 def alibi_attention(
     tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device
 ) -> Tensor:
-    """Scores that fall with distance, over padded rows, in single operations. Gives [B, L, H, D]."""
+    """Apply attention with ALiBi scores over padded rows, in single operations. Returns [B, L, H, D]."""
     length, count = batch.length, batch.rows * heads.queries
     scores = _scores(tape, q, k, heads, length, batch.rows)
     scores = plus(tape, scores, heads.queries * length * scores.width)
-    scores = plus(tape, scores, batch.rows * length**2)  # the mask, which is there for all blocks
+    scores = plus(tape, scores, batch.rows * length**2)  # the mask, which all blocks share
     weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
     del scores
     weights = dropout(tape, weights, heads.dropout, device.is_gpu)
@@ -69,12 +69,12 @@ def alibi_attention(
 
 
 def _scores(tape: Tape, q: Tensor, k: Tensor, heads: Heads, length: int, rows: int) -> Tensor:
-    """Of all pairs of tokens in each of ``rows``."""
+    """Return the scores of all pairs of tokens in each of ``rows`` rows."""
     return scale(tape, product(tape, q, k, length, length, heads.size, rows * heads.queries, rows))
 
 
 def _with_sinks(tape: Tape, scores: Tensor, sinks: Parameter, rows: int, width: int) -> Tensor:
-    """Return the scores with one more in each of ``rows`` rows, the same for all rows of a head."""
+    """Append to each of ``rows`` rows of scores its head's sink."""
     return cat(tape, [scores, broadcast(tape, as_tensor(tape, sinks, width), rows)], heads_first=True)
 
 
@@ -110,7 +110,7 @@ def scores_attention(
 
 
 def _masked_fill(tape: Tape, x: Tensor, mask: int) -> Tensor:
-    """-inf where a mask of ``mask`` bytes, made for it, says so; the mask is kept."""
+    """Set ``x`` to -inf where a new mask of ``mask`` bytes is set; the mask is saved."""
     kept = tape.save(tape.new(mask, 1)) if tape.wants(x) else None
     out = tape.new(x.numel, x.width, x.heads_first)
     tape.launch("elementwise", x.bytes + mask, x.bytes)
@@ -129,7 +129,7 @@ def _masked_fill(tape: Tape, x: Tensor, mask: int) -> Tensor:
 
 
 def product(tape: Tape, a: Tensor, b: Tensor, m: int, n: int, k: int, count: int, rows: int) -> Tensor:
-    """``count`` products of [m, k] with [k, n], ``count / rows`` heads of each of ``rows``."""
+    """Compute ``count`` products of [m, k] with [k, n]: ``count / rows`` heads of each row."""
     a, b = (contiguous(tape, x) if not x.heads_first and rows > 1 else view(tape, x) for x in (a, b))
     width = a.width
     recorded = tape.wants(a, b)
@@ -160,7 +160,7 @@ def product(tape: Tape, a: Tensor, b: Tensor, m: int, n: int, k: int, count: int
 
 
 def repeat(tape: Tape, x: Tensor, group: int) -> Tensor:
-    """Every head ``group`` times."""
+    """Repeat every head ``group`` times."""
     out = tape.new(x.numel * group, x.width, heads_first=True)
     tape.launch("copy", x.bytes, out.bytes)
     if tape.wants(x):
@@ -180,7 +180,7 @@ def repeat(tape: Tape, x: Tensor, group: int) -> Tensor:
 
 
 def tokens_first(tape: Tape, x: Tensor, heads: Heads) -> Tensor:
-    """[B, H, L, D] as [B, L, H, D]: a copy where its memory is in the first order."""
+    """Transpose [B, H, L, D] to [B, L, H, D]: a copy if its memory has the first order."""
     if x.heads_first and heads.queries > 1:
         x = contiguous(tape, x)
         x.heads_first = False

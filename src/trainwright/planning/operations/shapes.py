@@ -1,4 +1,4 @@
-"""The shapes that a pass over a model has, and what it runs on."""
+"""The shapes of a pass over a model, and its device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 class MicroBatch:
     """The shape of one pass over the model, on one device.
 
-    ``rows`` of ``length`` tokens each, padding counted in; packed: one row, which is all the documents end to end.
-    ``documents``: lengths with how many there are of each; of padded rows, one document a row.
-    ``targets``: tokens whose prediction is in the loss. ``masked``: padded rows of unequal lengths, which need a mask.
+    ``rows`` rows of ``length`` tokens each, including padding; if packed, one row of all documents. ``documents``:
+    lengths, and the number of each; padded rows have one document each. ``targets``: number of targets. ``masked``:
+    padded rows of unequal lengths, which need a mask.
     """
 
     rows: int
@@ -25,22 +25,22 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Positions that are computed."""
+        """Number of computed positions."""
         return self.rows * self.length
 
     @property
     def longest(self) -> int:
-        """Return the longest length."""
+        """Length of the longest document."""
         return max(length for length, _ in self.documents)
 
     @property
     def second_longest(self) -> int:
-        """Length of the longest document beside the longest one; 0 where that is the only one."""
+        """Length of the second-longest document; 0 if there is only one."""
         lengths = sorted((length for length, count in self.documents for _ in range(min(2, count))), reverse=True)
         return lengths[1] if len(lengths) > 1 else 0
 
     def each_document(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield the documents as (length, count): one by one, but equal ones together where there are more than
+        """Yield the documents as (length, count), one by one; equal ones are grouped if there are more than
         ``most``.
         """
         total = sum(count for _, count in self.documents)
@@ -51,15 +51,18 @@ class MicroBatch:
 
     @property
     def pairs(self) -> int:
-        """A query with each key that it may see, in whole documents."""
+        """Number of pairs of a query and a key that it attends to, in full documents."""
         return sum(count * length * (length + 1) // 2 for length, count in self.documents)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of one layer's attention. ``window``: tokens that a query sees, itself among them. ``value``: the width
-    of a head's values, where it is not ``size``. ``sinks``: whether each head has a score that no value belongs to.
-    ``broadcast``: one head of keys is left to torch to give to all queries, which no kernel of its does."""
+    """The shape of one layer's attention.
+
+    ``window``: number of tokens that a query attends to, including itself. ``value``: width of a head's values, if not
+    ``size``. ``sinks``: each head has a score that belongs to no value. ``broadcast``: torch broadcasts one head of
+    keys to all queries, which its fused kernels do not support.
+    """
 
     queries: int
     keys: int
@@ -73,32 +76,35 @@ class Heads:
 
     @property
     def value_size(self) -> int:
-        """Return the size of a value."""
+        """The width of a head's values."""
         return self.value or self.size
 
     @property
     def group(self) -> int:
-        """Return the number of queries for each key."""
+        """The number of query heads per key head."""
         return self.queries // self.keys
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the kernels run on. ``threads``: of a process on a CPU."""
+    """The device that runs the kernels. ``threads``: threads per process on a CPU."""
 
     kind: Literal["cpu", "cuda"]
     threads: int = 1
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it is a GPU."""
+        """Whether it is a GPU."""
         return self.kind == "cuda"
 
 
 @dataclass(frozen=True)
 class BlockKind:
-    """In what blocks of one model differ. ``windowed``: attention looks back a window only. ``rotated``: queries and
-    keys are. ``sparse``: its MLP has experts. ``linear``: it has a delta net in place of attention."""
+    """The differences between blocks of one model.
+
+    ``windowed``: attention is limited to a window. ``rotated``: queries and keys have rotary positions. ``sparse``: its
+    MLP has experts. ``linear``: it has a delta net instead of attention.
+    """
 
     windowed: bool
     rotated: bool

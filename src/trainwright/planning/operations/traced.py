@@ -1,9 +1,9 @@
-"""Blocks of families that are not written down here: run once with fake tensors, and remembered.
+"""Blocks of unknown families: traced once with fake tensors, and cached.
 
-The model is made from its configuration without memory, and its first block runs forwards and backwards on fake
+The model is created from its configuration without memory, and its first block runs forward and backward on fake
 tensors of three shapes. Every allocation is then a size that grows with the tokens and with the pairs of a document's
-tokens, and the same allocations and releases are gone through for any other shape. Kept by fingerprint of the
-configuration in Trainwright's cache; torch is imported to trace, not to read what was traced.
+tokens, and the same allocations and releases are replayed for any other shape. Traces are kept by fingerprint of the
+configuration in Trainwright's cache; torch is imported to trace, not to read a trace.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from trainwright.machine.cache import cache_root
 from trainwright.planning.operations.shapes import MicroBatch
 
 Event = list[Any]
-# Rows, tokens of each: three shapes for three unknowns.
+# Rows and tokens per row: three shapes for three unknowns.
 _SHAPES = ((2, 64), (4, 64), (2, 128))
 _FORMAT = 1
 
 
 def layout(config: str) -> dict[str, Any]:
-    """Sizes and parameters of the model of a configuration (JSON): see ``tracing.layout_of``.
+    """Return sizes and parameters of the model of a configuration (JSON): see ``tracing.layout_of``.
 
     Raises:
-        TraceError: the model cannot be made, or its parts cannot be told apart.
+        TraceError: the model cannot be created, or its parts cannot be identified.
     """
     return _cached(config, "layout", lambda tracing: tracing.layout_of(json.loads(config)))
 
 
 def numbers(config: str, recompute: str, width: int, batch: MicroBatch, input_wants: bool) -> dict[str, Any]:
-    """Return the fields of ``passes.Pass`` that are bytes of memory, of the first block.
+    """Return the fields of ``passes.Pass`` that are bytes of memory, for the first block.
 
     Raises:
         TraceError: the block cannot be traced.
@@ -51,7 +51,7 @@ def numbers(config: str, recompute: str, width: int, batch: MicroBatch, input_wa
 
 
 class TraceError(Exception):
-    """A model that cannot be traced; says why."""
+    """A model cannot be traced; the message gives the reason."""
 
 
 @lru_cache(maxsize=256)
@@ -75,12 +75,12 @@ def _cached(config: str, kind: str, make: Any) -> Any:
         scratch.write_text(json.dumps(made), encoding="utf-8")
         scratch.replace(file)
     except OSError:
-        pass  # a cache that cannot be written is no reason to stop
+        pass  # a cache that cannot be written is not an error
     return made
 
 
 def _fitted(runs: list[Mapping[str, list[Event]]]) -> dict[str, list[Event]]:
-    """Of three runs the events with sizes [a, b, c]: a + b * tokens + c * pairs, in bytes."""
+    """Fit the event sizes of three runs as [a, b, c]: a + b * tokens + c * pairs, in bytes."""
     fitted: dict[str, list[Event]] = {}
     for name in runs[0]:
         lines = [run[name] for run in runs]
@@ -105,7 +105,10 @@ def _sized(events: list[Event], tokens: int, squares: int) -> list[Event]:
 
 
 def _replayed(lines: Mapping[str, list[Event]]) -> dict[str, Any]:
-    """Events are allocations (+), releases (-) and gradients (the name of a parameter), with bytes, or numbers."""
+    """Return the fields of ``passes.Pass`` from events.
+
+    Events are allocations (+), releases (-) and gradients (a parameter's name), with bytes or numbers.
+    """
     evaluation_peak, forward_peak, live = 0, 0, 0
     for kind, _, size in lines["evaluation"]:
         live += size if kind == "+" else -size
@@ -119,7 +122,7 @@ def _replayed(lines: Mapping[str, list[Event]]) -> dict[str, Any]:
     ends = {what: size for kind, what, size in lines["forward"] if kind == "end"}
     kept = live - ends["output"]
     moments, peak = [], 0
-    live += ends["output"]  # the gradient that comes in
+    live += ends["output"]  # the incoming gradient
     peak = live
     for kind, what, size in lines["backward"]:
         if kind == "gradient":

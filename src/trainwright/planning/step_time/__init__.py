@@ -1,1 +1,1 @@
-"""How long an optimizer step takes, and the rates that it is computed from."""
+"""The predicted time of an optimizer step, and the rates it is computed from."""

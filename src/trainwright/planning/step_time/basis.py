@@ -1,4 +1,4 @@
-"""What a plan's times go by on a machine: its calibration, what is measured in a few seconds, or datasheets.
+"""The source of a plan's times: a calibration, a quick measurement, or datasheets.
 
 Imports no torch.
 """
@@ -18,8 +18,11 @@ from trainwright.planning.workload import Workload
 
 @dataclass(frozen=True)
 class Basis:
-    """``said``: that something was measured for it now. ``trouble``: why there is neither. ``runs``: what runs of this
-    machine took, which predictions are corrected by."""
+    """The source of a plan's times.
+
+    ``said``: message about a measurement made now. ``trouble``: why there is no measurement. ``runs``: this machine's
+    own runs, which correct predictions.
+    """
 
     calibration: Calibration | None = None
     measurement: Calibration | None = None
@@ -29,17 +32,18 @@ class Basis:
 
     @property
     def kind(self) -> str:
-        """What predictions go by before they are corrected."""
+        """The source of uncorrected predictions."""
         if self.calibration is not None:
             return "calibration"
         return "datasheet" if self.measurement is None else "measurement"
 
 
 def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] = lambda text: None) -> Basis:
-    """Return what plans of ``workload`` on ``machine`` go by, measured now where it is at hand and never was.
+    """Return the source of times for plans of ``workload`` on ``machine``, measured now if it is present and
+    unmeasured.
 
     Args:
-        doing: told what takes a few seconds, before it is done.
+        doing: called with a message before an operation that takes a few seconds.
     """
     calibration, runs = current_calibration(machine), own_runs(machine)
     if calibration is not None and not calibration.is_disturbed:
@@ -49,7 +53,7 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
 
 
 def shapes_of(workload: Workload) -> Shapes:
-    """Return the model's matrices, those that most is computed with first, and the length of its documents."""
+    """Return the model's matrix sizes, those with the most computation first, and the length of its documents."""
     a = workload.architecture
     done: dict[tuple[int, int], int] = {}
     for kind in block_kinds(a):

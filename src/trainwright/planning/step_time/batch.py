@@ -1,4 +1,4 @@
-"""The micro-batch that a step's time hangs on: that of the process with the most to do. Imports no torch."""
+"""The micro-batch that determines the time of a step: that of the busiest process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import math
 from trainwright.planning.operations import MicroBatch
 from trainwright.planning.workload import Choice, Workload
 
-_PLACES = 64  # micro-batches whose lengths are looked at
+_PLACES = 64  # micro-batches whose lengths are read
 
 
 def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = None) -> MicroBatch:
-    """Return a micro-batch of mean size, of the process that the others wait for. ``sorted_rows``: by length,
-    before they are cut into micro-batches; None: those of a step.
+    """Return a micro-batch of mean size of the busiest process.
+
+    ``sorted_rows``: number of rows that are sorted by length before they are divided into micro-batches; None: those of
+    a step.
     """
     most = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
@@ -39,23 +41,27 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
 
 
 def _tokens_of_a_process(workload: Workload, choice: Choice) -> float:
-    """Of the busiest one in a step: packs are dealt whole, and the last of a global batch is not full."""
+    """Return the tokens of the busiest process in a step: packs are not divided, and the last of a global batch is not
+    full.
+    """
     mean = workload.tokens / choice.num_processes
     packs = choice.gradient_accumulation_steps * choice.micro_batch_size
     return min(workload.tokens, max(mean, packs * workload.row_tokens))
 
 
 def _documents(tokens: int, mean: float) -> tuple[tuple[int, int], ...]:
-    """Documents of equal length that fill ``tokens``, but for what is left over."""
+    """Return documents of equal length that fill ``tokens``, and one for the remainder."""
     length = max(1, min(tokens, round(mean)))
     count, rest = divmod(tokens, length)
     return ((length, count), (rest, 1)) if rest else ((length, count),)
 
 
 def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
-    """Mean length that rows are padded to: a micro-batch has neighbours in length, of the longest of which it is. Where
-    nothing is known but the mean, lengths are taken to fall off exponentially, whose order statistics are sums of
-    1 / k (Renyi, Acta Mathematica Hungarica 4, 1953)."""
+    """Return the mean length that rows are padded to: a micro-batch has rows of similar length, padded to the longest.
+
+    If only the mean is known, lengths are assumed to be exponentially distributed; their order statistics are sums of 1
+    / k (Renyi, Acta Mathematica Hungarica 4, 1953).
+    """
     total = max(rows, round(sorted_rows or workload.global_batch_rows))
     firsts = range(0, total, rows)
     firsts = firsts if len(firsts) <= _PLACES else range(0, total, rows * -(-len(firsts) // _PLACES))
@@ -73,7 +79,9 @@ def _harmonic(count: int) -> float:
 
 
 def seen_pairs(workload: Workload, window: int | None) -> float:
-    """Positions that a token sees on average, itself included: all before it in its document, or a window of them."""
+    """Return the mean number of positions that a token attends to: itself and all before it in its document, or a
+    window.
+    """
     length = workload.document
     if window is None or window >= length:
         return (length + 1) / 2

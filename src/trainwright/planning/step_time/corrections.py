@@ -1,4 +1,4 @@
-"""Predictions corrected by what this machine's own runs took. Imports no torch."""
+"""Corrections of predictions from this machine's own runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.planning.workload import Choice, Workload
 
 @dataclass(frozen=True)
 class Corrections:
-    """Of one workload. ``basis``: what uncorrected predictions go by."""
+    """Corrections of one workload. ``basis``: the source of uncorrected predictions."""
 
     runs: OwnRuns
     model: str
@@ -23,7 +23,7 @@ class Corrections:
         return self.runs.correction(self.model, way_of(choice), self.basis)
 
     def errors(self) -> Errors | None:
-        """How far corrected plans of such runs have been off here; None where there were too few."""
+        """Return the errors of corrected plans of such runs on this machine; None if there were too few."""
         known = [run for run in self.runs.runs if (run.model, run.basis) == (self.model, self.basis)]
         expected = [self.runs.correction(self.model, run.way, self.basis).seconds for run in known]
         speed = interval_of(factor / run.seconds for factor, run in zip(expected, known, strict=True))
@@ -37,9 +37,7 @@ def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections
 
 
 def model_of(workload: Workload) -> str:
-    """Return what the errors of a prediction have in common, however it is run: family, size, adapter, length of
-    rows.
-    """
+    """Return a key for runs whose prediction errors are related: family, size, adapter and length of rows."""
     a = workload.architecture
     adapter = "full" if workload.adapter is None else workload.adapter.kind
     parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantisation)
@@ -48,7 +46,7 @@ def model_of(workload: Workload) -> str:
 
 
 def way_of(choice: Choice) -> str:
-    """How it is run."""
+    """Return a key for how a workload is run."""
     compiled = "compiled" if choice.compile else "eager"
     recompute = str(choice.activation_checkpointing)
     threads = "" if choice.threads is None else f"x{choice.threads}"

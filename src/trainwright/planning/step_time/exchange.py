@@ -1,4 +1,4 @@
-"""What the processes of a run exchange in a step, and how much of it computing hides. Imports no torch.
+"""Predict the communication of a step, and how much of it overlaps with computation. Imports no torch.
 
 The schedules are those of parallel/: gradients.py (ddp), fsdp.py on torch's FSDP2, zero.py on DeepSpeed.
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.workload import Choice
 
-_SMALL = 64  # bytes that the processes tell each other after every step
-# DeepSpeed gathers each matrix by itself, and its hooks around every module take Python's time.
+_SMALL = 64  # bytes that processes exchange after every step
+# DeepSpeed gathers each matrix separately, and its hooks around every module take Python time.
 _MATRICES_OF_A_BLOCK = 7
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the model that is gathered and reduced as one: a block, or all that is in none.
+    """A part of the model that is gathered and reduced as one: a block, or everything outside the blocks.
 
-    ``forward``, ``backward``: seconds that it computes in a micro-batch.
+    ``forward``, ``backward``: seconds of computation per micro-batch.
     """
 
     parameters: int
@@ -31,8 +31,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Prices collectives of a choice. ``hidden``: the part of one that computing beside it can hide. ``exchanged``:
-    bytes of a gradient that is summed. ``sums_whole``: by FSDP in the last micro-batch of a step alone."""
+    """Predict the time of a choice's collectives.
+
+    ``hidden``: the share of a collective that can overlap with computation. ``exchanged``: bytes per element of reduced
+    gradients. ``sums_whole``: FSDP reduces only in the last micro-batch of a step.
+    """
 
     choice: Choice
     rates: Rates
@@ -43,13 +46,15 @@ class Exchange:
     sums_whole: bool = False
 
     def exposed(self, units: Sequence[Unit]) -> float:
-        """Seconds of a step in which a device waits for others. ``units``: the one outside the blocks first."""
+        """Return the seconds of a step in which a device waits for others. ``units``: the one outside the blocks
+        first.
+        """
         choice = self.choice
         if choice.num_processes == 1:
             return 0.0
         passes, told = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
         if choice.spec.shards:
-            told += self._all("all_reduce", _SMALL)  # the norm of what is sharded
+            told += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
         seconds = told
         for one in choice.spec.collectives:
             if one.when == "buckets":
@@ -69,13 +74,15 @@ class Exchange:
         return self.rates.collective(kind, size, self._group(self.choice.num_processes))
 
     def _group(self, ranks: int) -> Group:
-        """``ranks`` neighbours."""
+        """Return a group of ``ranks`` neighbouring ranks."""
         inside = min(ranks, self.devices_per_node)
         return Group(-(-ranks // inside), inside)
 
     def _buckets(self, units: Sequence[Unit]) -> float:
-        """Gradients summed bucket by bucket while the last micro-batch's backward pass goes on. What is outside the
-        blocks comes last, when there is nothing left to hide it."""
+        """Return the exposed seconds of reducing gradients in buckets during the last micro-batch's backward pass.
+
+        Gradients outside the blocks come last, with no computation left to overlap.
+        """
         last, others = self.exchanged * units[0].trainable, self.exchanged * sum(unit.trainable for unit in units[1:])
         bucket = self.choice.spec.bucket_bytes or max(1, others)
         buckets, rest = divmod(others, bucket)
@@ -96,9 +103,9 @@ class Exchange:
         scatters = [self.rates.collective("reduce_scatter", self.exchanged * unit.trainable, group) for unit in units]
         forward = self._forward(units, gathers)
         if not choice.reshard_after_forward:
-            # Gathered once a step, and reduced once.
+            # Gathered and reduced once per step.
             return forward + self._backward(units, [0.0] * len(units), scatters)
-        # What is outside the blocks stays gathered until the backward pass is over.
+        # Parameters outside the blocks stay gathered until the end of the backward pass.
         backward = self._backward(units, [0.0, *gathers[1:]], scatters)
         passes = choice.gradient_accumulation_steps
         if self.sums_whole:
@@ -107,14 +114,17 @@ class Exchange:
         return passes * (forward + backward)
 
     def _forward(self, units: Sequence[Unit], gathers: Sequence[float]) -> float:
-        """Each unit is gathered while the one before it computes."""
+        """Return the exposed seconds of the forward pass: each unit is gathered while the previous one computes."""
         waiting = gathers[0]
         for before, gather in zip(units, gathers[1:], strict=False):
             waiting += self._beside(gather, before.forward)
         return waiting
 
     def _backward(self, units: Sequence[Unit], gathers: Sequence[float], scatters: Sequence[float]) -> float:
-        """While a unit computes, the one before it is gathered and the gradients of the one after it are reduced."""
+        """Return the exposed seconds of the backward pass.
+
+        While a unit computes, the previous unit is gathered and the gradients of the next one are reduced.
+        """
         last = len(units) - 1
         waiting = gathers[last] + scatters[0]
         for index in range(last, 0, -1):
@@ -124,11 +134,13 @@ class Exchange:
         return waiting + self._beside(scatters[1] if last else 0.0, units[0].backward)
 
     def _beside(self, exchanging: float, computing: float) -> float:
-        """Return what an exchange adds to the computing that goes on meanwhile."""
+        """Return the seconds that communication adds to simultaneous computation."""
         return exchanging - self.hidden * min(exchanging, computing)
 
     def _over_replicas(self, units: Sequence[Unit]) -> float:
-        """Shards of gradients summed over the replicas, after the last micro-batch's reduce-scatter of each unit."""
+        """Return the seconds of all-reducing gradient shards over replicas, after the last micro-batch's
+        reduce-scatters.
+        """
         choice = self.choice
         inside = max(1, min(choice.num_processes, self.devices_per_node) // choice.shards)
         group = Group(choice.replicate_size // inside, inside)

@@ -1,7 +1,6 @@
-"""How fast a machine does what training asks of it: by its calibration, else by what was measured of it in a few
-seconds, else by its datasheets.
+"""Rates of a machine for training: from its calibration, or its quick measurement, or its datasheets.
 
-All come as the same curves (``machine.calibration.Setting``). Imports no torch.
+All have the form of the same curves (``machine.calibration.Setting``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ from trainwright.planning.step_time.rates_nominal import nominal_setting, steps_
 Layout = Literal["forward", "input", "weight"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 
-# Of a link's rate, by large messages (all-gathers of NCCL: 361 of 450 GB/s over NVLink 4, 235 of 300 over NVLink 3, 313
-# of 448 over Infinity Fabric; 46 to 48 of 50 GB/s through an InfiniBand adapter, less where many nodes take part:
+# Share of a link's rate that large messages reach (all-gathers of NCCL: 361 of 450 GB/s over NVLink 4, 235 of 300 over
+# NVLink 3, 313 of 448 over Infinity Fabric; 46 to 48 of 50 GB/s through an InfiniBand adapter, less with many nodes:
 # github.com/stas00/ml-engineering, network; github.com/NVIDIA/nccl-tests/issues/290 and /119).
 _LINK = {"nvlink": 0.8, "infinity_fabric": 0.7, "ethernet": 0.7, "pcie": 0.7, "network": 0.75, "memory": 0.5}
-_THROUGH_HOST = 0.35  # of a slot's rate, where devices do not write into each other's memory
-# Beside its steps a collective of NCCL takes a start (all-reduce of 1 MiB on 8 H200: 46 us).
+_THROUGH_HOST = 0.35  # share of a slot's rate if devices cannot write into each other's memory
+# Start-up time of an NCCL collective in addition to its steps (all-reduce of 1 MiB on 8 H200: 46 us).
 _START = 25e-6
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in a collective: ``nodes`` nodes with ``per_node`` of them in each."""
+    """Ranks of a collective: ``nodes`` nodes with ``per_node`` ranks each."""
 
     nodes: int
     per_node: int
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks of the group."""
+        """The number of ranks of the group."""
         return self.nodes * self.per_node
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of ``cluster``. ``known``: what follows from them and was worked out before."""
+    """Rates of ``cluster``. ``known``: cache of results computed from them."""
 
     cluster: Cluster
     calibration: Calibration | None = None
@@ -53,17 +52,18 @@ class Rates:
 
     @property
     def calibrated(self) -> bool:
-        """Return whether the rates come from a calibration."""
+        """Whether the rates come from a calibration."""
         return self.calibration is not None
 
     @property
     def are_measured(self) -> bool:
-        """Whether they are of this machine, and not of others like it."""
+        """Whether the rates were measured on this machine."""
         return self.calibration is not None or self.measurement is not None
 
     def setting(self, processes: int, threads: int | None = None) -> Setting:
-        """Return what each of ``processes`` on a node does, all of them at once; on a CPU of so many ``threads``
-        each, all that there are if it is not said.
+        """Return the rates of each of ``processes`` that run at once on a node.
+
+        ``threads``: threads per process on a CPU, by default all available.
         """
         if self.cluster.device == "cpu" and threads is None:
             threads = max(1, self.cluster.cpu_cores // processes)
@@ -83,14 +83,16 @@ class Rates:
         return nominal_setting(self.cluster, processes, threads)
 
     def threads(self, processes: int) -> tuple[int | None, ...]:
-        """Of a process, that are worth trying; None on GPUs."""
+        """Return the threads per process to try; None on GPUs."""
         if self.cluster.device != "cpu":
             return (None,)
         return thread_counts(None if self.calibration else self.measurement, processes, self.cluster.cpu_cores)
 
     def peak(self, devices: int, precision: str) -> float | None:
-        """Operations a second of so many devices (a CPU is one): as measured, else by the datasheet of a GPU; None of
-        a CPU that nobody has measured, whose flags say little."""
+        """Return the operations per second of ``devices`` devices (a CPU is one).
+
+        They are measured, or from the datasheet of a GPU; None for an unmeasured CPU, whose flags say little.
+        """
         found = self.calibration or self.measurement
         if found is not None:
             each = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in found.settings)
@@ -100,7 +102,9 @@ class Rates:
         return None if rate is None else rate * devices
 
     def collective(self, kind: CollectiveKind, size: float, group: Group) -> float:
-        """Seconds of a collective over ``group`` on a tensor of ``size`` bytes, the whole of it where it is sharded."""
+        """Return the seconds of a collective over ``group``; ``size``: bytes of the full tensor, even if it is
+        sharded.
+        """
         if group.ranks == 1 or not size:
             return 0.0
         setting = self.setting(group.per_node)
@@ -113,8 +117,10 @@ class Rates:
         return setting.exchange.waited + setting.exchange.factor * alone
 
     def _by_links(self, kind: CollectiveKind, size: float, group: Group) -> float:
-        """Rings over all ranks, as many as a node has adapters: the slowest of their links decides (nccl,
-        graph/tuning.cc)."""
+        """Return the seconds of rings over all ranks, one per adapter of a node, limited by the slowest link.
+
+        See nccl, graph/tuning.cc.
+        """
         times, messages = steps_of(kind, group.ranks)
         link = self.cluster.link
         inside = times * size / self._bandwidth(link) if group.per_node > 1 else 0.0
@@ -122,7 +128,7 @@ class Rates:
             return _START + inside + messages * link.latency
         network = self.cluster.network
         assert network is not None, "several nodes have a network"
-        # The rings share the adapters of a node, each of which carries what every other link of its ring does.
+        # The rings share the adapters of a node; each carries the same bytes as every other link of its ring.
         _, hops = steps_of(kind, group.nodes)
         across = times * size / (self._bandwidth(network) * group.per_node)
         ring = hops * network.latency + (messages - hops) * link.latency
@@ -135,6 +141,7 @@ class Rates:
 
 
 def rates_of(cluster: Cluster, calibration: Calibration | None = None, measurement: Calibration | None = None) -> Rates:
-    """Rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine, whose nodes the cluster's are
-    like."""
+    """Return the rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine, which its nodes
+    resemble.
+    """
     return Rates(cluster, calibration, measurement)
