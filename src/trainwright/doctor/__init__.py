@@ -1,1 +1,1 @@
-"""Checks that a recipe, a machine or a run is what it is taken for."""
+"""Checks of recipes, machines and runs."""

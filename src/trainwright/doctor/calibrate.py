@@ -1,4 +1,4 @@
-"""Measure this machine: how fast training's operations are, alone and in as many processes as training may use."""
+"""Measure this machine: the speed of training's operations, in one process and in several at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainwright.launch.process import preload_libraries
 from trainwright.machine.detect import Machine
 from trainwright.machine.measured.calibration import Calibration, Setting, versions
 
-SECONDS = 50.0  # in all, imports and starting processes counted in
-LIMIT = 57.0  # after which a machine is too busy to be measured; with what follows it stays under a minute
+SECONDS = 50.0  # in total, including imports and starting processes
+LIMIT = 57.0  # seconds after which a machine is too busy to be measured; with the final work it stays below a minute
 
 
 def calibrate(
@@ -32,15 +32,15 @@ def calibrate(
     say: Callable[[str], None] = lambda text: None,
     limit: float = LIMIT,
 ) -> Calibration:
-    """Measure ``machine``, which is this one, in about ``seconds``.
+    """Measure ``machine``, which must be this one, in about ``seconds``.
 
     Args:
-        limit: seconds after which it is given up, where not even one round over everything is done.
-        say: told what is being measured, a line at a time.
+        limit: seconds after which it fails if not even one round is complete.
+        say: called with each line of progress.
 
     Raises:
-        MachineError: a process that measured failed, or the machine is too busy.
-        Stopped: it was asked to stop.
+        MachineError: a measuring process failed, or the machine is too busy.
+        Stopped: a stop was requested.
     """
     parts: dict[str, float] = {}
     counts = process_counts(machine)
@@ -72,7 +72,7 @@ def calibrate(
 
 
 def process_counts(machine: Machine) -> tuple[int, ...]:
-    """Numbers of processes to measure: one, all that there can be, and on a CPU up to two between."""
+    """Return the numbers of processes to measure: one, the maximum, and on a CPU up to two in between."""
     if machine.gpus:
         return tuple(sorted({1, len(machine.gpus)}))
     doublings = [2**power for power in range(machine.cpu_cores.bit_length())]
@@ -91,7 +91,7 @@ def _described(count: int, threads: int | None) -> str:
 
 
 def _threads(machine: Machine, processes: int) -> int:
-    """As training has them: a share of the cores, unless the user says otherwise."""
+    """Return the threads per process as in training: a share of the cores, unless OMP_NUM_THREADS is set."""
     own = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(own) if own.isdigit() and int(own) > 0 else max(1, machine.cpu_cores // processes)
 

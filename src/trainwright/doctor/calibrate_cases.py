@@ -1,7 +1,7 @@
-"""What is timed to know a machine: the operations of a training step, over the sizes that models have.
+"""The cases of a calibration: the operations of a training step, over the sizes of models.
 
-Each case is one operation at one size, done as training does it: the same kernels, outputs in fresh memory, gradients
-by autograd. Names and sizes are those of ``machine.calibration.Setting``.
+Each case is one operation at one size, run as in training: the same kernels, newly allocated outputs, gradients by
+autograd. Names and sizes are those of ``machine.calibration.Setting``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp16", "tf32", "fp32")}
 
 _Shape = tuple[int, int, int]
-# (m, n, k): tokens, width out, width in. Few tokens, narrow and wide matrices, and some of no round number.
+# (m, n, k): tokens, output width, input width. Few tokens, narrow and wide matrices, and some that are no round
+# numbers.
 _PRODUCTS: dict[str, tuple[_Shape, ...]] = {
     "cpu": (
         (64, 512, 512),
@@ -59,10 +60,10 @@ _HELD_OUT_PRODUCTS: dict[str, tuple[_Shape, ...]] = {
 # Elements of the tensors that a kernel reads.
 _TRAFFIC = {"cpu": (2**14, 2**17, 2**20, 2**22, 2**23, 2**24), "cuda": (2**16, 2**20, 2**23, 2**25, 2**27)}
 _HELD_OUT_TRAFFIC = {"cpu": (2**19, 3 * 2**21), "cuda": (2**22, 2**26)}
-# Lengths of documents; on a CPU on both sides of where its bf16 kernel begins to be used.
+# Lengths of documents; on a CPU below and above the length from which its bf16 kernel is used.
 _ATTENTION = {"cpu": (32, 64, 128, 256, 511, 512, 1024, 2048), "cuda": (128, 512, 2048, 8192, 16384)}
 _HELD_OUT_ATTENTION = {"cpu": (192, 768), "cuda": (1024, 4096)}
-_ATTENTION_SHAPE = {"cpu": (512, 8, 64), "cuda": (16384, 32, 128)}  # tokens, heads, channels of each
+_ATTENTION_SHAPE = {"cpu": (512, 8, 64), "cuda": (16384, 32, 128)}  # tokens, heads, head size
 _OPTIMIZER = {"cpu": (2**18, 2**21, 2**24), "cuda": (2**20, 2**24, 2**28)}
 _HELD_OUT_OPTIMIZER = {"cpu": (2**23,), "cuda": (2**26,)}
 _DATA = ((1, 64), (8, 1024), (2, 2048), (32, 4096))  # documents, tokens
@@ -77,10 +78,11 @@ _HELD_OUT_HOST_LINK = (2**26,)
 
 @dataclass(frozen=True)
 class Case:
-    """``build`` makes the inputs and gives what is timed; the curve's seconds are those of it divided by ``amount``.
+    """A case of the calibration.
 
-    ``joint``: it waits for the other processes, so that all have to do it equally often. ``typical``: what it takes
-    most of the time is wanted, not what it takes at its best.
+    ``build`` creates the inputs and returns the function to time; the curve's seconds are its seconds divided by
+    ``amount``. ``joint``: it waits for the other processes, so all must call it equally often. ``typical``: its typical
+    time counts, not its minimum.
     """
 
     curve: str
@@ -93,21 +95,21 @@ class Case:
 
 
 def product_cases(device: torch.device) -> Iterator[Case]:
-    """Matrix products in the three layouts of a linear module's training, in every precision."""
+    """Yield matrix products in the three layouts of a linear module's training, in every precision."""
     for shape, held_out in _both(_PRODUCTS[device.type], _HELD_OUT_PRODUCTS[device.type]):
         for precision in PRECISIONS[device.type]:
             yield from products_of(shape, precision, device, held_out)
 
 
 def products_of(shape: _Shape, precision: str, device: torch.device, held_out: bool = False) -> Iterator[Case]:
-    """Those of one linear module: (tokens, width out, width in)."""
+    """Yield the products of one linear module: (tokens, output width, input width)."""
     for layout in ("forward", "input", "weight"):
         build = partial(_product, precision, layout, shape, device)
         yield Case(f"product/{precision}/{layout}", _multiplied(layout, shape), held_out, build)
 
 
 def traffic_cases(device: torch.device) -> Iterator[Case]:
-    """Kernels that are bound by memory, or on a CPU by what is done to each element."""
+    """Yield kernels that are bound by memory, or on a CPU by the work per element."""
     for elements, held_out in _both(_TRAFFIC[device.type], _HELD_OUT_TRAFFIC[device.type]):
         for precision in ("fp32", "bf16"):
             for kind in _KINDS:
@@ -115,7 +117,7 @@ def traffic_cases(device: torch.device) -> Iterator[Case]:
 
 
 def traffic_of(precision: str, kind: str, elements: int, device: torch.device, held_out: bool = False) -> Case:
-    """Kernels of one kind on tensors of so many elements."""
+    """Return kernels of one kind on tensors of ``elements`` elements."""
     kernels, numbers = _KINDS[kind]
     size = DTYPES[precision].itemsize * elements * numbers / kernels
     build = partial(_traffic, precision, kind, elements, device)
@@ -123,14 +125,14 @@ def traffic_of(precision: str, kind: str, elements: int, device: torch.device, h
 
 
 def attention_cases(device: torch.device) -> Iterator[Case]:
-    """Causal attention inside documents, as packed training does it."""
+    """Yield causal attention within documents, as in packed training."""
     for length, held_out in _both(_ATTENTION[device.type], _HELD_OUT_ATTENTION[device.type]):
         for precision in ("fp32", "bf16"):
             yield from attention_of(precision, length, device, held_out)
 
 
 def attention_of(precision: str, length: int, device: torch.device, held_out: bool = False) -> Iterator[Case]:
-    """Both directions, over documents of one length."""
+    """Yield both directions of attention over documents of one length."""
     _, heads, channels = _ATTENTION_SHAPE[device.type]
     amount = _attention_tokens(length, device) * heads * channels
     for direction in ("forward", "backward"):
@@ -139,7 +141,7 @@ def attention_of(precision: str, length: int, device: torch.device, held_out: bo
 
 
 def other_cases(device: torch.device) -> Iterator[Case]:
-    """Yield the optimizer, the loss, making a batch, and copies between a GPU and the host."""
+    """Yield the optimizer, the loss, preparing a batch, and copies between a GPU and the host."""
     for elements, held_out in _both(_OPTIMIZER[device.type], _HELD_OUT_OPTIMIZER[device.type]):
         yield Case("optimizer", (elements,), held_out, partial(_optimizer, elements, device))
     for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
@@ -156,12 +158,12 @@ def other_cases(device: torch.device) -> Iterator[Case]:
 
 
 def loss_of(precision: str, logits: int, device: torch.device, held_out: bool = False) -> Case:
-    """Cross-entropy of so many logits with its gradient."""
+    """Return cross-entropy of ``logits`` logits with its gradient."""
     return Case(f"loss/{precision}", (logits,), held_out, partial(_loss, precision, logits, device))
 
 
 def optimizer_of(elements: int, device: torch.device) -> Case:
-    """AdamW's kernel by itself, without ``torch.optim``, whose first step imports torch's compiler."""
+    """Return AdamW's kernel without ``torch.optim``, whose first step imports torch's compiler."""
     return Case("optimizer", (elements,), False, partial(_update, elements, device))
 
 
@@ -170,12 +172,12 @@ def _both(used: tuple[Any, ...], held_out: tuple[Any, ...]) -> list[tuple[Any, b
 
 
 def _random(shape: tuple[int, ...], precision: str, device: torch.device) -> torch.Tensor:
-    """Random numbers, not zeros: what a GPU draws, and so its clock, depends on the bits that change."""
+    """Return random numbers: a GPU's power, and so its clock, depends on the bits that change."""
     count = math.prod(shape)
     some = _some_random(precision, device)
     return some.repeat(-(-count // len(some)))[:count].view(
         shape
-    )  # drawing all of them takes longer than what is timed
+    )  # generating all of them takes longer than the timed operation
 
 
 @cache
@@ -184,7 +186,7 @@ def _some_random(precision: str, device: torch.device) -> torch.Tensor:
 
 
 def _multiplied(layout: str, shape: _Shape) -> _Shape:
-    """Return the product's own sizes, [m, k] @ [k, n], of a linear module's: tokens, width out, width in."""
+    """Return the sizes [m, k] @ [k, n] of a linear module's product: tokens, output width, input width."""
     tokens, wide, narrow = shape
     return {"forward": (tokens, wide, narrow), "input": (tokens, narrow, wide), "weight": (wide, narrow, tokens)}[
         layout
@@ -211,7 +213,7 @@ def _in_tf32(run: Run) -> None:
         matmul.allow_tf32 = before
 
 
-# Kernels that are timed together, and the numbers that they read and write for each element.
+# Number of kernels that are timed together, and of elements that they read and write per element.
 _KINDS = {"copy": (1, 2), "elementwise": (2, 6), "reduction": (1, 1)}
 _ROW = 512
 
@@ -269,7 +271,7 @@ def _update(elements: int, device: torch.device) -> Run:
 def _loss(precision: str, logits: int, device: torch.device) -> Run:
     from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy
 
-    # As narrow as hidden states can be: the products are counted with the others.
+    # The minimum width of hidden states: the products are measured separately.
     hidden = _random((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
     weight = _random((_LOSS_ROW, _LEAST_WIDTH), precision, device)
     targets = torch.zeros(len(hidden), dtype=torch.int64, device=device)
@@ -282,7 +284,7 @@ def _data(documents: int, tokens: int, device: torch.device) -> Run:
 
 
 def pack(documents: Sequence[list[int]]) -> Callable[[], Batch]:
-    """Return what makes a flat micro-batch of these documents, every token of which is a target."""
+    """Return a function that makes a flat micro-batch of these documents, in which every token is a target."""
     from trainwright.data.stream.batch import collate
     from trainwright.data.stream.dataset import TokenDataset
     from trainwright.data.stream.stream import MicroBatch

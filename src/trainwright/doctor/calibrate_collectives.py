@@ -1,4 +1,4 @@
-"""Collectives between the processes of a setting, and how much of one is hidden by computing meanwhile."""
+"""Measure collectives between the processes of a setting, and their overlap with computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDS = 3
 
 
 def collective_cases(world: World) -> Iterator[Case]:
-    """Yield the collectives that strategies use, by the bytes of the whole tensor."""
+    """Yield the collectives that strategies use, by the bytes of the full tensor."""
     if world.size == 1:
         return
     kind = world.device.type
@@ -30,7 +30,7 @@ def collective_cases(world: World) -> Iterator[Case]:
 
 
 def measure_overlap(world: World) -> float:
-    """Return the part of an all-reduce that matrix products of the same length hide, from 0 to 1."""
+    """Return the share of an all-reduce that overlaps with matrix products of the same duration, from 0 to 1."""
     if world.size == 1:
         return 0.0
     reduce = _all_reduce(world, _OVERLAP_BYTES[world.device.type])

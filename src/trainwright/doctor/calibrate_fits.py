@@ -1,4 +1,4 @@
-"""From samples to the curves of a calibration."""
+"""Fit the curves of a calibration to samples."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _FORM = {
 
 
 def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
-    """Return the curve ``name`` through the rows that are not held out: ``sizes``, ``seconds`` and ``held_out``
-    each.
+    """Return the curve ``name`` through the rows that are not held out.
+
+    Each row has ``sizes``, ``seconds`` and ``held_out``.
     """
     samples = tuple(Sample(tuple(row["sizes"]), row["seconds"], row["held_out"]) for row in rows)
     form = _FORM.get(name.partition("/")[0], "table")
@@ -34,7 +35,7 @@ def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
 
 
 def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Coefficients, none below zero, with the least sum of squared relative errors."""
+    """Return non-negative coefficients with the least sum of squared relative errors."""
     rows = np.array([[term / sample.seconds for term in FORMS[form](*sample.sizes)] for sample in samples])
     scale = rows.max(axis=0)
     found = non_negative(rows / scale, np.ones(len(samples)))
@@ -42,8 +43,9 @@ def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def non_negative(rows: Numbers, wanted: Numbers) -> Numbers:
-    """Return the x [N], none below zero, with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M]
-    (Lawson and Hanson 1974, ch. 23). The unknowns are few, so every choice of those that are not zero is tried.
+    """Return the non-negative x [N] with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M].
+
+    See Lawson and Hanson 1974, ch. 23. With few unknowns, every set of non-zero ones is tried.
     """
     best, least = np.zeros(rows.shape[1]), float(np.square(wanted).sum())
     for count in range(1, min(rows.shape) + 1):

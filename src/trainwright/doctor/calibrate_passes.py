@@ -1,8 +1,8 @@
-"""Whole passes of small models, which tell how a training step's kernels compare with the same ones alone.
+"""Passes of small models, which show how kernels in a training step compare with the same kernels in a loop.
 
-Alone, over and over, a kernel finds its inputs in the caches and nothing else to do between two calls. In a step it
-finds neither, by how much hangs on the machine; so passes are timed, and what their kernels take in them is fitted.
-Only CPUs need it: on a GPU kernels wait in a queue, and its caches hold little of a step.
+In a loop a kernel finds its inputs in the caches, and nothing runs between two calls. In a step neither holds, and the
+effect depends on the machine; so passes are timed, and factors on their kernels' times are fitted. Only CPUs need it:
+on a GPU kernels wait in a queue, and its caches hold little of a step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Rows = Sequence[Mapping[str, Any]]
 _MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
 _WIDTH = {"fp32": 4, "bf16": 2}
 _VOCABULARY = 256
-# What is usual (seen on AVX-512 servers): factors on products, attention and memory-bound kernels, seconds beside a
-# kernel; seconds beside a collective and the factor on it. What is fitted is held to it by ``_HELD`` beside the weight
-# 1 of a pass, so that passes that are hard to tell apart, or were disturbed, do not send it far off.
+# Typical values (of AVX-512 servers): factors on products, attention and memory-bound kernels, seconds per kernel;
+# seconds per collective and the factor on it. Fits are regularized towards them with the weight ``_HELD``, where a pass
+# has weight 1, so that similar or disturbed passes do not distort them.
 _IN_STEP = (1.1, 1.05, 2.0, 2e-5)
 _EXCHANGE = (2.5e-3, 1.1)
 _HELD = 0.15
@@ -49,7 +49,7 @@ _HELD = 0.15
 
 @dataclass(frozen=True)
 class Small:
-    """A llama of ``layers`` blocks on a pack of ``documents`` of about ``length`` tokens each."""
+    """A llama of ``layers`` blocks on a pack of ``documents`` documents of about ``length`` tokens each."""
 
     width: int
     heads: int
@@ -60,7 +60,7 @@ class Small:
 
     @property
     def config(self) -> dict[str, Any]:
-        """As ``transformers`` has it."""
+        """The configuration for ``transformers``."""
         return {
             "model_type": "llama",
             "hidden_size": self.width,
@@ -75,26 +75,26 @@ class Small:
 
     @property
     def architecture(self) -> Architecture:
-        """Return the model's architecture."""
+        """The model's architecture."""
         found = from_config(self.config)
         assert found is not None, "llamas are known"
         return found
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the documents: a tenth shorter to a tenth longer, as equal ones would be computed as a batch."""
+        """The documents' lengths: within 10 % of ``length``, as equal ones would be computed as a batch."""
         spread = range(1 - self.documents, self.documents, 2)
         return tuple(self.length + round(0.1 * self.length * place / max(1, self.documents - 1)) for place in spread)
 
     @property
     def batch(self) -> MicroBatch:
-        """Return the micro-batch of its documents."""
+        """The micro-batch of its documents."""
         tokens = sum(self.lengths)
         documents = tuple((length, 1) for length in self.lengths)
         return MicroBatch(1, tokens, documents, tokens - self.documents, True, False)
 
 
-# Few tokens and many, narrow and wide matrices, short documents and long ones.
+# Few and many tokens, narrow and wide matrices, short and long documents.
 _MODELS = (
     Small(192, 3, 4, documents=1, length=96),
     Small(192, 3, 3, documents=6, length=160),
@@ -114,9 +114,9 @@ _SHARDED = (
 
 
 def pass_cases(world: World) -> Iterator[Case]:
-    """Yield a pass forwards and backwards of each model in each precision; its size is its place among them.
+    """Yield a forward and backward pass of each model in each precision; its size is its index.
 
-    With several processes some are sharded too, so that what exchanges take in a step is seen.
+    With several processes some are sharded too, to measure communication within a step.
     """
     from trainwright.doctor.calibrate_cases import Case
 
@@ -132,7 +132,7 @@ def pass_cases(world: World) -> Iterator[Case]:
 
 
 def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows], dict[str, Rows]]:
-    """Return the samples of the curves by name, of passes and of sharded ones by precision."""
+    """Return the samples of the curves by name, and those of passes and of sharded passes by precision."""
     parts: dict[str, dict[str, Rows]] = {"passes": {}, "sharded": {}}
     curves: dict[str, Rows] = {}
     for name, rows in samples.items():
@@ -145,7 +145,7 @@ def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows]
 
 
 def in_step(setting: Setting, precision: str, rows: Rows) -> InStep:
-    """Return what makes passes of the models, predicted by the setting's curves, take as long as they did."""
+    """Return the factors with which the setting's curves predict the measured passes."""
     works = [_priced(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
     rest = np.array([work.loss for work in works])
@@ -155,7 +155,7 @@ def in_step(setting: Setting, precision: str, rows: Rows) -> InStep:
 
 
 def exchange(setting: Setting, machine: Machine, sharded: Mapping[str, Rows]) -> Exchanged:
-    """Seconds beside a collective and the factor on it that make sharded passes take as long as they did."""
+    """Return the seconds per collective and the factor on it that predict the measured sharded passes."""
     terms: list[list[float]] = []
     rest: list[float] = []
     rows: list[Mapping[str, Any]] = []
@@ -175,7 +175,7 @@ def exchange(setting: Setting, machine: Machine, sharded: Mapping[str, Rows]) ->
 def _fitted(
     terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Coefficients of ``terms`` [M, N], not far from the ``usual`` ones, and errors of the rows held out."""
+    """Return coefficients of ``terms`` [M, N], regularized towards ``usual``, and errors of the held-out rows."""
     wanted = np.array([row["seconds"] for row in rows])
     used = np.array([not row["held_out"] for row in rows])
     units = np.array(usual)
@@ -195,7 +195,7 @@ def _priced(model: Small, precision: str, setting: Setting) -> Work:
 
 
 def _sharded_seconds(model: Small, precision: str, setting: Setting, machine: Machine) -> float:
-    """Of a step of the model without the optimizer."""
+    """Return the seconds of a step of the model without the optimizer."""
     count, tokens = setting.processes, model.batch.tokens
     workload = Workload(
         model.architecture,

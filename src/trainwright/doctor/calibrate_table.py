@@ -1,4 +1,4 @@
-"""A calibration as people read it."""
+"""Format a calibration as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN_BYTES = (2**20, 2**24, 2**28)
 
 
 def lines(calibration: Calibration) -> Iterator[str]:
-    """Yield the table: rates of each setting, each group with its error on sizes that were held out."""
+    """Yield the table: rates of each setting, each group with its error on held-out sizes."""
     taken = sum(calibration.parts.values())
     yield f"{calibration.machine}, measured {calibration.measured} in {taken:.0f} s: " + ", ".join(
         f"{part} {seconds:.0f}" for part, seconds in calibration.parts.items()
@@ -112,7 +112,7 @@ def _in_step(setting: Setting) -> Iterator[str]:
 
 
 def _seen(setting: Setting, group: str) -> list[str]:
-    """Precisions that a group of curves has."""
+    """Return the precisions of a group of curves."""
     return list(dict.fromkeys(name.split("/")[1] for name in setting.curves if name.startswith(f"{group}/")))
 
 

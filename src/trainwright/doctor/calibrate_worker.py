@@ -1,4 +1,4 @@
-"""The measuring itself, in every process of a setting at once."""
+"""Measure the cases in all processes of a setting at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch.process import keep_freed_memory, stop_requested
 from trainwright.parallel.world import World, join, leave
 
-_SLOT_SECONDS = 0.02  # of one case in one round; at least one call
-_UNDISTURBED = 0.2  # of the calls; the others waited for something else
+_SLOT_SECONDS = 0.02  # seconds per case and round; at least one call
+_UNDISTURBED = 0.2  # quantile of the calls; slower ones waited for something else
 _LAUNCHES = 400
 _MOST_ROUNDS = 12
 _MOST_CALLS = 200
 _FEWEST_TYPICAL = 3  # calls
-_JOINT = 4  # times as long: processes that wait for each other come back in irregular times
+_JOINT = 4  # factor on the slot: processes that wait for each other have irregular times
 _TOO_BUSY = (
     "this machine is too busy to be measured: one round over everything takes more than its time; end what else runs "
     "here, and measure again"
@@ -33,13 +33,13 @@ _TOO_BUSY = (
 
 
 def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
-    """Entry of a worker; rank 0 writes samples by curve to ``output``.
+    """Run a worker; rank 0 writes samples by curve to ``output``.
 
     Args:
-        ends: until when (of time.monotonic) it is measured, and when it is given up.
+        ends: time.monotonic() at which measuring ends, and at which it fails.
 
     Raises:
-        MachineError: the machine is so busy that not even a first round is done by then.
+        MachineError: the machine is too busy to finish a first round.
     """
     torch.manual_seed(0)
     keep_freed_memory()
@@ -78,18 +78,18 @@ class _Stopped(Exception):
 def _measured(
     world: World, cases: list[tuple[str, Case]], ends: tuple[float, float], parts: dict[str, float]
 ) -> list[tuple[Case, Timed]]:
-    """Each case with its seconds, the mean over the ranks.
+    """Return each case with its seconds, the mean over the ranks.
 
-    In rounds over all cases, so that what else the machine does meanwhile does not fall on a few of them; of most the
-    best round counts, which is the one that was disturbed least. The first one is gone through to its end, in haste
-    where the machine is slow. ``parts`` is told the time that each took.
+    Cases are timed in rounds over all of them, so that other programs do not only disturb a few; for most cases the
+    best round is used. The first round is always completed, with short slots on a slow machine. ``parts``: the time of
+    each part is added to it.
     """
     rounds: list[list[Timed]] = [[] for _ in cases]
     kept: dict[int, Run] = {}
     clock = Stopwatch()
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
-            # Rank 0's clock decides for all. This is also where they wait for each other.
+            # Rank 0's clock decides for all ranks. This also synchronizes them.
             begun = time.monotonic()
             past = [float(world.is_main and begun > end) for end in ends]
             late, over, stopped = world.sum([*past, float(stop_requested())])
@@ -100,7 +100,7 @@ def _measured(
             if over:
                 raise MachineError(_TOO_BUSY)
             run = kept.get(index) or case.build()
-            if case.typical:  # takes longer to make than to run
+            if case.typical:  # takes longer to build than to run
                 kept[index] = run
             rounds[index].append(_time(world, clock, case, run, 0.0 if late or not number else _SLOT_SECONDS))
             parts[part] += time.monotonic() - begun
@@ -114,13 +114,13 @@ def _measured(
 
 
 def _of_rounds(case: Case, times: list[Timed]) -> Timed:
-    """Of a case's rounds the best, or what it takes most of the time; among those that nothing has spoilt."""
+    """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
     clean = sorted(one for one in times if not one.is_spoilt) or sorted(times)
     return clean[int((0.25 if case.typical else 0.0) * len(clean))]
 
 
 def _time(world: World, clock: Stopwatch, case: Case, run: Run, slot: float) -> Timed:
-    """One call, over ``slot`` seconds of calls after one that is not counted."""
+    """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
     on_gpu = world.device.type == "cuda"
     clock.look()
@@ -139,7 +139,7 @@ def _time(world: World, clock: Stopwatch, case: Case, run: Run, slot: float) -> 
 
 
 def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
-    """Of calls that all ranks make together: where one waits for a core, the others wait for it."""
+    """Combine calls that all ranks make together: if one waits for a core, the others wait for it."""
     rows = world.gather_floats([value for one in times for value in one])
     return [
         Timed(statistics.mean(row[2 * n] for row in rows), max(row[2 * n + 1] for row in rows))
@@ -148,7 +148,7 @@ def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
 
 
 def _on_gpu(run: Callable[[], object], count: int) -> float:
-    """Mean of ``count`` calls, by the GPU's own clock."""
+    """Return the mean seconds of ``count`` calls by the GPU's own clock."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -160,7 +160,7 @@ def _on_gpu(run: Callable[[], object], count: int) -> float:
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Host seconds of starting one small kernel, over a chain of them forward and backward."""
+    """Return the host seconds for launching one small kernel, from a chain of them forward and backward."""
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Two runs of one recipe side by side, step by step, and whether they are the same run."""
+"""Compare two runs of one recipe step by step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 from trainwright.observe.reader import Event, read_events
 
-# Relative, by `train.mixed_precision`: what the order of a sum changes in a few steps.
+# Relative, by `train.mixed_precision`: the effect of summation order within a few steps.
 TOLERANCES = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
 _EXACT = ("tokens", "target_tokens", "learning_rate")
@@ -18,7 +18,7 @@ _CLOSE = {"loss": "loss", "grad_norm": "gradient norm"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """The steps of a reference and of another run, as their events have them."""
+    """The steps of a reference and of another run, from their events."""
 
     names: tuple[str, str]
     steps: tuple[tuple[Event, Event], ...]
@@ -26,10 +26,10 @@ class Comparison:
 
     @classmethod
     def of_runs(cls, names: tuple[str, str], runs: tuple[Path, Path], tolerance: float) -> Comparison:
-        """Read both runs' events.
+        """Read the events of both runs.
 
         Raises:
-            ValueError: they do not have the same steps, or none.
+            ValueError: their steps differ, or there are none.
         """
         one, other = ([e for e in read_events(run / "events.jsonl") if e["event"] == "step"] for run in runs)
         if not one or [e["step"] for e in one] != [e["step"] for e in other]:
@@ -42,11 +42,11 @@ class Comparison:
         return self.parting() is None
 
     def worst(self, field: str) -> float:
-        """Largest relative difference of a field over the steps."""
+        """Return the largest relative difference of a field over the steps."""
         return max(difference(one[field], other[field]) for one, other in self.steps)
 
     def parting(self) -> str | None:
-        """Where the runs first part and by how much, in words; None when they are the same."""
+        """Return a message about the first difference between the runs; None if they are the same."""
         for pair in self.steps:
             if (reason := self._parting(pair)) is not None:
                 return f"at step {pair[0]['step']} {reason}"
@@ -64,7 +64,7 @@ class Comparison:
         return None
 
     def verdict(self) -> str:
-        """One line: the same run or not, by what numbers."""
+        """Return a line that states whether the runs are the same, and the largest differences."""
         allowed = f"allowed is {self.tolerance:.0e}, relative"
         reason = self.parting()
         if reason is not None:
@@ -75,7 +75,7 @@ class Comparison:
         )
 
     def show(self, stream: TextIO) -> None:
-        """Draw the table of both runs."""
+        """Print the table of both runs."""
         from rich.console import Console
         from rich.table import Table
 
@@ -87,7 +87,7 @@ class Comparison:
             table.add_column("relative\ndifference", justify="right")
         for pair in self.steps:
             table.add_row(*self._row(pair), style="bold red" if self._parting(pair) else None)
-        # Not narrower than the table where nobody looks at it.
+        # Wide enough for the table if output is not a terminal.
         width = None if stream.isatty() else 120
         Console(file=stream, highlight=False, markup=False, emoji=False, width=width).print(table)
 
@@ -104,6 +104,6 @@ def _short(value: float) -> str:
 
 
 def difference(one: float, other: float) -> float:
-    """Relative to the larger of the two; 0 for two zeros."""
+    """Return the difference relative to the larger value; 0 for two zeros."""
     larger = max(abs(one), abs(other))
     return abs(one - other) / larger if larger else 0.0

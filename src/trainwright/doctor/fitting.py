@@ -1,4 +1,4 @@
-"""Whether one process can hold a model while it trains it, and a cut of the model where it cannot."""
+"""Check whether one process can train a model, and cut the model if it cannot."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from trainwright.machine.detect import Machine
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.text import count, size
 
-# fp32 masters, gradients and AdamW's two moments.
+# fp32 master weights, gradients and AdamW's two moments.
 _BYTES = 16
-# What is left over is for activations, and for whatever else the machine does.
+# The rest is for activations and other programs.
 _USABLE = 0.8
 
 
 def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tuple[ModelSection, str | None]:
-    """Return the model, or one cut to its first layers where one process of this machine cannot train the whole.
+    """Return the model, or one cut to its first layers if one process of this machine cannot train it in full.
 
     Args:
         directory: where a cut model is written.
 
     Returns:
-        The section to train, and what was done in words; None when it is the whole model.
+        The section to train, and a message about the cut; None for the full model.
 
     Raises:
-        MachineError: not even one layer fits, or there is no cutting it.
+        MachineError: not even one layer fits, or the model cannot be cut.
     """
     from trainwright.models.cut import MOST_LAYERS, cut_model, layer_count, parameter_count
     from trainwright.models.load import load_config
@@ -45,6 +45,6 @@ def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tup
             if parameter_count(config, kept) * _BYTES <= memory * _USABLE:
                 cut = cut_model(model, kept, directory)
                 return cut, f"cut to its first {kept} of {layers} layers on both sides: {problem}"
-    except (ValueError, TypeError, AttributeError) as error:  # of a configuration that says it in a way of its own
+    except (ValueError, TypeError, AttributeError) as error:  # of a configuration with other names
         raise MachineError(f"{problem}; and the model cannot be cut to fewer layers: {error}") from error
     raise MachineError(f"{problem}; not even one of its {layers} layers fits, so there is nothing to compare with")

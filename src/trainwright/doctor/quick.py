@@ -1,7 +1,7 @@
-"""Measure in some two seconds what decides a plan: a process of its own, which tells its parent in JSON.
+"""Measure within about two seconds the rates that decide a plan, in a separate process that returns JSON.
 
-Run by ``trainwright.machine.measured.quick``, which says what is wanted on standard input and reads the samples from
-standard output. On a CPU one process for every core is forked; in turns some of them run the cases, alone or at once.
+Run by ``trainwright.machine.measured.quick``, which writes the request to standard input and reads the samples from
+standard output. On a CPU one process per core is forked; some of them run the cases in turns, alone or at once.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from trainwright.models.attention import BF16_FROM_LENGTH
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
 
 _PATIENCE = 10.0  # seconds that a process waits for another
-_LEAST_SECONDS = 0.7  # of measuring, however long the imports took
-_AFTERWARDS = 0.5  # seconds of what follows: collectives, and curves
-_OPERATIONS = {"cpu": 5e8, "cuda": 2e11}  # of the largest product
+_LEAST_SECONDS = 0.7  # minimum time of measuring, regardless of imports
+_AFTERWARDS = 0.5  # seconds for collectives and curves at the end
+_OPERATIONS = {"cpu": 5e8, "cuda": 2e11}  # FLOPs of the largest product
 _FEWEST, _MOST = {"cpu": 16, "cuda": 512}, {"cpu": 512, "cuda": 8192}  # tokens of a product
 _ELEMENTS = {"cpu": (2**18, 2**22), "cuda": (2**22, 2**26)}
 _UPDATED = {"cpu": 2**23, "cuda": 2**26}
-_ATTENTION = {"cpu": (512, 4, 64), "cuda": (16384, 16, 128)}  # tokens, heads, channels of each
+_ATTENTION = {"cpu": (512, 4, 64), "cuda": (16384, 16, 128)}  # tokens, heads, head size
 _LOGITS = {"cpu": 2**19, "cuda": 2**26}
-_CALLS, _SLOT = 4, 0.004  # in a round: as many as this, in as many seconds
+_CALLS, _SLOT = 4, 0.004  # per round: at most this many calls, in at most this many seconds
 _MOST_ROUNDS = 8
-_LONG_TO_BUILD = 0.003  # seconds, from which on inputs are kept for the next round
-_LEAST_CASES = 12  # products of one matrix in two precisions, which are measured whatever the time
-_MESSAGES = (2**14, 2**22)  # bytes that are summed over processes
+_LONG_TO_BUILD = 0.003  # seconds from which inputs are kept for the next round
+_LEAST_CASES = 12  # products of one matrix in two precisions, measured regardless of the time
+_MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
 _SUMS = 5
 _LAUNCHES = 100
 
 
 class Side(NamedTuple):
-    """So many processes at once, each of so many threads."""
+    """A number of processes at once, and their threads."""
 
     processes: int
     threads: int
 
 
 def main() -> None:
-    """Measure what standard input asks for, and write it as the JSON of a calibration without its versions."""
+    """Measure what standard input requests, and write it as the JSON of a calibration."""
     asked = json.load(sys.stdin)
     torch.manual_seed(0)
     imported = time.monotonic() - asked["begun"]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Setting:
-    """With the products of other shapes that were measured before."""
+    """Return the setting, including earlier measurements of products of other shapes."""
     place = found["processes"], found["threads"]
     rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
     known = [row for one in before if (one["processes"], one["threads"]) == place for row in one["samples"]]
@@ -94,18 +94,19 @@ def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> S
 
 
 def sides_of(cores: int) -> tuple[Side, ...]:
-    """Return what is measured on so many cores: one process with one, two and all threads; as many processes as
-    cores; and two that share them. The first is wanted most, should there be no time for all.
+    """Return the settings to measure on ``cores`` cores, the most important first in case time runs out.
+
+    They are one process with one, two and all threads; as many processes as cores; and two processes that share the
+    cores.
     """
     some = (Side(1, 1), Side(cores, 1), Side(1, cores), Side(min(2, cores), max(1, cores // 2)), Side(1, min(2, cores)))
     return tuple(dict.fromkeys(some))
 
 
 def _cases(asked: Mapping[str, Any], device: torch.device) -> list[Case]:
-    """Return what is timed in every setting: the model's own products, and one or two sizes of whatever else a step
-    has.
+    """Return the cases of every setting, the most important first in case time runs out.
 
-    What is wanted most comes first, should there be no time for all.
+    They are the model's own products, and one or two sizes of the other operations of a step.
     """
     kind = device.type
     cases: list[Case] = []
@@ -126,7 +127,7 @@ def _cases(asked: Mapping[str, Any], device: torch.device) -> list[Case]:
 
 
 def _attention_cases(precision: str, length: int, device: torch.device) -> list[Case]:
-    """Both directions by torch's own operators: the ones that training has need torch's compiler to be imported."""
+    """Return both directions by torch's own operators: those of training require importing torch's compiler."""
     tokens, heads, channels = _ATTENTION[device.type]
     count = max(1, tokens // length)
     amount = count * length * heads * channels
@@ -134,7 +135,7 @@ def _attention_cases(precision: str, length: int, device: torch.device) -> list[
     def build(direction: str) -> Run:
         dtype = DTYPES[precision]
         some = [torch.randn(count, heads, length, channels, device=device).to(dtype) for _ in range(3)]
-        # As models/attention.py: short documents are worked on in fp32 on a CPU.
+        # As in models/attention.py: on a CPU short documents are computed in fp32.
         work = torch.float32 if device.type == "cpu" and length < BF16_FROM_LENGTH else dtype
         query, key, value = (x.to(work) for x in some)
         if direction == "forward":
@@ -161,7 +162,7 @@ def _on_gpu(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
                 run = case.build()
                 run()
                 found.append(min(_gpu_seconds(run) for _ in range(2)))
-            except RuntimeError:  # a precision that this GPU does not have
+            except RuntimeError:  # a precision that this GPU does not support
                 continue
     rows = [_row(case, min(found)) for case, found in zip(cases, times, strict=True) if found]
     side = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
@@ -181,7 +182,7 @@ def _gpu_seconds(run: Run) -> float:
 def _on_cores(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     sides = sides_of(asked["cores"])
-    # Whoever comes to a barrier last goes on at once; the others are woken.
+    # The last process at a barrier continues at once; the others are woken.
     barriers = {side: context.Barrier(side.processes) for side in sides}
     late = context.Value("b", 0, lock=False)
     pipes = []
@@ -193,12 +194,12 @@ def _on_cores(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
             process.start()
             theirs.close()
             pipes.append(ours)
-        told = [pipe.recv() for pipe in pipes]  # EOFError where one has failed, whose own words are on standard error
+        told = [pipe.recv() for pipe in pipes]  # EOFError if one has failed; its message is on standard error
     return _together(asked, sides, told)
 
 
 class _Member:
-    """One of the processes that measure."""
+    """One of the measuring processes."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class _Member:
         self.kept: dict[int, Run] = {}
 
     def run(self, pipe: Any) -> None:
-        """Everything, and its times through the ``pipe``."""
+        """Measure everything, and send the times through ``pipe``."""
         cases = _cases(self.asked, torch.device("cpu"))
         mine = [side for side in self.sides if self.rank < side.processes]
         times: dict[Side, list[list[Timed]]] = {side: [[] for _ in cases] for side in mine}
@@ -237,7 +238,7 @@ class _Member:
         os._exit(0)  # thread pools may not be joinable
 
     def _is_late(self) -> bool:
-        """Whether the time is over, which rank 0 says: then nobody waits for anybody any longer."""
+        """Return whether time is up, as rank 0 decides; then no process waits for others."""
         if self.rank == 0 and not self.late.value and time.monotonic() > self.end:
             self.late.value = 1
             for barrier in self.barriers.values():
@@ -245,7 +246,7 @@ class _Member:
         return bool(self.late.value)
 
     def _meet(self, side: Side, optional: bool) -> bool:
-        """Wait for the others of a setting; False where the time is over."""
+        """Wait for the other processes of a setting; return False if time is up."""
         if optional and self._is_late():
             return False
         try:
@@ -259,20 +260,20 @@ class _Member:
     def _round(
         self, side: Side, cases: Sequence[Case], times: list[list[Timed]], warm: set[tuple[int, int]], fewest: int
     ) -> None:
-        """All cases once; where the time is over, the ``fewest`` first ones."""
+        """Run all cases once; if time is up, only the first ``fewest``."""
         torch.set_num_threads(side.threads)
         for index, case in enumerate(cases):
             if index >= fewest and self._is_late():
                 return
             if side.processes == 1 and len(times[index]) == 1 and not times[index][0].is_spoilt and not fewest:
-                times[index].append(times[index][0])  # the second round is for what the first one spoilt
+                times[index].append(times[index][0])  # the second round only repeats disturbed cases
                 continue
             begun = time.monotonic()
             run = self.kept.get(index) or case.build()
             if time.monotonic() - begun > _LONG_TO_BUILD:
                 self.kept[index] = run
             if (index, side.threads) not in warm:
-                run()  # kernels are made when they are first used
+                run()  # kernels are created on first use
                 warm.add((index, side.threads))
                 self.clock.look()
             until = time.monotonic() + _SLOT
@@ -282,7 +283,7 @@ class _Member:
             times[index].append(least(found))
 
     def _sums(self) -> dict[Side, dict[int, float]]:
-        """Seconds of summing tensors over the processes of each setting that has several."""
+        """Return the seconds of all-reducing tensors over the processes of each setting with several."""
         several = [side for side in self.sides if side.processes > 1]
         if not several:
             return {}
@@ -304,7 +305,7 @@ class _Member:
 
 
 def _launch_seconds(device: torch.device) -> float:
-    """Host seconds of starting one small kernel, forwards or backwards."""
+    """Return the host seconds for launching one small kernel, forward or backward."""
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     begun = time.perf_counter()
     y = x
@@ -315,15 +316,15 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _backward(output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """As ``torch.autograd.grad``, which imports torch's compiler first."""
+    """Run ``torch.autograd.grad`` without its import of torch's compiler."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((output,), (torch.ones_like(output),), True, False, inputs, False, accumulate_grad=False)
 
 
 def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all processes found of each setting: the mean over them of the least that each saw.
+    """Combine the results of all processes for each setting: the mean over them of each one's minimum.
 
-    What there was no time for is left out.
+    Cases that time ran out for are omitted.
     """
     cases, settings = _cases(asked, torch.device("cpu")), []
     best: list[Timed] = []
@@ -351,7 +352,7 @@ def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Ma
 
 
 def _without_spoilt(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each curve what nothing has spoilt, as long as that is anything."""
+    """Return the undisturbed rows of each curve, or all if none is undisturbed."""
     clean = {row["curve"] for row in rows if not row.get("spoilt")}
     return [row for row in rows if not row.get("spoilt") or row["curve"] not in clean]
 

@@ -1,7 +1,7 @@
-"""Times of short work, and which of them were spoilt by something else that had the cores meanwhile.
+"""Time short calls, and detect those that other programs disturbed.
 
-A thread that is ready to run and does not is counted by the kernel (Linux, /proc/PID/task/TID/schedstat); elsewhere
-nothing is known, and the least of several times has to do.
+The kernel counts how long a runnable thread waits for a core (Linux, /proc/PID/task/TID/schedstat); on other systems
+that is unknown, and the shortest of several times is used.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TASKS = Path("/proc/self/task")
-_SPOILT = 0.03  # of a time, in which a thread waited for a core
-_LEAST_SHARE = 0.5  # of a time, that is left of it whatever was waited
-_MOST_THREADS = 16  # that are looked at: reading takes 3 us a thread
+_SPOILT = 0.03  # share of a time in which a thread waited for a core
+_LEAST_SHARE = 0.5  # share of a time that remains when waiting is subtracted
+_MOST_THREADS = 16  # that are read: each takes 3 us
 
 
 class Timed(NamedTuple):
-    """Seconds of one call, and those of them in which the thread of this process that waited most waited for a core."""
+    """Seconds of one call, and the seconds for which the thread of this process that waited most waited for a core."""
 
     seconds: float
     waited: float
 
     @property
     def is_spoilt(self) -> bool:
-        """Return whether other programs disturbed the measurement."""
+        """Whether other programs disturbed the call."""
         return self.waited > _SPOILT * self.seconds
 
 
 class Stopwatch:
-    """Times calls in this process. Its threads are looked up by ``look``, to be called when they have been started."""
+    """Time calls in this process. Call ``look`` after threads have been started."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
     def look(self) -> None:
-        """Find the threads that there are now."""
+        """Find the current threads."""
         for file in self._files:
             os.close(file)
         self._files = []
@@ -48,7 +48,7 @@ class Stopwatch:
             pass
 
     def time(self, run: Callable[[], object]) -> Timed:
-        """Of one call."""
+        """Time one call."""
         before = self._waits()
         begun = time.perf_counter()
         run()
@@ -57,7 +57,7 @@ class Stopwatch:
         return Timed(seconds, min(seconds, max(waits, default=0.0)))
 
     def _waits(self) -> list[float]:
-        """Seconds that each thread has waited for a core so far."""
+        """Return the seconds that each thread has waited for a core so far."""
         found = []
         for file in self._files:
             try:
@@ -68,10 +68,10 @@ class Stopwatch:
 
 
 def undisturbed(times: list[Timed], share: float) -> Timed:
-    """Of several calls the one that ``share`` of them are faster than, spoilt ones left out.
+    """Return the call that ``share`` of the undisturbed calls are faster than.
 
-    Where all are spoilt, as long ones are beside a program that always wants the cores, what they waited is taken off
-    and the middle one counts; it is marked as spoilt all the same.
+    If all are disturbed, as long calls are next to a program that always uses the cores, their waiting is subtracted
+    and the median is returned, still marked as disturbed.
     """
     clean = sorted(one for one in times if not one.is_spoilt)
     if clean:
@@ -81,5 +81,5 @@ def undisturbed(times: list[Timed], share: float) -> Timed:
 
 
 def least(times: list[Timed]) -> Timed:
-    """Return the shortest of those that nothing has spoilt; where all were, the shortest."""
+    """Return the shortest undisturbed call, or the shortest if all are disturbed."""
     return min(times, key=lambda one: (one.is_spoilt, one.seconds))

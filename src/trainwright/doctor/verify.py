@@ -1,6 +1,6 @@
-"""Prove on this machine that a recipe's run is the same spread over devices as on one process.
+"""Verify on this machine that a distributed run of a recipe equals the run on one process.
 
-Both sides go through the launcher and the engine that ``train`` uses, for a few steps, in a temporary directory.
+Both runs use the launcher and the engine of ``train`` for a few steps, in a temporary directory.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class Side:
 
     @property
     def processes(self) -> int:
-        """Return the number of processes."""
+        """The number of processes."""
         return _processes(self.recipe)
 
 
 def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path], None], out: TextIO) -> Comparison:
-    """Compare the first steps of a resolved recipe with those of the same recipe on one process, on ``out``.
+    """Compare the first steps of a resolved recipe with those of the same recipe on one process, and print to ``out``.
 
     Args:
-        prepare: makes what the workers of a run directory need, in a process of its own.
+        prepare: prepares a run directory for the workers, in a separate process.
 
     Raises:
-        RequestError: the recipe runs on one process already.
-        MachineError: the machine cannot run either side.
-        TrainingError: either side failed; what both wrote is kept.
+        RequestError: the recipe already runs on one process.
+        MachineError: the machine cannot run one of the two.
+        TrainingError: one of the runs failed; the output of both is kept.
         Stopped: a stop was requested.
     """
     reference = reference_of(recipe)
@@ -72,7 +72,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
         with Stopping(_say_stopping) as stopping:
             with Activity(sys.stderr, "importing torch and transformers"):
                 preload_libraries()
-                # Imported here, to be forked: each worker would import them again otherwise.
+                # Imported before forking, as each worker would import them again otherwise.
                 import_module("trainwright.launch.run_worker")
                 from trainwright.tasks.registry import task_module
 
@@ -96,10 +96,10 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
 
 
 def reference_of(recipe: Recipe) -> Recipe:
-    """Return the same run on one process: the same global batches, cut into the same micro-batches.
+    """Return the same run on one process: the same global batches, divided into the same micro-batches.
 
     Raises:
-        RequestError: the recipe is that already.
+        RequestError: the recipe already runs on one process.
     """
     processes, train = _processes(recipe), recipe.train
     one = ParallelSection(strategy="single", num_processes=1)
@@ -108,7 +108,7 @@ def reference_of(recipe: Recipe) -> Recipe:
             "parallel.strategy: this recipe runs on one process here (single), which is what others are compared "
             "with; choose one to compare, for instance parallel.strategy=fsdp parallel.num_processes=2"
         )
-    # Dropout is drawn for each micro-batch, so these have to be the same ones.
+    # Dropout is drawn for each micro-batch, so the micro-batches must be equal.
     steps = train.gradient_accumulation_steps
     accumulation = steps * processes if train.micro_batch_size == "auto" and steps != "auto" else "auto"
     values = recipe.model_dump()
@@ -125,7 +125,7 @@ def _prepared_model(
     stopping: Stopping,
     out: TextIO,
 ) -> ModelSection:
-    """Have data and weights in the cache; the model that one process can train too."""
+    """Cache data and weights, and return a model that one process can train."""
     work = functools.partial(_prepare, recipe, machine, directory, prepare)
     run_in_child(work, directory / "prepare.log", stopping)
     answer = json.loads((directory / "model.json").read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def _prepared_model(
 
 
 def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callable[[Path], None]) -> None:
-    """In a child: what this loads, and the threads it starts, must not be in the parent of the workers."""
+    """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
     model, cut = fitting_model(recipe.model, machine, directory / "model") if recipe.has_texts else (recipe.model, None)
@@ -155,7 +155,7 @@ def _rehearse(side: Side, steps: int, stopping: Stopping) -> None:
 
 
 def _work(side: Side, steps: int) -> int:
-    """In every worker."""
+    """Run a side in every worker."""
     from trainwright.launch.run_worker import run_worker
 
     return run_worker(
@@ -175,7 +175,7 @@ def _observers(name: str, steps: int) -> Sequence[Callable[[Event], None]]:
 
 
 class _Shown:
-    """Shows a side while it runs: how the model lies, and the steps."""
+    """Show the layout and the steps of a side while it runs."""
 
     def __init__(self, name: str, steps: int, stream: TextIO) -> None:
         self._name = name
@@ -197,7 +197,7 @@ class _Shown:
 
 
 def _say_stopping(_: str) -> None:
-    # Inside a signal handler, where the buffered sys.stderr may be in the middle of a write.
+    # Called in a signal handler, possibly in the middle of a write to the buffered sys.stderr.
     os.write(2, b"\nstopping after this step\n")
 
 

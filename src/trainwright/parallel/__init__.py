@@ -1,1 +1,1 @@
-"""Ways to spread a model over devices."""
+"""Strategies that distribute a model over devices."""

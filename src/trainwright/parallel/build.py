@@ -1,4 +1,4 @@
-"""From a strategy's name in a recipe to the strategy."""
+"""Build the strategy that a recipe names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _METHODS = tuple(name for name, member in vars(Strategy).items() if callable(mem
 
 
 def build_strategy(setup: Setup) -> Strategy:
-    """Spread the model over the world.
+    """Distribute the model over the ranks.
 
     Raises:
-        RequestError: keys of the recipe's section that do not fit the model or the world, or a strategy of another
-            package that cannot be imported or lacks a method.
+        RequestError: keys of the recipe's section do not fit the model or the world size, or a strategy of another
+            package cannot be imported or lacks a method.
         MachineError: the strategy needs a library that is not installed.
     """
     on_meta = any(parameter.is_meta for parameter in setup.module.parameters())

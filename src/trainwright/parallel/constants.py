@@ -1,6 +1,6 @@
-"""Sizes that the strategies' code has in common, for plans too. Imports no torch."""
+"""Sizes that several strategies and plans share. Imports no torch."""
 
 from __future__ import annotations
 
-# Elements squared at a time on a CPU for a norm, so that neither a conversion nor a square leaves the cache.
+# Elements squared at a time on a CPU for a norm, so that conversions and squares stay in the cache.
 NORM_ELEMENTS = 2**18

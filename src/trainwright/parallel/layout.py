@@ -1,6 +1,6 @@
-"""How a strategy holds a model, as its live objects show it, and how it should by the recipe.
+"""How a strategy holds a model, read from its live objects, and how it should according to the recipe.
 
-A strategy fills a ``Layout`` from what it built, never from what it was asked for, so that the two can be compared.
+A strategy fills a ``Layout`` from what it built, not from its settings, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from torch.distributed.tensor import DTensor, Replicate
 from trainwright.recipe.schema import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 
-# Padding to equal parts may add elements; the nearest other number of copies is a third away or more.
+# Padding to equal parts may add elements; any other number of copies differs by a third or more.
 _PADDING = 0.15
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's view. The first four are of the largest trainable parameter, the counts of all trainable ones."""
+    """One rank's view. The first four fields are of the largest trainable parameter, the counts of all trainable
+    ones.
+    """
 
     parameter: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    placement: str  # as `placement` words it
-    forward_dtype: str  # of the weights in the forward pass; several with a + between
-    master_dtype: str  # of what the optimizer updates
-    parameter_device: str  # type of the device this rank's part rests on
-    optimizer_device: str  # and of the one the masters are updated on
+    placement: str  # as formatted by `placement`
+    forward_dtype: str  # of the weights in the forward pass; several joined by +
+    master_dtype: str  # of the weights that the optimizer updates
+    parameter_device: str  # device type of this rank's part
+    optimizer_device: str  # device type on which masters are updated
     elements: int
-    held: int  # of these on this rank, while nothing is gathered
-    updated: int  # of these by this rank's optimizer
-    gradient_parts: int  # an exchanged gradient is spread over so many ranks
-    gradient_ranks: int  # and is the sum of so many
+    held: int  # elements on this rank while nothing is gathered
+    updated: int  # elements that this rank's optimizer updates
+    gradient_parts: int  # number of ranks that share an exchanged gradient
+    gradient_ranks: int  # number of ranks it is summed over
 
     def line(self) -> str:
         """Return the layout in one line."""
@@ -52,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the recipe says of the fields of that name in every rank's ``Layout``."""
+    """Values of the fields of the same names in every rank's ``Layout``, according to the recipe."""
 
     placement: str
     forward_dtype: str
@@ -61,7 +63,7 @@ class Planned:
     optimizer_device: str
     gradient_parts: int
     gradient_ranks: int
-    held_copies: int  # of every parameter, over all ranks
+    held_copies: int  # copies of every parameter, over all ranks
     updated_copies: int
 
 
@@ -69,8 +71,8 @@ def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -
     """Return the layout of a resolved recipe.
 
     Args:
-        dtype: what the forward pass computes in.
-        device: type of the device the ranks compute on.
+        dtype: dtype of the forward pass.
+        device: device type of the ranks.
     """
     ranks = parallel.num_processes
     assert isinstance(ranks, int), "a resolved recipe has no auto left"
@@ -94,13 +96,16 @@ def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -
 
 
 def placement(kind: str, parts: int, copies: int) -> str:
-    """Where a parameter lies, in words. ``kind``: whole, rows (split along the first dimension), flat (elements)."""
+    """Return a description of a parameter's placement.
+
+    ``kind``: whole, rows (split along the first dimension) or flat (elements).
+    """
     where = "whole" if kind == "whole" else f"{kind} over {parts} rank{'s' * (parts > 1)}"
     return where if copies == 1 else f"{where}, {copies} copies"
 
 
 def tensor_placement(tensor: DTensor) -> str:
-    """Where a DTensor lies: by the placements and the mesh that it carries."""
+    """Return a description of a DTensor's placement, from its placements and mesh."""
     parts = copies = 1
     kind = "whole"
     for size, place in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -113,12 +118,12 @@ def tensor_placement(tensor: DTensor) -> str:
 
 
 def dtype_name(dtypes: Iterable[torch.dtype]) -> str:
-    """``float32``, or several names with a + between."""
+    """Return the name of a dtype, such as ``float32``, or several joined by +."""
     return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 
 def copies_held(layouts: Sequence[Layout], counts: Iterable[int], planned: int) -> int | float:
-    """How many copies of all elements the ranks have together; padding is taken for none where that is the plan."""
+    """Return the number of copies of all elements on the ranks; ``planned`` if the difference is only padding."""
     copies = sum(counts) / max(1, layouts[0].elements)
     near = math.isclose(copies, planned, rel_tol=_PADDING) and copies > planned * 0.99
     return planned if near else round(copies, 3)

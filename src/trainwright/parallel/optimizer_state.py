@@ -1,4 +1,4 @@
-"""Having an optimizer make its state before a checkpoint fills it."""
+"""Create an optimizer's state before it is filled from a checkpoint."""
 
 from __future__ import annotations
 

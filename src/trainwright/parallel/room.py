@@ -1,4 +1,4 @@
-"""Whether every rank has room for a whole copy of a model that is sharded otherwise."""
+"""Check whether every rank has memory for a full copy of a sharded model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import torch
 from trainwright.machine.detect import detect
 from trainwright.parallel.world import World
 
-# Of what is free; the rest is for the key-value cache and for what is computed.
+# Share of free memory; the rest is for the key-value cache and activations.
 _USABLE = 0.8
 
 
 def no_room(world: World, wanted: int, room: int | None) -> str | None:
-    """Why ranks cannot have ``wanted`` bytes more each, the same on all of them; None where they can.
+    """Return why ranks cannot allocate ``wanted`` bytes more each, the same on all; None if they can.
+
+    Every rank must call this.
 
     Args:
-        room: bytes that this rank may take; None: most of what is free. Every rank calls this.
+        room: bytes that this rank may use; None: most of the free memory.
     """
     rooms = [each for (each,) in world.gather_floats([_USABLE * _free(world) if room is None else room])]
     least = min(rooms)
@@ -26,7 +28,7 @@ def no_room(world: World, wanted: int, room: int | None) -> str | None:
 
 
 def _free(world: World) -> int:
-    """Bytes that this rank could have on its device now; of a host's memory, its share."""
+    """Return the free bytes on this rank's device, or its share of a host's memory."""
     if world.device.type == "cuda":
         kept = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
         return int(torch.cuda.mem_get_info(world.device)[0]) + kept

@@ -1,4 +1,4 @@
-"""A part of a global tensor: what one rank holds of it and where it lies."""
+"""The part of a global tensor that one rank holds, and its position."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shard:
-    """``local`` is the block of a tensor of shape ``shape`` that begins at ``offset``.
+    """The block ``local`` of a tensor of shape ``shape``, starting at ``offset``.
 
-    ``replicas`` is the number of ranks that hold this very block, and ``replica`` which of them this one is:
-    a checkpoint takes each block once.
+    ``replicas`` is the number of ranks that hold the same block, and ``replica`` the index of this one; a checkpoint
+    writes each block once.
     """
 
     local: torch.Tensor
@@ -25,7 +25,7 @@ class Shard:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor, replica: int = 0, replicas: int = 1) -> Shard:
-        """Return a tensor that this rank holds all of."""
+        """Return a tensor that this rank holds in full."""
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), replica, replicas)
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded as a unit."""
+"""Find the modules of a model that are sharded as units."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from trainwright.errors import RequestError
 
 
 def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[str] | str) -> list[nn.Module]:
-    """Return the units of ``module``, inner ones before those around them; what is in none belongs to the module
-    itself.
+    """Return the units of ``module``, inner ones first; all other parameters belong to the module itself.
 
     Args:
         wrap: class names of the units, or "auto" for ``blocks``.
 
     Raises:
-        RequestError: a class that the model does not have, or whose parameters are used outside of it.
+        RequestError: the model lacks a class, or its parameters are used outside of it.
     """
     possible = _possible(module)
     if isinstance(wrap, str):
@@ -33,10 +32,10 @@ def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[st
 
 
 def _possible(module: nn.Module) -> list[nn.Module]:
-    """Modules below ``module`` whose parameters are used by nobody but them, inner ones first.
+    """Return the modules below ``module`` whose parameters are only used within them, inner ones first.
 
-    A unit's parameters are there while it runs. One that is tied to another module's is needed elsewhere too, and so
-    is the weight of a model's head, which the loss takes without calling the head.
+    A unit's parameters only exist while it runs. Parameters tied to another module's are also needed elsewhere, like
+    the weight of a model's head, which the loss uses without calling the head.
     """
     holders: dict[nn.Parameter, set[nn.Module]] = {}
     for holder in module.modules():

@@ -1,4 +1,4 @@
-"""The processes of a run as one of them sees it: who it is, its device, and a few collectives."""
+"""The processes of a run as seen by one of them: its rank, its device, and a few collectives."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch's own default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may take.
+# torch's default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may exceed.
 TIMEOUT = timedelta(minutes=30)
 
 
 class StopRequested(Exception):
-    """Raised on every rank at once: some rank was asked to stop, and what they do together is broken off."""
+    """Raised on all ranks at once when a stop was requested on any of them, to interrupt their common work."""
 
 
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run.
 
-    ``stop_requested``: whether this rank was asked to stop; None where nothing is to be broken off.
+    ``stop_requested``: whether a stop was requested on this rank; None disables interruption.
     """
 
     rank: int
@@ -35,11 +35,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over all ranks, in float64 so that counts stay exact."""
+        """Return the element-wise sum over all ranks, in float64 so that counts stay exact."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -47,7 +47,7 @@ class World:
         return tensor.tolist()
 
     def gather_floats(self, values: list[float]) -> list[list[float]]:
-        """Return the values of every rank, in rank order, on every rank; all give equally many."""
+        """Return the values of every rank, in rank order, on every rank; all ranks must pass the same number."""
         if self.size == 1:
             return [values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -65,7 +65,7 @@ class World:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -73,10 +73,10 @@ class World:
         return values[0]
 
     def break_point(self) -> None:
-        """Where long work may be broken off. All ranks call this at the same points of it, or none.
+        """Interrupt long work if a stop was requested. All ranks must call this at the same points, or none.
 
         Raises:
-            StopRequested: on every rank, where any of them was asked to stop.
+            StopRequested: on every rank, if a stop was requested on any.
         """
         if self.stop_requested is not None and any(
             stop for (stop,) in self.gather_floats([float(self.stop_requested())])
@@ -91,11 +91,11 @@ class World:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a launcher has put this process.
+    """The rank and device that a launcher assigned to this process.
 
     Attributes:
-        gpu: the index of its GPU among those that this process sees; 0 where each sees its own alone.
-        store: where the processes have met already; None: they meet at MASTER_ADDR and MASTER_PORT.
+        gpu: index of its GPU among those visible to this process; 0 if each process only sees its own.
+        store: the store of a completed rendezvous; None: rendezvous at MASTER_ADDR and MASTER_PORT.
     """
 
     rank: int
@@ -107,7 +107,7 @@ class Seat:
 
     @classmethod
     def from_variables(cls) -> Seat:
-        """By torchrun's variables; a process started by hand, without them, is a world of one."""
+        """Read torchrun's variables; a process started without them has a world size of 1."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         return cls(
@@ -120,9 +120,9 @@ class Seat:
 
 
 def join(device_type: str, seat: Seat | None = None, timeout: timedelta = TIMEOUT) -> World:
-    """Join the process group of the launcher's processes; a world of one needs none.
+    """Join the process group of the launcher's processes; a world size of 1 needs none.
 
-    Without a `seat` it is found in the environment.
+    Without a ``seat`` the environment variables are read.
     """
     seat = seat or Seat.from_variables()
     device = torch.device(device_type, seat.gpu) if device_type == "cuda" else torch.device("cpu")
@@ -140,7 +140,7 @@ def join(device_type: str, seat: Seat | None = None, timeout: timedelta = TIMEOU
 
 
 def have_group(world: World) -> None:
-    """Make a process group of one where there is none: a world of one joins none, and libraries want one."""
+    """Create a process group of one if there is none, for libraries that require one."""
     if not dist.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)

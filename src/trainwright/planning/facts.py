@@ -319,7 +319,7 @@ def _cached_config(name: str) -> Path | None:
 
 
 def _located(model: ModelSection) -> Path:
-    """Return the local path of the model's configuration, downloading it if needed.
+    """Return the model's local directory, downloading its configuration if needed.
 
     Raises:
         RequestError: the model cannot be found; the message names similar known models.

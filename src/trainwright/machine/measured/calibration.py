@@ -24,7 +24,7 @@ from trainwright.machine.detect import Machine
 
 # Version of the file format.
 _FORM = 2
-# Share of the times that other programs may spoil during a measurement, and the mean held-out error from which a
+# Share of the times that other programs may spoil during a measurement, and the median held-out error from which a
 # calibration is rejected. With another program that always uses one core both stayed below.
 _QUIET, _FAR_OFF = 0.25, 0.20
 

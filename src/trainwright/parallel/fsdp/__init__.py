@@ -1,1 +1,1 @@
-"""`fsdp`: everything sharded by torch's FSDP2."""
+"""`fsdp`: parameters, gradients and optimizer state sharded by torch's FSDP2."""

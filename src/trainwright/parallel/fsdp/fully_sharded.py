@@ -1,10 +1,10 @@
 """The `fsdp` strategy: parameters, gradients and optimizer state sharded over the ranks by torch's FSDP2.
 
 Each unit (a transformer block; the rest of the model is the last one) is gathered when it runs and freed after it. The
-shards are fp32 masters; what is gathered is cast to the dtype of the run, gradients are summed in fp32.
+shards are fp32 master weights; gathered parameters are cast to the dtype of the run, and gradients are summed in fp32.
 
-The optimizer works on the local parts of the shards as plain tensors: an update is element-wise, so it needs no
-DTensor, and the multi-tensor AdamW over DTensors leaks from torch 2.12 on.
+The optimizer updates the local parts of the shards as plain tensors: updates are element-wise, so they need no DTensor,
+and the multi-tensor AdamW over DTensors leaks memory from torch 2.12 on.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 class FullySharded:
     """The model sharded over ``world.size / parallel.replicate_size`` ranks.
 
-    On the CPU it is moved and sharded unit by unit, so at no time there is more of it than the whole it came as and one
-    gathered unit. On the meta device there are never more than this rank's shards, which are filled by ``weights``. Its
-    units are its blocks where ``parallel.wrap`` names none.
+    A model on the CPU is moved and sharded unit by unit, so memory never holds more than the full model and one
+    gathered unit. A model on the meta device never needs more than this rank's shards, which are filled by ``weights``.
+    Units are the model's blocks unless ``parallel.wrap`` names others.
 
     Raises:
-        RequestError: sizes that do not multiply to the world's, or a class to wrap that the model does not have.
+        RequestError: sizes do not multiply to the world size, or the model lacks a class to wrap.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -62,7 +62,7 @@ class FullySharded:
         self._mesh = _mesh(world, parallel.replicate_size)
         self._reshard = parallel.reshard_after_forward
         self._buffers = {key for key, _ in persistent_buffers(module)}
-        # FSDP2 shards along the first dimension; what has none stays whole on every rank.
+        # FSDP2 shards along the first dimension; scalars are replicated on every rank.
         self._scalars = {key: p for key, p in module.named_parameters() if p.dim() == 0}
         self._root = self._shard(
             find_units(module, setup.blocks, parallel.wrap), setup.dtype, parallel.offload_parameters
@@ -83,7 +83,7 @@ class FullySharded:
                 weights.fill(key, Shard.whole(buffer), self.world)
 
     def _shard(self, units: list[nn.Module], dtype: torch.dtype, offload: bool) -> FSDPModule:
-        """Shard the units, inner ones first, and then the module with what is left."""
+        """Shard the units, inner ones first, and then the module with its remaining parameters."""
         device = self.world.device
         for parameter in self._scalars.values():
             if not parameter.is_meta:
@@ -99,16 +99,16 @@ class FullySharded:
             sharded = fully_shard(
                 unit,
                 mesh=self._mesh,
-                # What is left for the module itself is needed first in the backward pass: never freed before it.
+                # The module's own parameters are needed first in the backward pass, so they are not freed before it.
                 reshard_after_forward=self._reshard and unit is not self.module,
                 mp_policy=precision,
                 offload_policy=policy,
                 ignored_params=set(self._scalars.values()),
             )
-            # Losses arrive divided. Sums alone, as gloo knows no others.
+            # Losses are already divided, so gradients are only summed; gloo supports no other reduction.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            # Experts that no token of this rank went to.
+            # Experts that received no token of this rank.
             sharded.set_reduce_scatter_unused_params(True)
         assert isinstance(self.module, FSDPModule)
         _materialise(self.module, device, torch.device("cpu") if offload else device)
@@ -119,7 +119,7 @@ class FullySharded:
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         if self._reshard:
-            # Memory first: each micro-batch's gradients are summed into the shards, whole ones are never kept.
+            # Saves memory: each micro-batch's gradients are reduced into the shards, full gradients are never kept.
             self._root.set_requires_all_reduce(last)
         else:
             self._root.set_requires_gradient_sync(last)
@@ -143,11 +143,11 @@ class FullySharded:
         for key, grad in self._gradients():
             squares[key in self._scalars].append(squared_norm(grad))
         whole, sharded = (float(torch.stack(part).sum()) if part else 0.0 for part in (squares[True], squares[False]))
-        # Every rank adds its shards, so each is counted as often as there are replicas of it.
+        # All ranks' shards are summed, so each is counted once per replica.
         return math.sqrt(self.world.sum([sharded])[0] / self._replicas + whole)
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's parts of the gradients that there are."""
+        """Yield this rank's parts of the gradients that exist."""
         for key in self._masters:
             grad = self._parameters[key].grad
             if grad is not None:
@@ -160,13 +160,13 @@ class FullySharded:
         for key, grad in self._gradients():
             self._masters[key].grad = grad.mul_(scale) if scale != 1.0 else grad
         for master in self._masters.values():
-            if master.grad is None:  # what no loss reached counts as zero, as it does under every other strategy
+            if master.grad is None:  # missing gradients count as zero, as under every other strategy
                 master.grad = torch.zeros_like(master)
         self._optimizer.step()
         self._forget_gradients()
 
     def _gathered_rows(self, master: nn.Parameter, local: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """For an optimizer that works on whole matrices, see WantsWholes."""
+        """Gather rows for an optimizer that needs full matrices, see WantsWholes."""
         key = next(name for name, one in self._masters.items() if one is master)
         shard = self._shard_of(key, local)
         ranks = self.world.size // self._replicas
@@ -193,12 +193,12 @@ class FullySharded:
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
         """Fill the state from ``read(name, shard)``."""
         create_optimizer_state(self._optimizer)
-        self._root.reset_iter_state()  # what is gathered is of the old weights
+        self._root.reset_iter_state()  # gathered parameters have the old weights
         for name, shard in self._shards():
             shard.local.copy_(read(name, shard))
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
-        """Everything training changes, by the name it has in a checkpoint."""
+        """Yield everything that training changes, by its name in a checkpoint."""
         for key in self._masters:
             yield f"model.{key}", self._shard_of(key, _local(self._parameters[key]))
         for key, buffer in self._persistent():
@@ -208,12 +208,12 @@ class FullySharded:
                 yield f"optimizer.{slot}.{key}", self._shard_of(key, value)
 
     def _shard_of(self, key: str, local: torch.Tensor) -> Shard:
-        """``local`` as a part of parameter ``key``, or of its optimizer state."""
+        """Return ``local`` as a shard of parameter ``key``, or of its optimizer state."""
         parameter = self._parameters[key]
         if not isinstance(parameter, DTensor) or not local.dim():
             return Shard.whole(local, self.world.rank, self.world.size)
         ranks = self.world.size // self._replicas
-        # Equal parts along the first dimension, the last ones smaller or empty, as torch.chunk makes them.
+        # Equal parts along the first dimension, the last ones smaller or empty, like torch.chunk's.
         rows = -(-parameter.shape[0] // ranks)
         begin = min(rows * self._mesh.get_local_rank("shard"), parameter.shape[0])
         offset = (begin,) + (0,) * (parameter.dim() - 1)
@@ -259,7 +259,7 @@ class FullySharded:
         wanted = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
         reason = no_room(self.world, wanted, room)
         if reason is not None:
-            # What belongs to no block is used all the time, and its hooks are the module's own, which generation
+            # Parameters outside the blocks are used throughout, and their hooks are the module's own, which generation
             # does not call.
             self._root.unshard()
             self._reshard_blocks(True)
@@ -284,7 +284,7 @@ class FullySharded:
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:
-    """Return the ranks, in rows of neighbours that share one copy of the model."""
+    """Return a mesh of the ranks, in rows of neighbours that share one copy of the model."""
     if world.size % replicas:
         raise RequestError(
             f"parallel.replicate_size: {replicas} copies of the model cannot be spread evenly over "
@@ -299,7 +299,7 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
 
 
 def _make_root(module: nn.Module) -> None:
-    """Have FSDP2 know that ``module`` is the whole model: it takes what runs first for that, which may be a block."""
+    """Mark ``module`` as FSDP2's root: FSDP2 takes the first module that runs as the root, which may be a block."""
     assert isinstance(module, FSDPModule)
     name = "runs_first"
     setattr(module, name, lambda: None)
@@ -311,7 +311,7 @@ def _make_root(module: nn.Module) -> None:
 
 
 def _materialise(module: nn.Module, device: torch.device, rests_on: torch.device) -> None:
-    """Give what is on the meta device memory: a sharded parameter where this rank's part ``rests_on``."""
+    """Allocate tensors that are on the meta device; sharded parameters on device ``rests_on``."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for user in module.modules():
         for name, parameter in user._parameters.items():
@@ -324,14 +324,17 @@ def _materialise(module: nn.Module, device: torch.device, rests_on: torch.device
 
     if users:
         module._apply(with_memory)
-    for (first, name), *others in users.values():  # a parameter that is shared has become several
+    for (first, name), *others in users.values():  # shared parameters have become several
         for user, other in others:
             user._parameters[other] = first._parameters[name]
 
 
 def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Have a parameter as FSDP2 takes it. What is frozen needs no more digits than it is gathered with; bits that are
-    no numbers are taken for such, as everything that is gathered is cast to numbers of ``dtype``."""
+    """Convert a parameter to a form that FSDP2 accepts.
+
+    Frozen parameters are cast to the dtype they are gathered in; packed bits are viewed as that dtype, as everything
+    that is gathered is cast to it.
+    """
     if not parameter.requires_grad and not parameter.is_floating_point():
         parameter.data = parameter.data.reshape(-1).view(dtype)
     elif not parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""What `fsdp` says of itself. Imports no torch."""
+"""The spec of `fsdp`. Imports no torch."""
 
 from __future__ import annotations
 

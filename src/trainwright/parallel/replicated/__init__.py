@@ -1,1 +1,1 @@
-"""`single` and `ddp`: every rank holds the whole model."""
+"""`single` and `ddp`: every rank holds the full model."""

@@ -1,8 +1,8 @@
-"""Gradients of a replicated model: kept over micro-batches, exchanged in buckets while backward still runs.
+"""Gradients of a replicated model: accumulated over micro-batches, exchanged in buckets during the backward pass.
 
-Not torch's DistributedDataParallel, for three reasons: it rebuilds its buckets after the first backward, so with
-three ranks a resumed run sums in another order than the run it continues; it averages where losses here are already
-divided by the global weight; and it keeps a gradient buffer where one is only needed at the exchange.
+torch's DistributedDataParallel is not used for three reasons: it rebuilds its buckets after the first backward pass, so
+with three ranks a resumed run sums in another order than the run it continues; it averages, but losses here are already
+divided by the global weight; and it keeps a gradient buffer that is only needed during the exchange.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import nn
 
 
 class Gradients:
-    """Sums gradients over the micro-batches of a step, in fp32 once there is anything to sum.
+    """Accumulate gradients over the micro-batches of a step, in fp32 from the second summand on.
 
     Args:
-        parameters: the trainable parameters, the same in the same order on every rank.
+        parameters: the trainable parameters, in the same order on every rank.
         exchange: whether to sum over ranks.
-        bucket_bytes: of fp32 gradients that are exchanged at a time, at least; None: all of them.
+        bucket_bytes: minimum bytes of fp32 gradients that are exchanged at a time; None: all of them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool, bucket_bytes: int | None = None) -> None:
         self._parameters = list(parameters)
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # of the micro-batches before this one
-        self._exchanged = False  # whether these are the sums over all ranks
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # over earlier micro-batches
+        self._exchanged = False  # whether these are summed over all ranks
         self._exchange = _Exchange(self._parameters, self._sums, bucket_bytes) if exchange else None
 
     @property
@@ -46,7 +46,7 @@ class Gradients:
             self._keep()
 
     def _keep(self) -> None:
-        """Move low-precision gradients into fp32 sums; autograd adds fp32 ones by itself."""
+        """Move low-precision gradients into fp32 sums; autograd accumulates fp32 ones itself."""
         for parameter in self._parameters:
             grad = parameter.grad
             if grad is None or grad.dtype == torch.float32:
@@ -56,7 +56,7 @@ class Gradients:
             parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient of a parameter, or None when nothing reached it."""
+        """Return the gradient of a parameter, or None if it has none."""
         total = self._sums.get(parameter)
         return parameter.grad if total is None else total
 
@@ -72,18 +72,20 @@ class Gradients:
         self._exchanged = False
 
     def abandon(self) -> None:
-        """Forget the gradients of a step that failed here; the other ranks get what their exchange waits for."""
+        """Drop the gradients of a step that failed on this rank, and complete the exchange that other ranks wait
+        for.
+        """
         exchange = None if self._exchanged else self._exchange
-        self.clear()  # first: memory is short
+        self.clear()  # first, because memory is short
         if exchange is not None:
             exchange.abandon()
 
 
 class _Exchange:
-    """All-reduces gradients in fixed buckets, each as soon as backward has finished the gradients in it.
+    """All-reduce gradients in fixed buckets, each as soon as the backward pass has finished its gradients.
 
-    Buckets follow the reverse order of the parameters, which is about the order in which backward reaches them;
-    they are started in that order on every rank, whatever order the gradients come in.
+    Buckets follow the reverse order of the parameters, about the order of the backward pass; all ranks start them in
+    that order, regardless of the order in which gradients arrive.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class _Exchange:
         self._active = False
 
     def abandon(self) -> None:
-        """Do the rest of the exchange with nothing to add, a bucket at a time."""
+        """Complete the exchange with zeros, one bucket at a time."""
         if not self._active:
             self.begin()
         for _, work in self._started:

@@ -1,7 +1,7 @@
-"""Strategies in which every rank holds the whole model: `single` on one process, `ddp` on several.
+"""Strategies in which every rank holds the full model: `single` on one process, `ddp` on several.
 
-In bf16 the module's own parameters are bf16 and fp32 masters live beside the optimizer. Against autocast this saves
-a cast of every weight in every forward; the update is computed in fp32 either way.
+In bf16 the module's own parameters are bf16, with fp32 master weights for the optimizer. Compared with autocast this
+saves a cast of every weight in every forward pass; updates are computed in fp32 in both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainwright.recipe.strategy_spec import spec_of
 
 
 class Replicated:
-    """The whole model on every rank; gradients are summed over the ranks, by ``gradients``."""
+    """The full model on every rank; ``gradients`` sums gradients over the ranks."""
 
     gradients = Gradients
 
@@ -34,7 +34,7 @@ class Replicated:
         self.world = world
         for parameter in module.parameters():
             if not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)  # before it takes room on the device
+                parameter.data = parameter.data.to(dtype)  # before it is moved to the device
         self.module = module.to(world.device)
         trainable = [(key, p) for key, p in module.named_parameters() if p.requires_grad]
         self._masters = {key: nn.Parameter(p.detach()) if dtype != p.dtype else p for key, p in trainable}
@@ -60,15 +60,15 @@ class Replicated:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         if self._scales_itself:
-            # What GradScaler hands to a fused optimizer: one pass over the gradients less.
+            # The argument that GradScaler passes to a fused optimizer: saves a pass over the gradients.
             self._optimizer.grad_scale = torch.tensor(1.0 / scale, device=self.world.device)  # type: ignore[attr-defined]
         for names in self._parts():
             masters, working = [self._masters[name] for name in names], [self._working[name] for name in names]
             apart = [(m, w) for m, w in zip(masters, working, strict=True) if m is not w]
             for master, parameter in zip(masters, working, strict=True):
                 grad = self._gradients.of(parameter)
-                # What no loss reached counts as zero, as it does after an exchange: the optimizer must do the same
-                # on one process as on many, and must have the same state to save.
+                # Missing gradients count as zero, as after an exchange: the optimizer must behave the same on one
+                # process as on several, and must have the same state to save.
                 master.grad = torch.zeros_like(master) if grad is None else grad.float()
                 if master is not parameter:
                     self._gradients.drop(parameter)
@@ -82,7 +82,7 @@ class Replicated:
         self._gradients.clear()
 
     def _parts(self) -> Iterator[list[str]]:
-        """Parameters in groups that are updated together; one group when the masters are the parameters."""
+        """Yield names of parameters that are updated together; a single group if masters are the parameters."""
         part: list[str] = []
         elements = 0
         for name, master in self._masters.items():
@@ -100,7 +100,7 @@ class Replicated:
         self._gradients.clear()
 
     def abandon_step(self) -> None:
-        """Let the other ranks finish a step whose passes failed here."""
+        """Let the other ranks finish a step that failed on this one."""
         self._gradients.abandon()
 
     def state(self) -> dict[str, Shard]:
@@ -118,7 +118,7 @@ class Replicated:
                 self._working[name].data.copy_(master)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything training changes, by the name it has in a checkpoint."""
+        """Yield everything that training changes, by its name in a checkpoint."""
         for name, tensor in self.parameters(frozen=False):
             yield f"model.{name}", tensor
         for name, master in self._masters.items():

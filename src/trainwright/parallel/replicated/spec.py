@@ -1,4 +1,4 @@
-"""What `single` and `ddp` say of themselves. Imports no torch."""
+"""The specs of `single` and `ddp`. Imports no torch."""
 
 from __future__ import annotations
 

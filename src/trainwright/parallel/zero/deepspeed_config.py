@@ -1,8 +1,8 @@
-"""A user's own DeepSpeed JSON against the recipe, and the configuration DeepSpeed is started with.
+"""Check a user's DeepSpeed JSON against the recipe, and make DeepSpeed's configuration.
 
-The recipe stays the one place that says how a run trains; a file brings DeepSpeed's own tuning. What both can say
-must agree, `auto` is whatever the recipe says, and a key that would do nothing here is refused rather than ignored.
-The keys are those of https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed 0.19.
+The recipe alone defines how a run trains; a file adds DeepSpeed's own tuning. Values that both define must agree,
+`auto` takes the recipe's value, and keys without effect here are rejected rather than ignored. The keys are those of
+https://www.deepspeed.ai/docs/config-json/ as of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-# Handed on as they are, `auto` being DeepSpeed's default: tuning and logs, none of which changes what is trained.
+# Passed on unchanged, with `auto` as DeepSpeed's default: tuning and logs, which do not change the training.
 _PASSED = {
     "steps_per_print",
     "wall_clock_breakdown",
@@ -63,7 +63,7 @@ _PASSED_ZERO = {
     "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 }
-# True of every run here whatever they say: full weights are always exported, any optimizer is allowed.
+# Already true of every run, whatever their value: full weights are always exported, any optimizer is allowed.
 _GRANTED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 _GRANTED_ZERO = {
     "stage3_gather_16bit_weights_on_model_save",
@@ -72,14 +72,14 @@ _GRANTED_ZERO = {
 }
 _OFFLOAD = {"offload_optimizer": "parallel.offload_optimizer", "offload_param": "parallel.offload_parameters"}
 _OFFLOAD_KEYS = {"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
-# Keys whose one value is what runs anyway, as another would change the gradients.
+# Keys that only accept the value that is used anyway; others would change the gradients.
 _FIXED: dict[str, Any] = {
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
     "communication_data_type": "fp32",
     "managed_gradient_accumulation": True,
 }
-# What the recipe has a key of its own for.
+# Keys with an equivalent in the recipe.
 _ELSEWHERE = {
     "activation_checkpointing": "use train.activation_checkpointing",
     "checkpoint": "use the recipe's checkpoint section",
@@ -93,7 +93,7 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Return the JSON of ``parallel.deepspeed_config``. Raises RequestError when it is none."""
+    """Return the JSON of ``parallel.deepspeed_config``. Raises RequestError if it is invalid."""
     try:
         content = read_json(Path(path).expanduser(), pairs=_once)
     except RequestError as error:
@@ -111,15 +111,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_file(recipe: Recipe) -> None:
-    """Check that the recipe's file for DeepSpeed, if it has one, agrees with the resolved ``recipe``.
+    """Check that the recipe's DeepSpeed file, if any, agrees with the resolved ``recipe``.
 
-    Raises RequestError: everything that contradicts the recipe or has no effect here, by key.
+    Raises:
+        RequestError: lists every key that contradicts the recipe or has no effect here.
     """
     _refuse(recipe, lambda content: [*_unsupported(content), *_contradictions(content, recipe)])
 
 
 def check_keys(recipe: Recipe) -> None:
-    """Refuse keys of the recipe's file for DeepSpeed that no recipe could have there, with a RequestError."""
+    """Raise RequestError for keys of the recipe's DeepSpeed file that are invalid with any recipe."""
     _refuse(recipe, _unsupported)
 
 
@@ -167,7 +168,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
-    """Return the recipe's key for one of DeepSpeed's, and its value; None where it differs from step to step."""
+    """Return the recipe's key for one of DeepSpeed's, and its value; None if it differs from step to step."""
     train = recipe.train
     if key == "train_batch_size":
         return "train.global_batch_size", train.global_batch_size
@@ -179,7 +180,7 @@ def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
 
 
 def _passes(recipe: Recipe) -> int | None:
-    """Micro-batches a process runs every step; None when that depends on how examples fill packs."""
+    """Return the micro-batches per process and step; None if that depends on how examples fill packs."""
     train, processes = recipe.train, recipe.parallel.num_processes
     if isinstance(train.gradient_accumulation_steps, int):
         return train.gradient_accumulation_steps
@@ -222,7 +223,7 @@ def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         "adam_w_mode": ("optimizer.name: AdamW is what runs,", True),
     }
     kind = section.get("type", AUTO)
-    # DeepSpeed's Adam decays weights as AdamW does unless adam_w_mode says otherwise.
+    # DeepSpeed's Adam uses AdamW's weight decay unless adam_w_mode disables it.
     if kind != AUTO and str(kind).lower() not in ("adam", "adamw"):
         yield f"optimizer.type: {kind} contradicts optimizer.name {ours.name}"
     yield from _section("optimizer", section, {"type", "params"})
@@ -276,8 +277,7 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
         if enabled != AUTO and bool(enabled) != (ours == name):
             state = "enabled" if enabled else "not enabled"
             yield f"{name}.enabled: {name} is {state}, but train.mixed_precision is {ours}; make it auto here"
-        # Loss scaling is the engine's own, and dynamic; in a file that only says how it would be done if fp16 were
-        # enabled, it does no harm.
+        # The engine does its own dynamic loss scaling; without enabled fp16 these settings have no effect.
         scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
         for key in section.keys() - {"enabled"}:
             if is_harmless(f"{name}.{key}", section[key]):
@@ -332,11 +332,10 @@ _SECTIONS: dict[str, Callable[[dict[str, Any], Recipe], Iterator[str]]] = {
 
 
 def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -> dict[str, Any]:
-    """Return the configuration for ``deepspeed.initialize``: the user's tuning, and everything else as the engine needs
-    it.
+    """Return the configuration for ``deepspeed.initialize``: the user's tuning, and the engine's requirements.
 
     Args:
-        module: not sharded yet; sizes that are `auto` follow from its parameters.
+        module: the unsharded module; `auto` sizes depend on its parameters.
     """
     import torch
 
@@ -346,7 +345,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     stage = stage_of(spec_of(parallel.strategy))
     config: dict[str, Any] = {key: content[key] for key in _PASSED if content.get(key, AUTO) != AUTO}
     config |= {
-        # The engine says where a step ends and divides the loss itself; these only have to be consistent.
+        # The engine controls where a step ends and divides the loss itself; these only have to be consistent.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # off; DeepSpeed's default is 1.0
@@ -365,7 +364,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     }
     if stage < 3:
         config["gradient_allreduce_op"] = "sum"
-        # The engine has the norm already. ZeRO-1 in bf16 and offloading cannot do without their own.
+        # The engine already has the norm. ZeRO-1 in bf16 and offloading require their own.
         own_norm = parallel.offload_optimizer or (stage == 1 and dtype == torch.bfloat16)
         config["zero_optimization"]["compute_grad_norm"] = own_norm
     return config
@@ -379,7 +378,7 @@ def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
         vectors = [parameter.numel() for parameter in module.parameters() if parameter.dim() == 1]
         found |= {
             "stage3_prefetch_bucket_size": bucket,
-            # Norms and biases stay whole on every rank: nothing to speak of in memory, and many small gathers less.
+            # Norms and biases stay in full on every rank: little memory, and many small gathers fewer.
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "memory_efficient_linear": False,  # replaces torch's linear for the whole process
         }
@@ -389,7 +388,7 @@ def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
 
 
 def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept in the host's memory is the recipe's to say; how, the file's."""
+    """Return the offload settings: the recipe decides what is offloaded, the file how."""
     found = {}
     asked = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
     for key in (key for key, wanted in asked.items() if wanted):

@@ -1,13 +1,13 @@
-"""What a DeepSpeed file may say that changes nothing: keys that are not supported, at the values they have by default.
+"""Keys of a DeepSpeed file that are not supported but have no effect at their default values.
 
-Those of DeepSpeed 0.19.
+The defaults are those of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Dotted where a key is inside a section.
+# With dots for keys inside a section.
 DEFAULTS: dict[str, Any] = {
     "communication_data_type": None,
     "data_types.grad_accum_dtype": None,
@@ -53,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "zero_optimization.zero_quantized_nontrainable_weights": False,
     "zero_optimization.zero_quantized_weights": False,
 }
-# Sections of DeepSpeed's that do nothing while their `enabled` is false, which is their default.
+# Sections of DeepSpeed that have no effect while `enabled` is false, the default.
 _OPTIONAL = {
     "amp",
     "autotuning",
@@ -76,7 +76,7 @@ _OPTIONAL = {
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Whether the file says what runs without it. ``key``: dotted where it is inside a section."""
+    """Return whether a value equals DeepSpeed's default. ``key``: with dots inside a section."""
     if key in DEFAULTS:
         return type(value) is type(DEFAULTS[key]) and value == DEFAULTS[key]
     return key in _OPTIONAL and isinstance(value, dict) and value.get("enabled", False) is False

@@ -1,4 +1,4 @@
-"""DeepSpeed as Zero needs it: on this device and process group, and quiet."""
+"""Set up DeepSpeed for Zero: on this device and process group, without its messages."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from trainwright.errors import RequestError
 from trainwright.parallel.world import TIMEOUT, World, have_group
 from trainwright.parallel.zero.spec import DEEPSPEED
 
-# Submodules' hooks, by the names under which torch keeps them.
+# Attribute names of a module's hooks in torch.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Hooks = list[dict[str, Any]]
 
 
 def import_deepspeed(world: World) -> Any:
-    """DeepSpeed for this device, quiet, on the process group that there is.
+    """Import DeepSpeed for this device and the existing process group, without its messages.
 
     Raises:
-        MachineError: it is not installed, or its version is not known to work.
+        MachineError: it is not installed, or its version is not supported.
     """
     DEEPSPEED.check()
-    # Without it, DeepSpeed asks the machine and takes a GPU that is not used; it looks when it is imported.
+    # Otherwise DeepSpeed detects the device on import and takes a GPU that is not used.
     with _variables({"DS_ACCELERATOR": world.device.type}):
         deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # It calls collectives by names that torch 2.13 has renamed, and every call would say so.
+    # It calls collectives by names that torch 2.13 has deprecated, with a warning at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # It would compile an operation that inference alone uses, for which not every machine has a compiler.
+    # It would compile an operation that only inference uses, for which some machines have no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if world.device.type == "cpu":
-        # It asks for fp16 instructions; torch computes in fp16 without them.
+        # It requires fp16 instructions; torch computes in fp16 without them.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     have_group(world)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is None:  # it would make one with a time-out of its own
+    if groups._WORLD_GROUP is None:  # it would create one with its own timeout
         groups._WORLD_GROUP = dist.new_group(timeout=TIMEOUT)
     return deepspeed
 
@@ -61,21 +61,21 @@ def start_engine(
     prepare: Callable[[nn.Parameter], None],
     cut: bool,
 ) -> Any:
-    """DeepSpeed's engine over ``module``.
+    """Return DeepSpeed's engine for ``module``.
 
     Args:
-        dtype: what its parameters are in once prepared.
-        prepare: called with every parameter before DeepSpeed sees it, which may have no memory until then.
-        cut: shard the parameters one after the other, so that the device never holds them all.
+        dtype: the parameters' dtype after ``prepare``.
+        prepare: called with every parameter before DeepSpeed accesses it; it may have no memory until then.
+        cut: shard the parameters one by one, so that the device never holds all of them.
 
     Raises:
-        RequestError: a parameter that DeepSpeed cannot shard.
+        RequestError: DeepSpeed cannot shard a parameter.
     """
     _refuse_scalars(module)
     deepspeed = importlib.import_module("deepspeed")
     turns = _InTurns(module, prepare)
-    # It takes its device from this variable alone, while it trains too, and that is not the local rank where every
-    # process sees a GPU of its own only. Open MPI's is only looked at here.
+    # It only takes its device from this variable, also during training, which is not the local rank if every process
+    # only sees its own GPU. Open MPI's variable is only read here.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     with _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
         if cut:
@@ -84,7 +84,7 @@ def start_engine(
                 buffer.data = buffer.data.to(world.device)
         else:
             list(turns.parameters())
-        # Hook tables of its own for DeepSpeed to fill; those that were there are left as they are.
+        # Separate hook tables for DeepSpeed; the existing ones are not changed.
         set_hooks(module, [{name: table.copy() for name, table in part.items()} for part in hooks(module)])
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if cut:
@@ -93,7 +93,7 @@ def start_engine(
 
 
 class _InTurns(nn.Module):
-    """A module whose parameters are each prepared just when whoever goes through them comes to it."""
+    """A module that prepares each parameter when an iteration reaches it."""
 
     def __init__(self, module: nn.Module, prepare: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ def hooks(module: nn.Module) -> Hooks:
 
 
 def set_hooks(module: nn.Module, tables: Hooks) -> None:
-    """Put what ``hooks`` gave into use again."""
+    """Restore the hook tables that ``hooks`` returned."""
     for part, kept in zip(module.modules(), tables, strict=True):
         for name, table in kept.items():
             setattr(part, name, table)
 
 
 def forget_order(engine: Any) -> None:
-    """After passes that were not the whole module's, which a ZeRO-3 engine would take for the beginning of one."""
+    """Reset the order of submodules after passes of parts of the module, which ZeRO-3 would take for a new pass."""
     engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 
 
@@ -133,8 +133,10 @@ def _refuse_scalars(module: nn.Module) -> None:
 
 
 def _gather_unseen(offload: Any) -> None:
-    """Keep gathers and releases from dispatch modes: selective recomputation wants the very operations of the forward
-    pass again, and what is gathered in a backward pass is another matter."""
+    """Hide gathers and releases from dispatch modes.
+
+    Selective recomputation expects exactly the operations of the forward pass, and gathers differ in the backward pass.
+    """
 
     def unseen(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def call(part: nn.Module) -> None:
@@ -150,7 +152,7 @@ def _gather_unseen(offload: Any) -> None:
 
 @contextmanager
 def _variables(values: dict[str, str | None]) -> Iterator[None]:
-    """Have environment variables with these values, or without one, and afterwards as they were."""
+    """Set or unset environment variables temporarily."""
     before = {name: os.environ.get(name) for name in values}
     try:
         _set(values)

@@ -1,9 +1,9 @@
-"""Where DeepSpeed keeps what it shards: flat fp32 partitions, mapped back to parameters by name.
+"""DeepSpeed's flat fp32 partitions, mapped to parameters by name.
 
-ZeRO-1 and ZeRO-2 lay the parameters of a group end to end and cut the whole into one partition a rank; ZeRO-3 cuts
-every parameter into one chunk a rank. Either way a rank holds a range of the elements of each parameter, somewhere in
-a flat tensor that the optimizer updates. This module reads that out of DeepSpeed's optimizers (0.19: stage_1_and_2.py,
-bf16_optimizer.py, stage3.py), so that nothing else has to know them.
+ZeRO-1 and ZeRO-2 concatenate the parameters of a group and cut the result into one partition per rank; ZeRO-3 cuts
+every parameter into one chunk per rank. In both cases a rank holds a range of the elements of each parameter, within a
+flat tensor that the optimizer updates. Only this module depends on the internals of DeepSpeed's optimizers (0.19:
+stage_1_and_2.py, bf16_optimizer.py, stage3.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Piece:
     """The part of one parameter that this rank updates.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: of the full parameter.
         ranges: for every rank, the elements ``[begin, end)`` of the flattened parameter that it updates.
-        begin: where this rank's range begins; ``size`` elements.
-        group: index of the flat partition it lies in, ``position`` elements from its start.
+        begin: start of this rank's range of ``size`` elements.
+        group: index of its flat partition, in which it starts at element ``position``.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Piece:
     position: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the range in a flat tensor laid out as the partition is, as a view."""
+        """Return the range as a view of a flat tensor with the partition's layout."""
         return flat.narrow(0, self.position, self.size)
 
 
@@ -51,23 +51,25 @@ class Partitions(Protocol):
         """Return the flat fp32 partitions that the optimizer updates."""
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Return this rank's part of the reduced gradients after the last backward; changing them changes the step."""
+        """Yield this rank's part of the reduced gradients after the last backward pass; in-place changes affect the
+        step.
+        """
 
     def gradient_parts(self) -> int:
-        """Over how many ranks an exchanged gradient is spread."""
+        """Return the number of ranks over which a reduced gradient is sharded."""
 
     def optimizer_step(self) -> None:
-        """Take a step of the inner optimizer over the partitions, with the gradients they carry."""
+        """Take a step of the inner optimizer over the partitions, with their gradients."""
 
     def refresh(self) -> None:
-        """Give the changed masters to the parameters that compute."""
+        """Copy the changed master weights to the computing parameters."""
 
     def forget(self) -> None:
-        """Drop gradients, and what DeepSpeed leaves of them for parameters that the next step does not reach."""
+        """Drop gradients, including those that DeepSpeed keeps for parameters that the next step does not reach."""
 
 
 def partitions(optimizer: Any) -> Partitions:
-    """For the optimizer that ``deepspeed.initialize`` made: ZeRO-1 in bf16 has a class of its own."""
+    """Return the partitions of the optimizer made by ``deepspeed.initialize``; ZeRO-1 in bf16 has its own class."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return _Stage3(optimizer)
     if hasattr(optimizer, "fp32_groups_flat_partition"):
@@ -76,13 +78,13 @@ def partitions(optimizer: Any) -> Partitions:
 
 
 class _Stage1And2:
-    """Parameters of a group end to end, one partition a rank."""
+    """The parameters of each group concatenated, with one partition per rank."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def _groups(self) -> Iterator[list[tuple[nn.Parameter, int]]]:
-        """Yield the parameters of each group with where they begin in it."""
+        """Yield the parameters of each group with their offsets in it."""
         groups = self._optimizer.round_robin_bit16_groups
         for parameters, offsets in zip(groups, self._optimizer.round_robin_bit16_offsets, strict=True):
             yield list(zip(parameters, offsets, strict=True))
@@ -109,7 +111,7 @@ class _Stage1And2:
             yield from (master.grad for master in self.masters() if master.grad is not None)
             return
         for group in self._optimizer.averaged_gradients.values():
-            # A group that is one flat buffer says so; its views would be many small operations.
+            # Use the flat buffer of a group if it has one; its views would be many small operations.
             flat = getattr(group, "flat_partition", None)
             yield from (group or ()) if flat is None else (flat,)
 
@@ -125,9 +127,9 @@ class _Stage1And2:
     def forget(self) -> None:
         optimizer = self._optimizer
         optimizer.zero_grad()
-        optimizer.micro_step_id = -1  # as before the first backward: with it, gradients would be added to these
+        optimizer.micro_step_id = -1  # as before the first backward pass; otherwise gradients would be added to these
         if optimizer.cpu_offload:
-            # What is not reached keeps its gradient of the last step here.
+            # Parameters that are not reached would keep the gradient of the last step.
             for master in self.masters():
                 if master.grad is not None:
                     master.grad.zero_()
@@ -164,14 +166,14 @@ class _Bf16Stage1(_Stage1And2):
 
 
 class _Stage3:
-    """One chunk of every parameter a rank."""
+    """One chunk of every parameter per rank."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._share_equal_copies()
 
     def _share_equal_copies(self) -> None:
-        """In fp32 the masters are what computes; DeepSpeed 0.19 means to share them, and copies instead."""
+        """Share masters and computing weights in fp32, where DeepSpeed 0.19 makes copies."""
         masters = self._optimizer.fp32_partitioned_groups_flat
         for master, working in zip(masters, self._optimizer.fp16_partitioned_groups_flat, strict=True):
             if working is not None and (master.dtype, master.device) == (working.dtype, working.device):
@@ -194,7 +196,7 @@ class _Stage3:
         if self._optimizer.offload_optimizer:
             yield from (master.grad for master in self.masters() if master.grad is not None)
         else:
-            # One buffer holds what `averaged_gradients` has views of.
+            # One buffer holds the views in `averaged_gradients`.
             yield self._optimizer.grad_partitions_flat_buffer
 
     def gradient_parts(self) -> int:
@@ -216,7 +218,7 @@ class _Stage3:
     def forget(self) -> None:
         optimizer = self._optimizer
         optimizer.zero_grad()
-        # A parameter that the next step does not reach would be updated with the gradient of this one.
+        # A parameter that the next step does not reach would be updated with this step's gradient.
         optimizer.grad_partitions_flat_buffer.zero_()
         if optimizer.offload_optimizer:
             for master in self.masters():
@@ -230,6 +232,6 @@ def _ranks(optimizer: Any) -> int:
 
 
 def chunks(total: int, size: int) -> tuple[tuple[int, int], ...]:
-    """How ZeRO-3 cuts a parameter of ``total`` elements: equal chunks, what is missing at the end is padding."""
+    """Return ZeRO-3's chunks of a parameter of ``total`` elements: equal, with padding at the end."""
     chunk = -(-total // size)
     return tuple((min(r * chunk, total), min((r + 1) * chunk, total)) for r in range(size))

@@ -1,8 +1,8 @@
-"""Ranges of flattened tensors as blocks of whole rows, which is what a checkpoint holds.
+"""Convert ranges of flattened tensors to blocks of full rows, the format of checkpoints.
 
-A rank's part of a parameter under ZeRO begins and ends in the middle of a row. Here every row goes to the rank that
-holds its first element, so that a checkpoint has the blocks any other strategy reads, on any number of ranks; only
-the pieces of rows that are cut travel.
+Under ZeRO a rank's part of a parameter starts and ends in the middle of a row. Every row is assigned to the rank that
+holds its first element, so that a checkpoint can be read by any strategy on any number of ranks; only the parts of
+divided rows are exchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from trainwright.parallel.zero.partitions import Piece
 
 
 def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:
-    """Return this rank's rows of every tensor.
+    """Return this rank's rows of every tensor. Every rank must call this.
 
     Args:
-        pieces: by name, the same names in the same order on every rank; with each piece the elements it stands for
-            (1-D, all of one dtype). Every rank calls this.
+        pieces: by name, in the same order on every rank; each piece with its elements (1-D, all of one dtype).
     """
     heads = {name: _heads(piece) for name, (piece, _) in pieces.items()}
     received = _exchange(pieces, heads, rank, size)
@@ -42,7 +41,7 @@ def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size
 
 
 def covering_rows(piece: Piece, dtype: torch.dtype) -> tuple[Shard, slice]:
-    """Return an empty block of the rows that a piece touches, and where the piece lies in the flattened block."""
+    """Return an empty block of the rows that a piece overlaps, and the piece's slice of the flattened block."""
     width = _width(piece)
     first, last = piece.begin // width, -(-(piece.begin + piece.size) // width)
     shape = (last - first, *piece.shape[1:]) if piece.shape else ()
@@ -67,7 +66,7 @@ def _owned_rows(piece: Piece, rank: int) -> tuple[int, int]:
 
 
 def _heads(piece: Piece) -> list[int]:
-    """For every rank, how many elements at the start of its range belong to a row that began before it."""
+    """Return, for every rank, the elements at the start of its range whose row starts before it."""
     width = _width(piece)
     return [min(-(-begin // width) * width, end) - begin if end > begin else 0 for begin, end in piece.ranges]
 
@@ -98,7 +97,7 @@ def _exchange(
 
 
 def _following(received: _Received, name: str, rank: int, missing: int) -> list[torch.Tensor]:
-    """Return the rest of this rank's last row, from as many of the ranks after it as it lies on."""
+    """Return the rest of this rank's last row, from the following ranks that hold it."""
     parts = []
     while missing > 0:
         rank += 1

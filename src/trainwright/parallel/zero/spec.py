@@ -1,4 +1,4 @@
-"""What `zero1`, `zero2` and `zero3` say of themselves. Imports no torch."""
+"""The specs of `zero1`, `zero2` and `zero3`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from trainwright.recipe.strategy_spec import Collective, Library, Limit, StrategySpec
 
-# Elements that are gathered or reduced at a time: 64 MiB of fp32. DeepSpeed's own 500 million are 2 GB a buffer.
+# Elements that are gathered or reduced at a time: 64 MiB of fp32. DeepSpeed's default of 500 million needs 2 GB per
+# buffer.
 BUCKET_ELEMENTS = 2**24
 
 DEEPSPEED = Library(
@@ -70,5 +71,5 @@ ZERO3 = replace(
 
 
 def stage_of(spec: StrategySpec) -> int:
-    """DeepSpeed's stage: it shards optimizer state, then gradients too, then parameters too."""
+    """Return DeepSpeed's stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     return len(spec.shards)

@@ -1,9 +1,8 @@
-"""ZeRO on DeepSpeed: `zero1` shards the optimizer's state, `zero2` gradients too, `zero3` parameters too.
+"""ZeRO on DeepSpeed: `zero1` shards the optimizer state, `zero2` also gradients, `zero3` also parameters.
 
-DeepSpeed is given as little as it can do with: it shards, gathers and reduces, and updates its flat fp32 partitions
-with the recipe's own optimizer. What it would do beside is off. It clips at 1.0 unless told otherwise, averages over
-the ranks and divides by an accumulation count that here differs from step to step; the engine clips, gradients are
-summed, and where a step's gradients end is said by the engine.
+DeepSpeed only shards, gathers and reduces, and updates its flat fp32 partitions with the recipe's own optimizer. Its
+other features are disabled: by default it clips at 1.0, averages over the ranks and divides by an accumulation count,
+which differs from step to step here. The engine clips, sums gradients, and controls where a step's gradients end.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from trainwright.recipe.strategy_spec import spec_of
 class Zero:
     """A model sharded by DeepSpeed; its DeepSpeed file has been checked against the recipe.
 
-    With zero3 the module may be on the meta device, to be filled by ``weights`` parameter by parameter.
+    With zero3 the module may be on the meta device, to be filled by ``weights`` one parameter at a time.
 
     Raises:
-        RequestError: a parameter that DeepSpeed cannot shard.
+        RequestError: DeepSpeed cannot shard a parameter.
         MachineError: DeepSpeed is not installed.
     """
 
@@ -50,7 +49,7 @@ class Zero:
         self._weights = weights
         _hollow(module)
         self._names = {parameter: key for key, parameter in module.named_parameters()}
-        self._originals: dict[str, torch.Tensor] = {}  # fp32 values of trainable parameters, as many as are needed here
+        self._originals: dict[str, torch.Tensor] = {}  # fp32 values of trainable parameters that this rank needs
         optimizer = setup.make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
         self._optimizer = optimizer
         self._hooks = hooks(module)
@@ -66,7 +65,9 @@ class Zero:
                 weights.fill(name, Shard.whole(buffer), world)
 
     def _set_precision(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Have a parameter in ``dtype``, its weights filled in; keep the fp32 values that this rank may need."""
+        """Cast a parameter to ``dtype`` with its weights filled in, and keep the fp32 values that this rank may
+        need.
+        """
         name, full = self._names[parameter], parameter.detach()
         if self._weights is not None:
             full = torch.empty(full.shape, dtype=full.dtype, device=self.world.device)
@@ -80,7 +81,7 @@ class Zero:
         parameter.data = full.to(dtype) if parameter.is_floating_point() else full
 
     def _restore_masters(self) -> None:
-        """DeepSpeed makes its masters from the low-precision weights; a run starts from the full ones."""
+        """Restore fp32 master weights: DeepSpeed creates them from the low-precision weights."""
         masters = self._partitions.masters()
         with torch.no_grad():
             for name, original in self._originals.items():
@@ -131,7 +132,7 @@ class Zero:
                     shards[f"optimizer.{slot}.{name}"] = Shard.whole(value, rank, size)
         for name, buffer in persistent_buffers(self._model):
             shards[f"model.{name}"] = Shard.whole(buffer, rank, size)
-        for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in one order on all ranks
+        for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in the same order on all ranks
             alike = {name: item for name, item in tensors.items() if item[1].dtype == dtype}
             shards.update(row_blocks(alike, rank, size))
         return shards
@@ -154,7 +155,7 @@ class Zero:
             self._partitions.refresh()
 
     def _create_optimizer_state(self) -> None:
-        """Have the optimizer make its state, to be filled: a step with zero gradients at a learning rate of 0."""
+        """Create the optimizer state to be filled, by a step with zero gradients at a learning rate of 0."""
         if any(self._optimizer.state.values()):
             return
         for group in self._optimizer.param_groups:
@@ -185,9 +186,7 @@ class Zero:
         yield from persistent_buffers(self._model)
 
     def _assemble(self, piece: Piece, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a tensor. Of every byte all ranks but one have 0, so that the sum is exact in any
-        dtype.
-        """
+        """Return the full tensor. All ranks but one contribute zero bytes, so the sum is exact in any dtype."""
         total = piece.ranges[-1][1]
         whole = torch.zeros(total, dtype=local.dtype, device=self.world.device)
         whole[piece.begin : piece.begin + piece.size] = local
@@ -241,8 +240,8 @@ class Zero:
             finally:
                 forget_order(self._engine)
             return
-        # DeepSpeed's hooks would free each layer when it has run, and gather it again for the next token, with every
-        # rank taking part; ranks write answers of different lengths.
+        # DeepSpeed's hooks would free each layer after it runs, and gather it again for the next token with all ranks
+        # taking part, but ranks generate answers of different lengths.
         installed = hooks(self._model)
         with self._gather(parameters):
             set_hooks(self._model, self._hooks)
@@ -253,7 +252,7 @@ class Zero:
 
 
 def _hollow(module: nn.Module) -> None:
-    """Parameters of ``module`` that are on the meta device become such that can be given memory, and have none yet."""
+    """Replace parameters on the meta device by ones without memory that can be allocated later."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for user in module.modules():
         for name, parameter in user._parameters.items():
@@ -263,7 +262,7 @@ def _hollow(module: nn.Module) -> None:
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:
-    """Return a frozen parameter under ZeRO-3: chunks as those of the others, in no partition."""
+    """Return the piece of a frozen parameter under ZeRO-3: chunked like the others, but in no partition."""
     ranges = chunks(parameter.ds_numel, size)
     begin, end = ranges[rank]
     return Piece(tuple(parameter.ds_shape), ranges, begin, end - begin, group=-1, position=0)
