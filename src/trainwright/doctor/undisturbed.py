@@ -15,7 +15,7 @@ from typing import NamedTuple
 _TASKS = Path("/proc/self/task")
 _SPOILT = 0.03  # share of a time in which a thread waited for a core
 _LEAST_SHARE = 0.5  # share of a time that remains when waiting is subtracted
-_MOST_THREADS = 16  # that are read: each takes 3 us
+_MOST_THREADS = 16  # threads that are read, at 3 us each
 
 
 class Timed(NamedTuple):

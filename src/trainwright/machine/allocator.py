@@ -16,7 +16,7 @@ def return_freed_memory() -> None:
 
 
 def leave_to_system(address: int, size: int) -> None:
-    """Release full pages of memory, such as those of a mapped file, from this process.
+    """Release whole pages of memory, such as those of a mapped file, from this process.
 
     They are read again on access, so nothing is lost (madvise(2), MADV_PAGEOUT).
     """

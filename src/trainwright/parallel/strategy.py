@@ -6,7 +6,7 @@ The engine does not depend on which strategy it has. For every optimizer step it
     gradient_norm()               over the full model and all ranks
     step(learning_rate, scale)    gradients times `scale`, then the optimizer
 
-Losses are already divided by the weight of the whole global batch, so gradients are *summed* over ranks, never averaged.
+Losses are already divided by the weight of the global batch, so gradients are *summed* over ranks, never averaged.
 """
 
 from __future__ import annotations

@@ -123,23 +123,23 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Setting:
-    """What one of ``processes`` takes when all of them do the same at once, each with ``threads`` on a CPU.
+    """Measured times of one of ``processes`` that all run the same at once, each with ``threads`` on a CPU.
 
     ``curves`` by name:
 
     - ``product/PRECISION/LAYOUT``: a matrix product of sizes (m, n, k); the layouts are the three of a linear module,
       "forward" (x @ W^T), "input" (dy @ W) and "weight" (dy^T @ x)
-    - ``traffic/PRECISION/KIND``: a kernel that reads and writes so many bytes; "copy", "elementwise", "reduction"
+    - ``traffic/PRECISION/KIND``: a kernel, by the bytes it reads and writes; "copy", "elementwise", "reduction"
     - ``attention/PRECISION/forward`` and ``backward``: causal attention of one token in one channel, by the length
       of its document
-    - ``optimizer``: AdamW on so many fp32 elements; ``host_optimizer``: the same in the host's memory
-    - ``collective/KIND``: over all processes, by the bytes of the whole tensor
-    - ``host/to`` and ``host/from``: bytes between a GPU and the host's memory
-    - ``loss/PRECISION``: cross-entropy of so many logits, with its gradient, without the head's products
-    - ``data``: making a micro-batch of so many documents and tokens
+    - ``optimizer``: AdamW, by the number of fp32 elements; ``host_optimizer``: the same in the host's memory
+    - ``collective/KIND``: over all processes, by the bytes of the full tensor
+    - ``host/to`` and ``host/from``: copies between a GPU and the host's memory, by bytes
+    - ``loss/PRECISION``: cross-entropy with its gradient, by the number of logits, without the head's products
+    - ``data``: preparing a micro-batch, by its documents and tokens
 
-    ``launch``: seconds from the start of one small kernel to that of the next. ``overlap``: the part of a collective
-    that is hidden by computing meanwhile. ``in_step``: by precision, on a CPU.
+    ``launch``: seconds between the starts of two small kernels. ``overlap``: the share of a collective that overlaps
+    with computation. ``in_step``: by precision, on a CPU.
     """
 
     processes: int

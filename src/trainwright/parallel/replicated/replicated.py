@@ -77,7 +77,7 @@ class Replicated:
             self._optimizer.step()
             for master in masters:
                 master.grad = None
-            if apart:  # all at once, as a model has many small ones
+            if apart:  # in one call, as a model has many small parameters
                 torch._foreach_copy_([parameter.data for _, parameter in apart], [master.data for master, _ in apart])
         self._gradients.clear()
 

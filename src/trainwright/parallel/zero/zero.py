@@ -94,7 +94,7 @@ class Zero:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         self._engine.set_gradient_accumulation_boundary(last)
         if self._sharded:
-            loss = loss * self.world.size  # ZeRO-3 knows averages only
+            loss = loss * self.world.size  # ZeRO-3 only averages
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:

@@ -44,7 +44,7 @@ class Weight(NamedTuple):
         rows.
         """
         own = -(-self.rows // shards) * self.columns
-        return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW counts its steps
+        return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW also has a step count
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from trainwright.planning.memory.walk import Flow, Held
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
-_SLOTS = 2  # AdamW's; no other optimizer is cut into flat pieces
+_SLOTS = 2  # AdamW's two moments; no other optimizer's state is partitioned
 # Number of gradient elements that DeepSpeed's engine copies and all-reduces at a time (runtime/engine.py).
 _ALL_REDUCED = 5 * 10**8
 # DeepSpeed's stage3_max_reuse_distance: parameters used again within this number of elements stay gathered.

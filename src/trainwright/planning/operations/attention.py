@@ -229,7 +229,7 @@ def _sdpa_math(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, rows: 
     """Run attention in single operations in fp32, as a CPU does with dropout."""
     width, count = q.width, rows * heads.queries
     numbers = tape.new(mask or length**2, width)
-    one_view = heads.broadcast and rows == 1  # which products accept as it is
+    one_view = heads.broadcast and rows == 1  # a view that products accept
     if heads.group > 1 and k.numel != q.numel and not one_view:
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
     q, k, v = (to(tape, x, _FP32) for x in (q, k, v))

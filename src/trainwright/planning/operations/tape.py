@@ -290,7 +290,7 @@ class Tape:
 
     @contextmanager
     def no_grad(self) -> Iterator[None]:
-        """Record no gradients."""
+        """Disable the recording of gradients."""
         outer, self.grad = self.grad, False
         yield
         self.grad = outer
