@@ -33,9 +33,7 @@ _DISPLAY, _ACCELERATOR = "0x03", "0x12"
 
 @dataclass(frozen=True)
 class Nvml:
-    """Values from NVIDIA's management library. ``error``: why it is not available. ``mig``: GPUs that are split by
-    MIG.
-    """
+    """Values from NVIDIA's management library. ``error``: why it is unavailable. ``mig``: GPUs split by MIG."""
 
     count: int = 0
     error: str | None = None

@@ -113,9 +113,7 @@ def known_card(name: str) -> Card | None:
 
 
 def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
-    """Return the card that its driver calls ``name``; None if unknown, or if a slice of it has less
-    ``memory_bytes``.
-    """
+    """Return the card with the driver's name ``name``; None if unknown, or for a slice with less memory."""
     card = known_card(name)
     return card if card is not None and abs(card.nominal_bytes / memory_bytes - 1) < 0.15 else None
 

@@ -21,9 +21,7 @@ _PADDING = 0.15
 
 @dataclass(frozen=True)
 class Layout:
-    """One rank's view. The first four fields are of the largest trainable parameter, the counts of all trainable
-    ones.
-    """
+    """One rank's view. The first four fields describe the largest trainable parameter, the counts all of them."""
 
     parameter: str
     shape: tuple[int, ...]

@@ -100,9 +100,7 @@ class Strategy(Protocol):
         """
 
     def layout(self) -> Layout:
-        """Return how this rank holds the model, from the live objects. Uses no collective: ranks may disagree on what
-        runs.
-        """
+        """Return how this rank holds the model, from live objects. Uses no collective: ranks may disagree."""
 
     def whole(self, room: int | None = None) -> AbstractContextManager[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation; every rank must enter.
@@ -120,6 +118,4 @@ class Independent(Strategy, Protocol):
     """
 
     def abandon_step(self) -> None:
-        """Let the other ranks finish the step with gradients to be discarded; called on the rank whose passes
-        failed.
-        """
+        """Let the other ranks finish the step with gradients to be discarded; called where the passes failed."""

@@ -28,9 +28,7 @@ _ALL = "all"
 
 @dataclass(frozen=True)
 class Interval:
-    """Ratios of measured to predicted values: ``SHARE`` of ``runs`` runs lie between ``low`` and ``high``, which
-    include 1.
-    """
+    """Ratios of measured to predicted values: ``SHARE`` of ``runs`` runs lie from ``low`` (<= 1) to ``high`` (>= 1)."""
 
     low: float
     high: float

@@ -222,9 +222,7 @@ def architecture_named(name: str) -> Architecture:
 
 
 def full_rows(recipe: Recipe) -> Facts:
-    """Return the workload of a recipe whose data is not read: every row is full, with documents of the maximum
-    length.
-    """
+    """Return the workload of a recipe whose data is not read: full rows with documents of the maximum length."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
     check_model(recipe.model, data.pack_length)

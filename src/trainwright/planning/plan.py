@@ -187,8 +187,9 @@ _Chosen = tuple[Found, tuple[str, str] | None, tuple[Judged, ...]]
 
 
 def _in_precision(judge: Judge, wishes: Wishes) -> _Chosen:
-    """Return the search in the fastest precision, that precision with its reason (None if the recipe sets it), and the
-    best candidates in other precisions.
+    """Return the search in the fastest precision, the reason for it, and the best candidates in other precisions.
+
+    The reason is a pair of precision and text, or None if the recipe sets the precision.
     """
     options = precisions(wishes, judge.rates)
     tried = {precision: search(judge, replace(wishes, precision=precision)) for precision in options}

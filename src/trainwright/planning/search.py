@@ -295,8 +295,9 @@ def _try(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -
 
 
 def _try_layout(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> _Tried | None:
-    """Return the fastest trial of a layout, with all threads or, where that measured faster, with fewer; None if no
-    micro-batch size is possible.
+    """Return the fastest trial of a layout, or None if no micro-batch size is possible.
+
+    On a CPU fewer threads are tried too, where they were measured.
     """
     found = [_with_threads(judge, layout, processes, wishes, threads) for threads in judge.rates.threads(processes)]
     tried = [one for one in found if one is not None]

@@ -181,9 +181,7 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
 
 
 def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
-    """Yield twice as many devices, and so on, as long as each has a row of the global batch; without GPUs, common
-    machines.
-    """
+    """Yield machines with twice as many devices and so on, while each has a row; without GPUs, common machines."""
     cluster = judge.cluster
     names = [name for name in _written(wishes) if name in ("num_processes", "strategy")]
     written = "".join(f" {_RELAXED[name]}" for name in names)

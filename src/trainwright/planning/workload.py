@@ -103,9 +103,7 @@ class Workload:
         return self.row_tokens if self.longest_document is None else self.longest_document
 
     def length_at(self, place: int) -> int | None:
-        """Return the length of the document at an index of a sorted global batch, the longest first; None if
-        unknown.
-        """
+        """Return the length of the document at an index of a global batch, sorted longest first; None if unknown."""
         known = self.batch_documents
         if not known:
             return None

@@ -94,9 +94,7 @@ def _ticks() -> list[int]:
 
 
 def _periods() -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the periods of this process's control group and its ancestors (cgroup-v2.rst and sched-bwc.rst of the
-    kernel).
-    """
+    """Yield the periods of this process's control group and its ancestors (cgroup-v2.rst, sched-bwc.rst)."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

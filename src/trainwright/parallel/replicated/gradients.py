@@ -72,9 +72,7 @@ class Gradients:
         self._exchanged = False
 
     def abandon(self) -> None:
-        """Drop the gradients of a step that failed on this rank, and complete the exchange that other ranks wait
-        for.
-        """
+        """Drop the gradients of a failed step, and complete the exchange that other ranks wait for."""
         exchange = None if self._exchanged else self._exchange
         self.clear()  # first, because memory is short
         if exchange is not None:

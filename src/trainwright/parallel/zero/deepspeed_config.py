@@ -378,7 +378,7 @@ def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
         vectors = [parameter.numel() for parameter in module.parameters() if parameter.dim() == 1]
         found |= {
             "stage3_prefetch_bucket_size": bucket,
-            # Norms and biases stay in full on every rank: little memory, and many small gathers fewer.
+            # Norms and biases stay in full on every rank: little memory, which saves many small gathers.
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "memory_efficient_linear": False,  # replaces torch's linear for the whole process
         }

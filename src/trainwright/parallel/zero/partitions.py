@@ -2,7 +2,7 @@
 
 ZeRO-1 and ZeRO-2 concatenate the parameters of a group and cut the result into one partition per rank; ZeRO-3 cuts
 every parameter into one chunk per rank. In both cases a rank holds a range of the elements of each parameter, within a
-flat tensor that the optimizer updates. Only this module depends on the internals of DeepSpeed's optimizers (0.19:
+flat tensor that the optimizer updates. Other modules need not know the layouts of DeepSpeed's optimizers (0.19:
 stage_1_and_2.py, bf16_optimizer.py, stage3.py).
 """
 
@@ -51,9 +51,7 @@ class Partitions(Protocol):
         """Return the flat fp32 partitions that the optimizer updates."""
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's part of the reduced gradients after the last backward pass; in-place changes affect the
-        step.
-        """
+        """Yield this rank's part of the last backward pass's reduced gradients; changes in place affect the step."""
 
     def gradient_parts(self) -> int:
         """Return the number of ranks over which a reduced gradient is sharded."""

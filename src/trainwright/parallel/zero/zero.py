@@ -65,9 +65,7 @@ class Zero:
                 weights.fill(name, Shard.whole(buffer), world)
 
     def _set_precision(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Cast a parameter to ``dtype`` with its weights filled in, and keep the fp32 values that this rank may
-        need.
-        """
+        """Fill in a parameter's weights and cast it to ``dtype``; keep the fp32 values that this rank may need."""
         name, full = self._names[parameter], parameter.detach()
         if self._weights is not None:
             full = torch.empty(full.shape, dtype=full.dtype, device=self.world.device)

@@ -85,9 +85,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net (arXiv 2412.06464) in place of attention: its heads, their widths, and the convolution's
-    width.
-    """
+    """A gated delta net (arXiv 2412.06464) in place of attention: heads, their widths, width of the convolution."""
 
     key_heads: int
     value_heads: int

@@ -22,9 +22,7 @@ _FILE = Path(__file__).with_name("models.json")
 
 @dataclass(frozen=True)
 class KnownModel:
-    """``id``: the Hugging Face repository of the config.json that ``config`` is taken from, reduced to the relevant
-    keys.
-    """
+    """``id``: the Hugging Face repository of the config.json. ``config``: its relevant keys."""
 
     id: str
     config: Mapping[str, Any] = field(hash=False)

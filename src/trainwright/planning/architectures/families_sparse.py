@@ -96,9 +96,7 @@ def _granitemoe(values: Values) -> dict[str, Any]:
 
 
 def _deepseek(positions: int, shared: int, dense: int) -> Family:
-    """Return a family of DeepSeek. ``shared``: number of shared experts; ``dense``: number of blocks without
-    experts.
-    """
+    """Return a DeepSeek family. ``shared``: number of shared experts; ``dense``: number of blocks without experts."""
     return Family(
         names=_DEEPSEEK,
         absent={

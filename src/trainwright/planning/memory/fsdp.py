@@ -20,9 +20,7 @@ from trainwright.planning.stack import OWN, Stack
 
 @dataclass(frozen=True)
 class Unit:
-    """Element counts of a unit, each parameter padded to equal rows on every rank. ``own``: those of the fullest
-    rank.
-    """
+    """Element counts of a unit, padded to equal rows on every rank. ``own``: those of the fullest rank."""
 
     padded: int
     trained: int

@@ -40,9 +40,7 @@ class Weight(NamedTuple):
         return self.unit != OUTSIDE and self.columns > 1
 
     def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
-        """Return the optimizer-state elements of this parameter on the fullest of ``shards`` ranks that share its
-        rows.
-        """
+        """Return this parameter's optimizer-state elements on the fullest of ``shards`` ranks that share its rows."""
         own = -(-self.rows // shards) * self.columns
         return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW also has a step count
 

@@ -1,6 +1,4 @@
-"""Memory of a process in addition to the tensors of its run, and its division between device and host. Imports no
-torch.
-"""
+"""Memory of a process in addition to its tensors, and its division between device and host. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ _PROCESS = 380 * _MIB
 
 
 def overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[str, int]:
-    """Return the overhead by name. ``lasting``: bytes of tensors that stay between steps, ``most``: bytes at the
-    peak.
-    """
+    """Return the overhead by name. ``lasting``: bytes of tensors kept between steps, ``most``: bytes at the peak."""
     slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
     if cluster.device == "cpu":
         library = choice.spec.library
@@ -35,9 +31,7 @@ def overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[
 
 
 def divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Divide ``base``, the memory that stays between steps, between the device and the host according to the
-    strategy.
-    """
+    """Divide ``base``, the memory kept between steps, into device and host memory according to the strategy."""
     if cluster.device == "cpu":
         return dict(base), {}
     moved = choice.offloaded

@@ -192,9 +192,7 @@ def _orthogonalising(held: Inventory, setting: Setting) -> int:
 
 
 def _drawing(workload: Workload, choice: Choice) -> int:
-    """Return the additional bytes of a fresh model, which is in fp32 in full before it is cast, quantized and
-    adapted.
-    """
+    """Return the additional bytes of a fresh model: all of it is fp32 before it is cast, quantized and adapted."""
     a = workload.architecture
     embedding = a.vocabulary * a.hidden
     head = 4 * embedding if a.tied else 0  # separate until it is tied

@@ -175,9 +175,7 @@ class Stage12Flow(Flow):
 
 
 class Stage3Flow(Flow):
-    """Memory of gathered parameters in stage 3: every parameter is cut into one chunk per rank, except vectors, which
-    all ranks hold in full.
-    """
+    """Memory of gathered parameters in stage 3: one chunk of every parameter per rank; vectors are not cut."""
 
     def __init__(self, inventory: Inventory, width: int, on_cpu: bool, stack: Stack = OWN) -> None:
         self._units, self._sharded = _sharded(inventory)

@@ -134,9 +134,7 @@ def _document_flash(
 
 
 def _flash_room(length: int, size: int, width: int, device: Device) -> int:
-    """Return the bytes of working memory of the CPU's flash kernel
-    (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
-    """
+    """Return the working memory of the CPU's flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows, columns = _flash_tile(length)
     room = 4 * (rows * columns + 2 * rows + rows * size) + (0 if width == _FP32 else width * rows * columns)
     return device.threads * room

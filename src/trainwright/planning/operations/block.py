@@ -165,9 +165,7 @@ class Block:
         return sdpa_attention(tape, q, k, v, heads, batch, self.device, masked or a.alibi)
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, each [B, H, L, D] in the memory order [B, L, H, D], and the gate of the
-        output, if any.
-        """
+        """Return queries, keys and values [B, H, L, D] in memory order [B, L, H, D], and the output's gate."""
         tape, a, weights, tokens = self.tape, self.architecture, self.weights, self.batch.tokens
         widths = (a.query_width, a.key_value_width, a.key_value_width)
         if a.fused_qkv:

@@ -42,9 +42,7 @@ class _Like:
 
 
 def view(tape: Tape, x: Tensor, numel: int | None = None) -> Tensor:
-    """Return a view of the same memory; ``numel``: the size of a slice along a dimension that is contiguous in
-    memory.
-    """
+    """Return a view of the same memory; ``numel``: the size of a contiguous slice."""
     out = Tensor(tape, x.storage, x.numel if numel is None else numel, x.width, x.heads_first)
     out.base = x
     if tape.wants(x):
@@ -301,8 +299,9 @@ def mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
 
 
 def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
-    """Apply a function whose derivative is computed from its result (tanh, sigmoid, rsqrt) with ``temporaries``
-    temporary tensors.
+    """Apply a function whose derivative is computed from its result (tanh, sigmoid, rsqrt).
+
+    ``temporaries``: number of temporary tensors in the backward pass.
     """
     out = _elementwise(tape, [x], x)
     if tape.wants(x):
@@ -337,9 +336,7 @@ def from_input(tape: Tape, x: Tensor) -> Tensor:
 
 
 def dropout(tape: Tape, x: Tensor, probability: float, fused: bool) -> Tensor:
-    """Apply dropout. ``fused``: one kernel with a mask of bytes, as on a GPU; otherwise a mask in the dtype of
-    ``x``.
-    """
+    """Apply dropout. ``fused``: one kernel with a mask of bytes, as on a GPU; else a mask in the dtype of ``x``."""
     if not probability:
         return x
     mask = tape.new(x.numel, 1 if fused else x.width, x.heads_first)

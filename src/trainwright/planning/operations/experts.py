@@ -62,9 +62,7 @@ def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens
 def _route_in_fp32(
     tape: Tape, a: Architecture, hidden: Tensor, router: Parameter, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Route as DeepSeek does: score each expert independently, take the best of the best groups, normalize and
-    scale.
-    """
+    """Route as DeepSeek does: score experts independently, take the best of the best groups, normalize, scale."""
     wide = Parameter(router.name, router.n, router.k, _FP32, router.trainable)
     as_tensor(tape, router, _FP32)
     logits = linear(tape, to(tape, hidden, _FP32), wide)

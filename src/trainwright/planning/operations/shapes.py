@@ -40,9 +40,7 @@ class MicroBatch:
         return lengths[1] if len(lengths) > 1 else 0
 
     def each_document(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield the documents as (length, count), one by one; equal ones are grouped if there are more than
-        ``most``.
-        """
+        """Yield the documents as (length, count), one by one; if there are more than ``most``, equal ones in groups."""
         total = sum(count for _, count in self.documents)
         together = max(1, -(-total // most))
         for length, count in self.documents:

@@ -296,9 +296,7 @@ class Tape:
         self.grad = outer
 
     def checkpoint(self, call: Callable[[], Tensor], keep: frozenset[str] = frozenset()) -> Tensor:
-        """Run ``call`` with its saved tensors recomputed in the backward pass, except for results of the kinds in
-        ``keep``.
-        """
+        """Run ``call`` and recompute its saved tensors in the backward pass, except results of kinds in ``keep``."""
         assert self.frame is None, "recomputation inside recomputation"
         frame = self.frame = Frame(self, call, keep)
         try:

@@ -41,9 +41,7 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
 
 
 def _tokens_of_a_process(workload: Workload, choice: Choice) -> float:
-    """Return the tokens of the busiest process in a step: packs are not divided, and the last of a global batch is not
-    full.
-    """
+    """Return the tokens of the busiest process in a step: packs are not divided, and the last may be partly empty."""
     mean = workload.tokens / choice.num_processes
     packs = choice.gradient_accumulation_steps * choice.micro_batch_size
     return min(workload.tokens, max(mean, packs * workload.row_tokens))
@@ -79,9 +77,7 @@ def _harmonic(count: int) -> float:
 
 
 def seen_pairs(workload: Workload, window: int | None) -> float:
-    """Return the mean number of positions that a token attends to: itself and all before it in its document, or a
-    window.
-    """
+    """Return the mean number of positions that a token attends to, itself included, within its document or window."""
     length = workload.document
     if window is None or window >= length:
         return (length + 1) / 2

@@ -46,9 +46,7 @@ class Exchange:
     sums_whole: bool = False
 
     def exposed(self, units: Sequence[Unit]) -> float:
-        """Return the seconds of a step in which a device waits for others. ``units``: the one outside the blocks
-        first.
-        """
+        """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
         choice = self.choice
         if choice.num_processes == 1:
             return 0.0
@@ -138,9 +136,7 @@ class Exchange:
         return exchanging - self.hidden * min(exchanging, computing)
 
     def _over_replicas(self, units: Sequence[Unit]) -> float:
-        """Return the seconds of all-reducing gradient shards over replicas, after the last micro-batch's
-        reduce-scatters.
-        """
+        """Return the exposed seconds of all-reducing gradient shards over replicas, after the last reduce-scatters."""
         choice = self.choice
         inside = max(1, min(choice.num_processes, self.devices_per_node) // choice.shards)
         group = Group(choice.replicate_size // inside, inside)

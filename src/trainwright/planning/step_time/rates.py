@@ -102,9 +102,7 @@ class Rates:
         return None if rate is None else rate * devices
 
     def collective(self, kind: CollectiveKind, size: float, group: Group) -> float:
-        """Return the seconds of a collective over ``group``; ``size``: bytes of the full tensor, even if it is
-        sharded.
-        """
+        """Return the seconds of a collective over ``group``; ``size``: bytes of the full, unsharded tensor."""
         if group.ranks == 1 or not size:
             return 0.0
         setting = self.setting(group.per_node)
@@ -141,7 +139,5 @@ class Rates:
 
 
 def rates_of(cluster: Cluster, calibration: Calibration | None = None, measurement: Calibration | None = None) -> Rates:
-    """Return the rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine, which its nodes
-    resemble.
-    """
+    """Return the rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine."""
     return Rates(cluster, calibration, measurement)

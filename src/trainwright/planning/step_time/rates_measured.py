@@ -1,6 +1,4 @@
-"""Rates from the quick measurement of a machine; missing ones are nominal, scaled by those measured. Imports no
-torch.
-"""
+"""Rates from the quick measurement of a machine; missing ones are scaled nominal rates. Imports no torch."""
 
 from __future__ import annotations
 

@@ -199,8 +199,9 @@ def _traffic_of_cores(rate: float) -> Curve:
 def _add_attention(
     curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float, suffix: str = ""
 ) -> None:
-    """Add the time of one token and channel: products of 2 (forward) and 5 (backward) numbers with each earlier
-    token.
+    """Add the curves of attention: seconds per token and channel, by the length of the document.
+
+    Each token takes products of 2 (forward) and 5 (backward) numbers with each earlier token.
     """
     lengths = [float(2**power) for power in range(4, 20)]
     for direction, products, rate in (("forward", 2, rates[0]), ("backward", 5, rates[1])):

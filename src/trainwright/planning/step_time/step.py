@@ -242,9 +242,7 @@ class _Step:
         return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalised)
 
     def _data(self) -> float:
-        """Return the seconds for preparing data; a GPU overlaps it with computation, except for the first batch of a
-        step.
-        """
+        """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap."""
         documents = sum(count for _, count in self.batch.documents)
         times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
         return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)

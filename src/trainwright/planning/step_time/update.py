@@ -136,9 +136,7 @@ class Update:
         return piece * elements / NORM_ELEMENTS
 
     def _sharded_copies(self) -> float:
-        """Return the seconds of copies per micro-batch in FSDP and ZeRO-3: gathered parameters and gradients to
-        reduce.
-        """
+        """Return the seconds of copying gathered parameters and gradients, per micro-batch of FSDP and ZeRO-3."""
         choice, width = self.choice, self.width
         gathers = 2 if choice.reshard_after_forward else 1
         kept = self.kept
