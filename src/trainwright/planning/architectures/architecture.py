@@ -130,8 +130,9 @@ class Architecture:
     norms only follow attention and MLP, and compute in fp32. ``sinks``: attention has a learned score per head that
     belongs to no value. ``alibi``: scores decrease with distance, in separate operations. ``query_gate``: the query
     matrix is twice as wide, and the output of attention is multiplied by a sigmoid of the second half. ``latent``: see
-    Latent. ``delta``: of ``linear_layers`` of the blocks. ``config``: for an unknown family, its configuration as JSON,
-    from which its blocks are traced; ``traced_parameters``: the traced model's number of parameters.
+    Latent. ``delta``: of ``linear_layers`` of the blocks, all but those at regular intervals. ``config``: for an
+    unknown family, its configuration as JSON, from which its blocks are traced; ``traced_parameters``: the traced
+    model's number of parameters.
     """
 
     family: str
