@@ -71,23 +71,22 @@ def reference(
     """
     world, dataset = strategy.world, stream.dataset
     documents = sorted({document for example in examples for document in dataset.documents(example)})
-    file = cache / "references" / f"{_digest({**identity, 'data': dataset.fingerprint})}.npy"
+    # Of what is computed in other batches the last bits may differ: a run that is resumed needs the same ones.
+    identity = {**identity, "data": dataset.fingerprint, "batches": stream.division, "examples": str(list(examples))}
+    file = cache / "references" / f"{_digest(identity)}.npy"
     known = _open(file, dataset)
     if all(world.gather(not np.isnan(known[documents]).any())):
         notify(f"the reference's log-probabilities of {plural(len(documents), 'answer')} are in {file}")
         return Reference(known)
-    known = world.broadcast(known if world.is_main else None)  # machines may have separate caches
-    missing = [example for example in examples if np.isnan(known[list(dataset.documents(example))]).any()]
-    notify(f"computing the reference's log-probabilities of {len(missing):,} of {plural(len(examples), 'example')}")
+    notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
     begun = time.monotonic()
     with without():
-        found = _compute(strategy, stream, batch_of, missing)
-    known = np.where(np.isnan(found), known, found)
-    if not np.isfinite(known[documents]).all():
+        found = _compute(strategy, stream, batch_of, examples)
+    if not np.isfinite(found[documents]).all():
         raise TrainingError("the model gives some of the data a probability that is no number before it is trained")
-    kept = _save(file, known, world)
+    kept = _save(file, found, world)
     notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
-    return Reference(known)
+    return Reference(found)
 
 
 def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> str:
@@ -107,8 +106,10 @@ def _sums(tensor: torch.Tensor) -> list[int]:
     return [int((part.view(torch.int32) if part.numel() % 4 == 0 else part).sum(dtype=torch.int64)) for part in parts]
 
 
-def _compute(strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: list[int]) -> Sums:
-    """Return the sums of the documents of ``examples``, NaN elsewhere; out of memory halves the micro-batches."""
+def _compute(
+    strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: Sequence[int]
+) -> Sums:
+    """Return the sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches if memory runs out."""
     size, rows = stream.global_batch_size, None
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     while True:

@@ -178,6 +178,11 @@ class Stream(Generic[Data]):
             raise TypeError("this stream has no end")
         return self.sizes.steps_for(self.total_examples)
 
+    @property
+    def division(self) -> str:
+        """Return all that the division of examples into micro-batches depends on."""
+        return f"{self.global_batch_size} {self._rows} {self._passes} {self._pack_length}"
+
     def limit_rows(self, rows: int) -> None:
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
         self._rows = rows if self._rows is None else min(rows, self._rows)
