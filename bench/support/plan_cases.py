@@ -209,7 +209,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
 
 
 def _longest_first(found: dict[str, Any]) -> tuple[int, ...]:
-    """As data.lengths has it, of the global batches that were run."""
+    """As data.tokens.lengths has it, of the global batches that were run."""
     return tuple(max(lengths) for lengths in zip(*(sorted(step, reverse=True) for step in _steps(found)), strict=False))
 
 

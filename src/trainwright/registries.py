@@ -36,7 +36,7 @@ METRICS: Registry[Any] = Registry(
     required=("__call__",),
 )
 
-# Each is a data.registered.Source.
+# Each is a data.sources.registry.Source.
 SOURCES: Registry[Any] = Registry(
     "trainwright.sources",
     {

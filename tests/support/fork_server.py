@@ -42,9 +42,11 @@ def main() -> None:
 
 
 # What runs import by and by, on the way to their first step; transformers' own modules are loaded when they are used.
+_OWN = (
+    *("cli.main", "launch.local", "launch.run_worker", "tasks.sft.task", "worker"),
+    *("observe.tensorboard", "observe.console", "planning.table", "data.rows.check"),
+)
 _MODULES = (
-    *(f"trainwright.{name}" for name in ("cli.main", "launch.local", "launch.worker", "tasks.sft.task", "worker")),
-    *(f"trainwright.{name}" for name in ("observe.tensorboard", "observe.console", "planning.table", "data.check")),
     *(f"transformers.models.{name}" for name in ("llama.modeling_llama", "gpt2.modeling_gpt2")),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "multiprocessing.queues", "peft"),
 )
@@ -55,6 +57,8 @@ def _import_everything() -> None:
     from trainwright.launch.process import preload_libraries
 
     preload_libraries()
+    for name in _OWN:
+        importlib.import_module(f"trainwright.{name}")
     for name in _MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
             importlib.import_module(name)

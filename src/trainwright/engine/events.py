@@ -1,7 +1,6 @@
 """The events of a run: the fields of each kind of line in ``events.jsonl``.
 
-This is the one place for their fields. ``FORMAT`` is increased when a field changes its meaning or is removed, but not
-when a field is added.
+This is the one place for their fields.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
-
-FORMAT = 1
 
 # An event as written and read back: ``event`` (its kind), ``time``, and its fields.
 Record = dict[str, Any]
@@ -178,8 +175,3 @@ class Finish(Event):
     seconds: float
     path: Path | None
     measured: Mapping[str, float]
-
-
-KINDS: dict[str, type[Event]] = {
-    each.kind_of_event: each for each in (Start, Step, Evaluate, Generate, CheckpointWritten, Fault, Notice, Finish)
-}

@@ -49,7 +49,7 @@ _COMMON: dict[str, Any] = {
 
 
 def architecture_fields(config: Values, origin: str) -> dict[str, Any] | None:
-    """Return the fields of planning.architecture.Architecture that ``config`` sets; None for an unknown model_type.
+    """Return the fields of an Architecture that ``config`` sets; None for an unknown model_type.
 
     Raises:
         RequestError: names the keys that are missing or invalid.

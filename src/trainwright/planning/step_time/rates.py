@@ -1,6 +1,6 @@
 """Rates of a machine for training: from its calibration, or its quick measurement, or its datasheets.
 
-All have the form of the same curves (``machine.calibration.Setting``). Imports no torch.
+All have the form of the same curves (``machine.measured.calibration.Setting``). Imports no torch.
 """
 
 from __future__ import annotations
