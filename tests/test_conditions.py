@@ -39,8 +39,22 @@ PART = (
 )
 
 
+# Every condition once, several at a time: a run takes minutes, and where one fails each can be tried alone. no-root is
+# in read-only-home (the user) and surroundings (the file mode).
+TOGETHER = (
+    "one-core+path+zone-east",
+    "busy+locale-turkish+zone-west",
+    "read-only-home+surroundings",
+    "nameless-user+locale-posix",
+)
+
+
+def test_every_condition_is_in_a_run() -> None:
+    assert {name for several in TOGETHER for name in several.split("+")} == set(CONDITIONS) - {"no-root"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONDITIONS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_the_tests_pass(name: str) -> None:
     try:
         done = run(name, [*PART, "-m", "not slow"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")

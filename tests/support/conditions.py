@@ -1,8 +1,8 @@
 """Runs the tests under conditions that other machines and users have; `make test-conditions` runs all of them.
 
-    python -m tests.support.conditions [CONDITION ...] [-- ARGUMENTS OF PYTEST]
+    python -m tests.support.conditions [CONDITION[+CONDITION ...] ...] [-- ARGUMENTS OF PYTEST]
 
-Each runs in a copy of this checkout, with temporary files beside it.
+Each runs in a copy of this checkout, with temporary files beside it. "one-core+path" runs under both at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,43 @@ class NotHere(Exception):
 
 
 def run(name: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run pytest with ``arguments`` under the condition; ``more`` is for subprocess.run. May raise NotHere."""
-    condition = CONDITIONS[name]
+    """Run pytest with ``arguments`` under the condition, or several joined by "+"; ``more`` is for subprocess.run.
+
+    May raise NotHere; of several conditions, one that this machine cannot make is left out and named on stderr.
+    """
+    condition = _together(name.split("+"))
     with _directory(condition) as directory, _loops(condition):
         command = [sys.executable, "-m", "pytest", *_FIXED, *arguments]
         settings: dict[str, Any] = {"cwd": directory / "clone", "env": _environment(condition, directory), "text": True}
         if condition.user is not None and os.geteuid() == 0:
             command = [*_as_user(condition.user), *command]
         return subprocess.run(command, preexec_fn=lambda: _enter(condition), **settings, **more)
+
+
+def _together(names: Sequence[str]) -> Condition:
+    """One condition that has what each of them sets; they must not set the same field in two ways."""
+    left_out = {name: reason for name in names if (reason := _not_here(CONDITIONS[name]))}
+    for name, reason in left_out.items():
+        if len(left_out) == len(names):
+            raise NotHere(reason)
+        print(f"{name}: left out, {reason}", file=sys.stderr)
+    changes: dict[str, Any] = {}
+    for condition in (CONDITIONS[name] for name in names if name not in left_out):
+        for each in fields(Condition):
+            value = getattr(condition, each.name)
+            if value == getattr(Condition(), each.name):
+                continue
+            if each.name == "variables":
+                value = {**value, **changes.get("variables", {})}
+            if changes.setdefault(each.name, value) != value and each.name != "variables":
+                raise ValueError(f"{'+'.join(names)}: {each.name} is set in two ways")
+            changes[each.name] = value
+    return Condition(**changes)
+
+
+def _not_here(condition: Condition) -> str | None:
+    locale = condition.variables.get("LC_ALL")
+    return f"there is no locale {locale}" if locale is not None and locale not in _locales() else None
 
 
 def _enter(condition: Condition) -> None:
@@ -129,8 +158,6 @@ def _environment(condition: Condition, directory: Path) -> dict[str, str]:
     }
     if condition.user is not None:
         given |= dict.fromkeys(("USER", "LOGNAME", "USERNAME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"))
-    if "LC_ALL" in condition.variables and condition.variables["LC_ALL"] not in _locales():
-        raise NotHere(f"there is no locale {condition.variables['LC_ALL']}")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -207,7 +234,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--" in arguments:
         split = arguments.index("--")
         names, more = arguments[:split], list(arguments[split + 1 :])
-    if unknown := [name for name in names if name not in CONDITIONS]:
+    if unknown := [name for several in names for name in several.split("+") if name not in CONDITIONS]:
         print(f"{unknown[0]}: not one of {', '.join(CONDITIONS)}", file=sys.stderr)
         return 2
     worst, told = 0, []
