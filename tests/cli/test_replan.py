@@ -86,3 +86,19 @@ def test_without_being_told_to_it_only_offers_the_faster_way(runs: Runs, tmp_pat
     assert [event["world_size"] for event in of_kind(events, "start")] == [2]
     (notice,) = of_kind(events, "notice")
     assert notice["offer"]["num_processes"] == 1 and "parallel.strategy=single" in said
+
+
+def test_the_plan_of_a_run_is_by_the_counted_lengths_of_its_examples(runs: Runs, tmp_path: Path) -> None:
+    rows = [{"question": "?" * 10, "answer": "é" * (10 + index)} for index in range(32)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "run"
+    more = ("data.validation=null", "evaluate.every=null", "evaluate.prompts=[]", "logging.tensorboard=false")
+    asked = (str(TINY), f"data.train={tmp_path / 'rows.jsonl'}", "train.max_steps=2", *more)
+    estimated = json.loads(runs.command("plan", *asked, "--json").wait().stdout)["assumptions"]
+    assert any("by the characters" in one for one in estimated)
+    ended = runs.command("train", *asked, f"logging.run_directory={run}").wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    plan = json.loads((run / "plan.json").read_text())
+    assert not any("characters" in one for one in plan["assumptions"])
+    # Bytes: two for every é; and what the chat template writes around the turns.
+    assert plan["workload"]["longest_document"] > 10 + 2 * 41

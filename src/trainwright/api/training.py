@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -154,12 +155,28 @@ class Prepared:
     notes: tuple[str, ...]
     meeting: Meeting | None
 
-    def start(self) -> Path:
-        """Train; return the run directory. Changes this process. Raises like `train`."""
+    def start(self, force: bool = False) -> Path:
+        """Train, with ``force`` even if it does not fit; return the run directory. Changes this process.
+
+        Raises:
+            As `train`.
+        """
         from trainwright.launch.start import Work, start
         from trainwright.worker import prepare, work
 
-        return start(self.request, self.resolved, self.machine, Work(prepare, work), self.meeting)
+        if not force:
+            self.resolved.plan.refuse_shortage()
+        counted = functools.partial(self._planned_again, force) if self.resolved.estimated else None
+        return start(self.request, self.resolved, self.machine, Work(prepare, work), self.meeting, counted)
+
+    def _planned_again(self, force: bool) -> Resolved:
+        """Plan with the lengths of the prepared data."""
+        from trainwright.launch.request import resolve_request
+
+        resolved = resolve_request(self.request, self.machine)
+        if not force:
+            resolved.plan.refuse_shortage()
+        return resolved
 
 
 def prepare(asked: TrainingAsked) -> Prepared:
@@ -215,9 +232,7 @@ def _train(asked: TrainingAsked) -> Path:
                 prepared = prepare(asked)
             for line in prepared.notes:
                 say(f"note: {line}", file=sys.stderr)
-            if not asked.force:
-                prepared.resolved.plan.refuse_shortage()
-            return prepared.start()
+            return prepared.start(asked.force)
     except Interrupted:
         kept = "nothing was kept" if asked.resume is None else "the run is as it was"
         raise Stopped(f"stopped before the first step; {kept}") from None

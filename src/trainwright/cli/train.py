@@ -83,12 +83,12 @@ def train(
         prepared = prepare(asked)
     for line in prepared.notes:
         say(f"note: {line}", file=sys.stderr)
-    if dry_run:
-        _show(prepared.resolved)
+    if not dry_run:
+        prepared.start(force)
+        return
+    _show(prepared.resolved)
     if not force:
         prepared.resolved.plan.refuse_shortage()
-    if not dry_run:
-        prepared.start()
 
 
 def _show(resolved: Resolved) -> None:

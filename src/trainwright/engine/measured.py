@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -32,12 +32,14 @@ class Measured:
         self._memory_bytes = max(self._memory_bytes, memory_bytes)
 
     def summary(self) -> dict[str, float]:
-        """Return the largest peak memory of any rank, and the medians of the steps after the first; empty without such
+        """Return the largest peak memory of any rank, and the speed of the steps after the first; empty without such
         steps.
 
-        ``tensors_bytes`` is added to ``memory_bytes`` if the latter counts only tensors, as on a GPU. ``steps``: the
-        number of steps after the first, 0 if the medians are of the first ones. ``threads`` of this process, the number
-        of ``processes`` and ``cores``, and what kept it from computing: see `Waiting.since`.
+        ``tokens_per_second``: the median of the steps. ``step_time``: of a step with the mean number of tokens at that
+        speed, as plans predict it: steps differ in their tokens. ``tensors_bytes`` is added to ``memory_bytes`` if the
+        latter counts only tensors, as on a GPU. ``steps``: the number of steps after the first, 0 if the speed is of
+        the first ones. ``threads`` of this process, the number of ``processes`` and ``cores``, and what kept it from
+        computing: see `Waiting.since`.
         """
         if not self._seconds or self._before is None:
             return {}
@@ -45,10 +47,11 @@ class Measured:
         if self._device.type == "cuda":
             found["tensors_bytes"] = self._memory_bytes
         seconds, rates = (values[_WARM_UP_STEPS:] or values for values in (self._seconds, self._rates))
+        tokens, rate = mean(time * rate for time, rate in zip(seconds, rates, strict=True)), median(rates)
         return {
             **found,
-            "step_time": median(seconds),
-            "tokens_per_second": median(rates),
+            "step_time": tokens / rate if rate else median(seconds),
+            "tokens_per_second": rate,
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),
             "threads": torch.get_num_threads(),
             "processes": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

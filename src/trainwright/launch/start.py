@@ -57,8 +57,19 @@ class Work:
     train: Callable[..., int]
 
 
-def start(request: Request, resolved: Resolved, machine: Machine, work: Work, meeting: Meeting | None = None) -> Path:
+def start(
+    request: Request,
+    resolved: Resolved,
+    machine: Machine,
+    work: Work,
+    meeting: Meeting | None = None,
+    counted: Callable[[], Resolved] | None = None,
+) -> Path:
     """Train to the end; return the run directory.
+
+    Args:
+        counted: plans again once the data is prepared; given if the plan is from estimated lengths. Several nodes keep
+            the first plan.
 
     Raises:
         Stopped: a stop was requested; the message says what was saved and how to continue.
@@ -74,7 +85,7 @@ def start(request: Request, resolved: Resolved, machine: Machine, work: Work, me
         say(f"warning: {said}", file=sys.stderr)
     if meeting is None:
         with Stopping() as stopping:
-            return _train(request, resolved, here, work, stopping, None)
+            return _train(request, resolved, here, work, stopping, None, counted)
     # Imports torch, so it comes after the thread limit.
     from trainwright.launch.group.nodes import LinkedStopping, Node, Nodes
     from trainwright.recipe.loading import dump_recipe
@@ -85,18 +96,27 @@ def start(request: Request, resolved: Resolved, machine: Machine, work: Work, me
             place = meeting.host, meeting.port
             nodes = Nodes.meet(meeting.node_rank, meeting.nodes, place, meeting.seconds, mine, linked)
         try:
-            return _train(request, resolved, here, work, linked, nodes)
+            return _train(request, resolved, here, work, linked, nodes, None)
         finally:
             nodes.leave()
 
 
 def _train(
-    request: Request, resolved: Resolved, processes: int, work: Work, stopping: Stopping, nodes: Nodes | None
+    request: Request,
+    resolved: Resolved,
+    processes: int,
+    work: Work,
+    stopping: Stopping,
+    nodes: Nodes | None,
+    counted: Callable[[], Resolved] | None,
 ) -> Path:
     """Prepare the run directory, and run the workers of this machine to their end."""
     node = 0 if nodes is None else nodes.index
     with ExitStack() as held:
-        run = _prepared(request, resolved, work, stopping, nodes, held)
+        run, resolved = _prepared(request, resolved, work, stopping, nodes, held, counted)
+        if counted is not None:
+            processes = int(resolved.recipe.parallel.num_processes)
+            check_limits(processes, processes)
         if node == 0:
             from trainwright.planning.table import summary
 
@@ -119,19 +139,25 @@ def _train(
 
 
 def _prepared(
-    request: Request, resolved: Resolved, work: Work, stopping: Stopping, nodes: Nodes | None, held: ExitStack
-) -> Path:
-    """Return the run directory, locked by this launch, with everything in the cache that its workers need."""
-    text = run_directory.recipe_text(resolved.recipe)
+    request: Request,
+    resolved: Resolved,
+    work: Work,
+    stopping: Stopping,
+    nodes: Nodes | None,
+    held: ExitStack,
+    counted: Callable[[], Resolved] | None,
+) -> tuple[Path, Resolved]:
+    """Return the run directory, locked by this launch, with everything in the cache that its workers need, and the
+    recipe as it was planned at last.
+    """
     with ExitStack() as until_prepared:
 
         def make() -> tuple[Path, str]:
             run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
             held.enter_context(run_directory.only_launch(run))
             until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
-            run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
             (run / "logs").mkdir(exist_ok=True)
-            return run, text
+            return run, _record(run, request, resolved)
 
         def get_ready() -> None:
             with Activity(sys.stderr, "importing torch and transformers"):
@@ -149,6 +175,11 @@ def _prepared(
         if nodes is None:
             run = make()[0]
             get_ready()
+            if counted is not None:
+                threads = resolved.plan.chosen.choice.threads
+                resolved = counted()
+                _record(run, request, resolved)
+                _set_threads(threads, resolved.plan.chosen.choice.threads)
             if request.run is None and resolved.plan.is_close:
                 from trainwright.launch.probe import fit
 
@@ -157,7 +188,14 @@ def _prepared(
             run = nodes.open(make)
             nodes.telling(get_ready)
             nodes.all_ready()
-    return run
+    return run, resolved
+
+
+def _record(run: Path, request: Request, resolved: Resolved) -> str:
+    """Write the recipe and its plan into the run directory; return the recipe's text."""
+    text = run_directory.recipe_text(resolved.recipe)
+    run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+    return text
 
 
 def _launched(
@@ -182,14 +220,14 @@ def _launched(
     while code == EXIT_STOPPED and not stopping.requested and (changed := take(run)) is not None:
         recipe, threads = changed
         say(f"going on as {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
-        _set_threads(resolved, threads)
+        _set_threads(resolved.plan.chosen.choice.threads, threads)
         code = launch(again, processes=int(recipe.parallel.num_processes), **more)
     return code
 
 
-def _set_threads(resolved: Resolved, threads: int | None) -> None:
-    """Set the threads per process of a relaunch, unless the user has set them."""
-    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(resolved.plan.chosen.choice.threads):
+def _set_threads(before: int | None, threads: int | None) -> None:
+    """Set the threads per process for another plan than the one with ``before``, unless the user has set them."""
+    if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(before):
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
 

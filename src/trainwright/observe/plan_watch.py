@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from trainwright.engine.events import Event, Notice
@@ -53,7 +53,7 @@ class Watched:
     def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> Watched | None:
         """Return None if there is nothing to compare with: no plan, or one by datasheets of a described machine."""
         predicted = plan.get("predicted")
-        if not isinstance(predicted, dict) or not predicted.get("step_time"):
+        if not isinstance(predicted, dict) or not predicted.get("tokens_per_second"):
             return None
         measured = bool(predicted.get("measured") or predicted.get("calibrated"))
         if not measured and not detect().is_here:
@@ -68,7 +68,7 @@ class PlanWatch:
     def __init__(self, watched: Watched, emit: Callable[[Event], None]) -> None:
         self._watched = watched
         self._emit = emit
-        self._seconds: list[float] = []
+        self._steps: list[tuple[float, float]] = []  # seconds, and tokens per second
         self._before: Waiting | None = None
         self._faults = 0
 
@@ -80,15 +80,18 @@ class PlanWatch:
             self._finish(event.get("measured") or {})
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        self._seconds.append(float(event["step_time"]))
-        if len(self._seconds) == _WARM_UP:
+        self._steps.append((float(event["step_time"]), float(event["tokens_per_second"])))
+        if len(self._steps) == _WARM_UP:
             self._before, self._faults = Waiting.now(), _page_faults()
-        if len(self._seconds) == _WARM_UP + _JUDGED:
+        if len(self._steps) == _WARM_UP + _JUDGED:
             self._judge(int(event["step"]))
 
     def _judge(self, step: int) -> None:
         assert self._before is not None
-        expected, found = self._watched.predicted["step_time"], median(self._seconds[_WARM_UP:])
+        judged = self._steps[_WARM_UP:]
+        tokens = mean(seconds * rate for seconds, rate in judged)  # steps differ in their number
+        expected = tokens / self._watched.predicted["tokens_per_second"]
+        found = tokens / median(rate for _, rate in judged)
         if expected / _WRONG <= found <= expected * _WRONG:
             return
         cause, slower = _outside(Waiting.now().since(self._before), (_page_faults() - self._faults) / _JUDGED)
@@ -130,11 +133,11 @@ class PlanWatch:
         if disturbed or measured.get("steps", 0) < _JUDGED or not machine.is_here:
             return
         predicted = self._watched.predicted
-        plain = predicted["step_time"] / (predicted.get("correction") or 1.0)
+        plain = predicted["tokens_per_second"] * (predicted.get("correction") or 1.0)
         memory = (
             measured.get("memory_bytes", 0.0) / predicted["memory_bytes"] if predicted.get("memory_bytes") else None
         )
-        if (run := run_of(self._watched.own, measured["step_time"] / plain, memory)) is not None:
+        if (run := run_of(self._watched.own, plain / measured["tokens_per_second"], memory)) is not None:
             remember(machine, run)
 
 

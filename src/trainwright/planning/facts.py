@@ -58,11 +58,13 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 class Facts(NamedTuple):
     """A workload and the assumptions behind it.
 
-    ``assumptions``: messages about values that are not known yet.
+    ``assumptions``: messages about values that are not known yet. ``estimated``: the lengths of the examples are an
+    estimate, because the data has not been prepared.
     """
 
     workload: Workload
     assumptions: tuple[str, ...]
+    estimated: bool = False
 
 
 def facts_of(recipe: Recipe) -> Facts:
@@ -114,6 +116,7 @@ def facts_of(recipe: Recipe) -> Facts:
             and needs.trainable is None,
         ),
         tuple(assumptions),
+        estimated=not lengths.exact,
     )
 
 

@@ -31,12 +31,14 @@ class Resolved:
 
     Attributes:
         chosen: keys (``section.key``) whose value was not set in the recipe.
+        estimated: the lengths of the examples were estimated; they are known once the data has been prepared.
     """
 
     recipe: Recipe
     reasons: tuple[str, ...]
     plan: Plan
     chosen: tuple[str, ...]
+    estimated: bool = False
 
 
 def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
@@ -61,7 +63,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason())
     resolved = filled(recipe, plan)
-    return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)))
+    return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)), facts.estimated)
 
 
 def filled(recipe: Recipe, plan: Plan) -> Recipe:
