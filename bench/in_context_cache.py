@@ -30,7 +30,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.reinforcement.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, find_agent, load_agent
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
-from trainwright.tasks.algorithm_distillation.in_context import hop, play
+from trainwright.tasks.algorithm_distillation.in_context import context_stride, play
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of
 
@@ -110,7 +110,7 @@ class _Played:
 def _greedy(
     model: HistoryModel, environment: Environment, tasks: torch.Tensor, episodes: int, *, cached: bool
 ) -> _Played:
-    context = Context(model.shape, len(tasks), moves_by=hop(model.shape, environment.horizon), cached=cached)
+    context = Context(model.shape, len(tasks), moves_by=context_stride(model.shape, environment.horizon), cached=cached)
     played = _Played()
 
     def policy(step: Steps) -> torch.Tensor:

@@ -34,7 +34,7 @@ from trainwright.machine.detect import Machine, detect
 from trainwright.machine.measured.calibration import Calibration, current_calibration, load_calibration
 from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import installed, make_plan, wishes_of
+from trainwright.planning.plan import constraints_of, installed, make_plan
 from trainwright.planning.search import Judge
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.rates import rates_of
@@ -133,7 +133,7 @@ class Bench:
 
     def __init__(self, recipe: Recipe, machine: Machine, calibration: Calibration, work: Path, steps: int) -> None:
         self.recipe, self.machine, self.work, self.steps = recipe, machine, work, steps
-        self.cluster, self.wishes = cluster_of(machine), wishes_of(recipe)
+        self.cluster, self.constraints = cluster_of(machine), constraints_of(recipe)
         self.calibrations = {"datasheet": None, "calibrated": calibration}
         self.runs = 0
 
@@ -173,7 +173,7 @@ class Bench:
         facts = facts_of(self.recipe)
         return {
             key: make_plan(
-                self.wishes, facts.workload, self.cluster, facts.assumptions, Basis(calibration), installed
+                self.constraints, facts.workload, self.cluster, facts.assumptions, Basis(calibration), installed
             ).chosen.choice
             for key, calibration in self.calibrations.items()
         }
@@ -195,12 +195,12 @@ class Bench:
         return sorted(found, key=lambda one: one not in first.values())
 
     def choices(self) -> Iterator[Choice]:
-        workload, cluster, wishes = facts_of(self.recipe).workload, self.cluster, self.wishes
-        for processes in worlds(workload, cluster, wishes):
-            for layout in layouts(processes, cluster, wishes):
-                for recompute in recomputations(workload, wishes):
-                    for size in micro_batches(workload, processes, wishes):
-                        yield choice_of(layout, processes, size, recompute, wishes, cluster)
+        workload, cluster, constraints = facts_of(self.recipe).workload, self.cluster, self.constraints
+        for processes in worlds(workload, cluster, constraints):
+            for layout in layouts(processes, cluster, constraints):
+                for recompute in recomputations(workload, constraints):
+                    for size in micro_batches(workload, processes, constraints):
+                        yield choice_of(layout, processes, size, recompute, constraints, cluster)
 
     def time(self, choice: Choice) -> Timed:
         self.runs += 1

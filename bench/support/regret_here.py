@@ -16,9 +16,9 @@ from support.timed_runs import Timed, run_steps
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.detect import Machine
 from trainwright.machine.measured.calibration import Calibration
-from trainwright.planning.candidates import Wishes
+from trainwright.planning.candidates import Constraints
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import installed, make_plan, wishes_of
+from trainwright.planning.plan import constraints_of, installed, make_plan
 from trainwright.planning.search import Judge, search
 from trainwright.planning.step_time.basis import Basis, basis_of
 from trainwright.planning.step_time.rates import rates_of
@@ -82,9 +82,9 @@ def _result(
     basis = basis_of(machine, facts.workload)
     ways = _ways(recipe, machine, calibration)
     plans = {"measured": replace(basis, calibration=None)} | ({"calibrated": Basis(calibration)} if calibration else {})
-    cluster, wishes = cluster_of(machine), wishes_of(recipe)
+    cluster, constraints = cluster_of(machine), constraints_of(recipe)
     chosen = {
-        key: make_plan(wishes, facts.workload, cluster, facts.assumptions, one, installed).chosen
+        key: make_plan(constraints, facts.workload, cluster, facts.assumptions, one, installed).chosen
         for key, one in plans.items()
     }
     for number in range(ROUNDS):
@@ -111,15 +111,15 @@ def _ways(recipe: Recipe, machine: Machine, calibration: Calibration | None) -> 
     if calibration is not None:
         judges["calibrated"] = Judge(workload, cluster, rates_of(cluster, calibration), installed)
     found = []
-    for wishes, threads in _wishes(wishes_of(recipe), workload, machine):
-        best = search(judges["measured"], wishes).best
+    for constraints, threads in _constraints(constraints_of(recipe), workload, machine):
+        best = search(judges["measured"], constraints).best
         if best is not None:
             choice = replace(best.choice, threads=threads)
             found.append(Way(choice, {key: judge.seconds(choice) for key, judge in judges.items()}))
     return found
 
 
-def _wishes(own: Wishes, workload: Workload, machine: Machine) -> Iterator[tuple[Wishes, int]]:
+def _constraints(own: Constraints, workload: Workload, machine: Machine) -> Iterator[tuple[Constraints, int]]:
     """{fp32, bf16} x {1, 2 processes} x threads."""
     for precision in ("no", "bf16"):
         for processes in (1, 2):

@@ -33,7 +33,7 @@ from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.engine.events import Observer
-    from trainwright.parallel.world import Seat
+    from trainwright.parallel.world import RankInfo
 
 
 def prepare(run: Path) -> None:
@@ -44,12 +44,12 @@ def prepare(run: Path) -> None:
 
     with Activity(console(), "preparing the model and the data") as activity:
         if console() is not None:  # long operations are shown
-            logging.getLogger("trainwright").addHandler(_Said(activity))
+            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
             logging.getLogger("trainwright").setLevel(logging.INFO)
         prepare_task(load_recipe(run / RECIPE), cache_root())
 
 
-class _Said(logging.Handler):
+class _ActivityHandler(logging.Handler):
     def __init__(self, activity: Activity) -> None:
         super().__init__()
         self._activity = activity
@@ -59,7 +59,11 @@ class _Said(logging.Handler):
 
 
 def work(
-    run: Path, resume: bool, seat: Seat | None = None, fault: Mapping[str, Any] | None = None, may_change: bool = False
+    run: Path,
+    resume: bool,
+    rank_info: RankInfo | None = None,
+    fault: Mapping[str, Any] | None = None,
+    may_change: bool = False,
 ) -> int:
     """Train this process's share of the run; returns EXIT_FINISHED or EXIT_STOPPED.
 
@@ -78,7 +82,7 @@ def work(
         fault=fault,
         observers=functools.partial(_observers, run),
         stop_requested=stop_requested,
-        seat=seat,
+        rank_info=rank_info,
         may_change=may_change,
     )
 

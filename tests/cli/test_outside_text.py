@@ -13,7 +13,7 @@ import torch
 
 from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ON_ROWS, TINY, Runs
-from trainwright.launch.ending.first_failure import LastWords
+from trainwright.launch.ending.first_failure import FailureReport
 from trainwright.observe.console import ConsoleObserver
 
 CLIPBOARD, CLEAR, TITLE, BIDI = "\x1b]52;c;ZXZpbA==\x07", "\x1b[2J", "\x1b]0;mine\x07\r", "\u202e"
@@ -60,7 +60,7 @@ def test_events_of_a_run_are_shown_harmless(monkeypatch: pytest.MonkeyPatch, ter
 
 def test_a_failing_rank_is_told_harmless() -> None:
     terminal = io.StringIO()
-    LastWords(0, terminal, None).fail(RuntimeError(HOSTILE))
+    FailureReport(0, terminal, None).fail(RuntimeError(HOSTILE))
     assert SHOWN in terminal.getvalue() and harmless(terminal.getvalue())
 
 

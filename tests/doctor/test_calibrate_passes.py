@@ -25,7 +25,7 @@ def seconds(alone: Setting, precision: str, found: InStep) -> list[float]:
     return [passes._priced(model, precision, inside).seconds for model in passes._MODELS]
 
 
-def rows(times: list[float], models: tuple[passes.Small, ...]) -> list[dict[str, Any]]:
+def rows(times: list[float], models: tuple[passes.SmallModel, ...]) -> list[dict[str, Any]]:
     return [{"seconds": each, "held_out": model.held_out} for each, model in zip(times, models, strict=True)]
 
 
@@ -58,7 +58,7 @@ def test_what_a_collective_takes_in_a_step_is_found() -> None:
 
 
 def test_documents_of_a_pass_are_of_different_lengths_about_the_wanted_one() -> None:
-    model = passes.Small(64, 2, 1, documents=5, length=60)
+    model = passes.SmallModel(64, 2, 1, documents=5, length=60)
     assert model.lengths == (54, 57, 60, 63, 66)
     assert model.batch.tokens == 300 and model.batch.targets == 295
-    assert passes.Small(64, 2, 1, documents=1, length=60).lengths == (60,)
+    assert passes.SmallModel(64, 2, 1, documents=1, length=60).lengths == (60,)

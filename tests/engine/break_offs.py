@@ -18,7 +18,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.run_worker import run_worker
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
-from trainwright.parallel.world import Seat
+from trainwright.parallel.world import RankInfo
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 
@@ -46,9 +46,9 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         own.set(f"ready-{rank}", "")
         own.wait([f"ready-{each}" for each in range(size)])
         _forget_groups()
-        seat = Seat(rank, size, rank, size, rank, own)
+        rank_info = RankInfo(rank, size, rank, size, rank, own)
         return run_worker(
-            run, cache=cache_root(), resume=resume, reasons=(), observers=list, stop_requested=stop, seat=seat
+            run, cache=cache_root(), resume=resume, reasons=(), observers=list, stop_requested=stop, rank_info=rank_info
         )
 
     def never() -> bool:

@@ -13,7 +13,7 @@ RATE, DECAY = 0.1, 0.5
 DECAYED = {"embed_tokens.weight", "block.linear.weight", "lm_head.weight"}
 
 
-class Small(nn.Module):
+class SmallModel(nn.Module):
     """An embedding, a block with a matrix, biases and norms, and a head."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_matrices_are_decayed_and_norms_and_biases_are_not(name: str) -> None:
-    model = Small()
+    model = SmallModel()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
@@ -39,7 +39,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_every_parameter_is_in_one_group(name: str) -> None:
-    model = Small()
+    model = SmallModel()
     optimizer = optimizer_factory(OptimizerSection.model_validate({"name": name}))(model.named_parameters())
     grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(map(id, model.parameters()))

@@ -16,7 +16,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics
 from trainwright.engine.events import Record
 from trainwright.engine.loss_watch import Losses, Noise
-from trainwright.engine.out_of_memory import Shortage
+from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import Gradients, Report, StepPolicy
 from trainwright.engine.progress import EVALUATION, Progress
 from trainwright.engine.trainer import Trainer
@@ -281,7 +281,7 @@ def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(ma
     losses, norm, statistics = trainer._passes.share(1, batch)
     expected = gradients(trainer)
     short = [Report(loss=0.0, stop=0.0, memory=0.0, short=1.0, save=0.0)]
-    shortage = Shortage("memory ran out elsewhere")
+    shortage = MemoryShortage("memory ran out elsewhere")
     divided = trainer._halving.again(1, Gradients(batch, 0.0, norm, short, losses, statistics, shortage))
     assert divided is not None
     assert last(seen, "fault")["kind"] == "out_of_memory"

@@ -9,8 +9,8 @@ from pathlib import Path
 from trainwright.engine.out_of_memory import OutOfMemory
 from trainwright.launch.ending.failure import (
     Ended,
+    MemoryFailure,
     RankErrorHandler,
-    RanOut,
     ended_from_outside,
     error_file,
     error_record,
@@ -71,14 +71,14 @@ def test_memory_that_ran_out_is_told_apart(tmp_path: Path) -> None:
     for error in errors:
         error_file(tmp_path, 0).write_text(json.dumps(error_record(error)))
         found.append(first_failure(tmp_path, 1, {0: 4}, False).ran_out)
-    assert found[0] == RanOut(0, "1 GiB asked for", in_training=True, step=3, rows=4)
+    assert found[0] == MemoryFailure(0, "1 GiB asked for", in_training=True, step=3, rows=4)
     assert [each and each.in_training for each in found] == [True, False, False, None]
 
 
 def test_a_kill_is_for_memory_where_the_kernel_counted_one(tmp_path: Path) -> None:
     killed: dict[int, int | None] = {0: None, 1: -signal.SIGKILL}
     counted = first_failure(tmp_path, 2, killed, out_of_memory=True).ran_out
-    assert counted == RanOut(1, "the kernel killed the process", in_training=True)
+    assert counted == MemoryFailure(1, "the kernel killed the process", in_training=True)
     assert first_failure(tmp_path, 2, killed, out_of_memory=False).ran_out is None
 
 

@@ -195,6 +195,6 @@ def test_times_in_which_a_thread_waited_for_a_core_are_left_out() -> None:
 
 def test_a_stopwatch_times_calls_wherever_it_runs() -> None:
     clock = Stopwatch()
-    clock.look()
+    clock.start()
     found = clock.time(lambda: sum(range(1000)))
     assert found.seconds > 0 and found.waited >= 0

@@ -15,7 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
 from trainwright.machine.written import machine_of, read_machine
 from trainwright.planning.facts import full_rows
-from trainwright.planning.plan import make_plan, wishes_of
+from trainwright.planning.plan import constraints_of, make_plan
 from trainwright.recipe.loading import recipe_of
 
 Change = Callable[[dict[str, Any]], None]
@@ -43,7 +43,7 @@ def test_a_plan_for_the_file_is_the_plan_for_the_machine(tmp_path: Path) -> None
     recipe = recipe_of(["task=sft", "model.name=gpt2", "data={train: pydoc, validation: null}"], "a test")
     facts = full_rows(recipe)
     plans = [
-        make_plan(wishes_of(recipe), facts.workload, one, facts.assumptions)
+        make_plan(constraints_of(recipe), facts.workload, one, facts.assumptions)
         for one in (cluster, parse_machine("8xH100"))
     ]
     assert plans[0].as_json() == plans[1].as_json()

@@ -11,7 +11,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.budget import tokens_of, with_budget, words
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import Plan, make_plan, wishes_of
+from trainwright.planning.plan import Plan, constraints_of, make_plan
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = ROOT / "recipes" / "pretrain"
@@ -22,7 +22,7 @@ def planned(name: str, machine: str, tokens: str | None = None, *overrides: str)
     workload = facts_of(recipe).workload
     if tokens is not None:
         workload = with_budget(workload, tokens_of(tokens, workload))
-    return make_plan(wishes_of(recipe), workload, parse_machine(machine))
+    return make_plan(constraints_of(recipe), workload, parse_machine(machine))
 
 
 def test_a_budget_is_a_number_or_so_many_tokens_a_parameter() -> None:
@@ -58,5 +58,5 @@ def test_two_small_gpus_hold_phi3_with_its_parameters_in_the_hosts_memory_alone(
     two = ("parallel.num_processes=2",)
     without = planned("phi3-fsdp", "2xRTX4090", None, *two)
     assert not without.fits
-    assert "parallel.offload_parameters=true" in [way.change for way in without.ways_out]
+    assert "parallel.offload_parameters=true" in [way.change for way in without.suggestions]
     assert planned("phi3-fsdp", "2xRTX4090", None, *two, "parallel.offload_parameters=true").fits

@@ -16,7 +16,7 @@ from tests.support.published_table import HALVES, compared
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.detect import Machine
 from trainwright.planning.architectures.catalogue import find_model
-from trainwright.planning.candidates import Wishes
+from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.table import summary, table, words
@@ -32,7 +32,7 @@ def of(low: float, high: float) -> Errors:
 
 
 def planned(cluster: Cluster, own: Errors | None = None, **fixed: Any) -> Plan:
-    return make_plan(Wishes(fixed), SMALL, cluster, own=own)
+    return make_plan(Constraints(fixed), SMALL, cluster, own=own)
 
 
 def with_memory(size: float) -> Cluster:

@@ -9,7 +9,7 @@ import pytest
 from trainwright.machine.describe import parse_machine
 from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import make_plan, wishes_of
+from trainwright.planning.plan import constraints_of, make_plan
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "algorithm_distillation"
@@ -47,5 +47,5 @@ def test_a_row_is_what_a_window_is_in_tokens(name: str, overrides: tuple[str, ..
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_fits_a_gpu(recipe: Path) -> None:
     loaded = load_recipe(recipe)
-    made = make_plan(wishes_of(loaded), facts_of(loaded).workload, parse_machine("1xA100-40GB"))
+    made = make_plan(constraints_of(loaded), facts_of(loaded).workload, parse_machine("1xA100-40GB"))
     assert made.fits

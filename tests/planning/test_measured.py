@@ -12,7 +12,7 @@ from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
 from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalogue import find_model
-from trainwright.planning.candidates import Wishes
+from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.search import Judge
@@ -37,7 +37,7 @@ def work(rows: int = 8, tokens: int = 512) -> Workload:
 
 
 def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> Plan:
-    return make_plan(Wishes(fixed or {}), work(), of_cores(2, *flags), basis=Basis(None, found))
+    return make_plan(Constraints(fixed or {}), work(), of_cores(2, *flags), basis=Basis(None, found))
 
 
 @pytest.mark.parametrize("flags", [(), AMX])
@@ -110,13 +110,13 @@ def test_rates_are_those_that_were_measured_and_what_was_not_is_scaled() -> None
 
 
 def test_a_failed_measurement_is_told_first() -> None:
-    made = make_plan(Wishes({}), work(), of_cores(2), basis=Basis(trouble="could not be measured, so datasheets"))
+    made = make_plan(Constraints({}), work(), of_cores(2), basis=Basis(trouble="could not be measured, so datasheets"))
     assert summary(made).startswith("plan by datasheets, as could not be measured: ")
     assert made.as_json()["trouble"] == "could not be measured, so datasheets"
 
 
 def test_gpus_that_are_not_here_go_by_their_datasheet() -> None:
-    made = make_plan(Wishes({}), work(64, 2048), parse_machine("8xH100"))
+    made = make_plan(Constraints({}), work(64, 2048), parse_machine("8xH100"))
     assert made.chosen.time is not None and made.chosen.time.peak == pytest.approx(8 * 989.4e12)
 
 
@@ -140,7 +140,7 @@ def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
 
 
 def _with_runs(*runs: OwnRun) -> Plan:
-    return make_plan(Wishes({}), work(), of_cores(2, *AMX), basis=Basis(None, measurement(), runs=OwnRuns(runs)))
+    return make_plan(Constraints({}), work(), of_cores(2, *AMX), basis=Basis(None, measurement(), runs=OwnRuns(runs)))
 
 
 def test_a_plan_is_corrected_by_what_runs_of_this_machine_took() -> None:

@@ -13,9 +13,9 @@ from trainwright.machine.detect import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalogue import find_model
-from trainwright.planning.candidates import Wishes, choice_of, layouts, micro_batches, recomputations, worlds
+from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
-from trainwright.planning.plan import Plan, make_plan, wishes_of
+from trainwright.planning.plan import Plan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Judge, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
@@ -33,7 +33,7 @@ def work(name: str, rows: int = 64, tokens: int = 2048, **more: Any) -> Workload
 def plan(
     name: str, on: str, rows: int = 64, tokens: int = 2048, fixed: dict[str, Any] | None = None, **more: Any
 ) -> Plan:
-    return make_plan(Wishes(fixed or {}), work(name, rows, tokens, **more), parse_machine(on))
+    return make_plan(Constraints(fixed or {}), work(name, rows, tokens, **more), parse_machine(on))
 
 
 def of_cores(count: int, *instructions: str, clock: float = 2.5e9) -> Cluster:
@@ -80,23 +80,23 @@ PADDED = {"packed": False, "document_tokens": 90.0}
 
 def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) -> None:
     """Compare what is found with everything that could be chosen."""
-    wishes = Wishes(fixed)
+    constraints = Constraints(fixed)
     judge = Judge(workload, cluster, rates_of(cluster))
     every = [
-        choice_of(layout, processes, size, recompute, wishes, cluster)
-        for processes in worlds(workload, cluster, wishes)
-        for layout in layouts(processes, cluster, wishes)
-        for recompute in recomputations(workload, wishes)
-        for size in micro_batches(workload, processes, wishes)
+        choice_of(layout, processes, size, recompute, constraints, cluster)
+        for processes in worlds(workload, cluster, constraints)
+        for layout in layouts(processes, cluster, constraints)
+        for recompute in recomputations(workload, constraints)
+        for size in micro_batches(workload, processes, constraints)
     ]
     # Keeping numbers in the host's memory costs time, and is not looked at where something fits, or is close, without.
     levels = (
         [choice for choice in every if one.fit(choice).fits and (may_offload or not offloads(choice))]
         for may_offload in (False, True)
-        for one in (judge, judge.bolder())
+        for one in (judge, judge.with_less_margin())
     )
     fitting = next((choices for choices in levels if choices), [])
-    found = search(judge, wishes)
+    found = search(judge, constraints)
     assert (found.best is None) == (not fitting)
     if found.best is not None:
         seconds = [judge.seconds(choice) for choice in fitting]
@@ -171,7 +171,7 @@ def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
     # Of one process and of two, of small micro-batches and of large ones: within five per cent of the fastest of all.
     for clock in range(20, 40):
         cluster = of_cores(2, *BF16, clock=clock * 1e8)
-        found = search(Judge(work(SMALL, 16, 256, **PADDED), cluster, rates_of(cluster)), Wishes({}))
+        found = search(Judge(work(SMALL, 16, 256, **PADDED), cluster, rates_of(cluster)), Constraints({}))
         assert found.best is not None and found.best.time is not None
         assert found.best.time.seconds <= (1 + AS_FAST["cpu"]) * found.fastest
 
@@ -211,7 +211,7 @@ def test_more_memory_is_never_slower() -> None:
     large = replace(large, card=replace(small.card, memory_bytes=large.card.memory_bytes), link=small.link)
     seconds = []
     for cluster in (small, large):
-        time = make_plan(Wishes({}), work("Qwen/Qwen2.5-1.5B", tokens=4096), cluster).chosen.time
+        time = make_plan(Constraints({}), work("Qwen/Qwen2.5-1.5B", tokens=4096), cluster).chosen.time
         assert time is not None
         seconds.append(time.seconds)
     assert seconds[1] <= seconds[0] * 1.02
@@ -233,13 +233,13 @@ def test_gradients_of_offloaded_parameters_are_in_the_hosts_memory() -> None:
     assert memory.parts["gradients"] < 4 * rows / 2
 
 
-def test_where_nothing_fits_the_ways_out_do_and_are_told() -> None:
+def test_suggestions_fit_where_nothing_else_does() -> None:
     made = plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"})
     assert not made.fits
-    changes = [way.change for way in made.ways_out]
+    changes = [way.change for way in made.suggestions]
     assert 0 < len(changes) <= 3
     assert any("lora" in change for change in changes)
-    assert all(way.judged.fits and way.judged.needed_bytes <= way.judged.available_bytes for way in made.ways_out)
+    assert all(way.judged.fits and way.judged.needed_bytes <= way.judged.available_bytes for way in made.suggestions)
     with pytest.raises(MachineError) as refused:
         made.refuse_shortage()
     assert all(change in str(refused.value) for change in changes)
@@ -265,7 +265,7 @@ def test_a_quantised_base_fits_where_nothing_else_does() -> None:
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    judged = make_plan(Wishes({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).found.judged
+    judged = make_plan(Constraints({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).found.judged
     assert {one.choice.threads for one in judged} == {1}
     for one in judged:
         assert one.needed_bytes == 2 * one.memory.total
@@ -273,43 +273,46 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
 
 def test_what_is_not_installed_is_not_chosen() -> None:
     missing = {"zero1": "not here", "zero2": "not here", "zero3": "not here"}
-    made = make_plan(Wishes({}), work(LARGE), parse_machine("8xH100"), available=lambda name: missing.get(name))
+    made = make_plan(Constraints({}), work(LARGE), parse_machine("8xH100"), available=lambda name: missing.get(name))
     assert made.chosen.missing is None and not made.chosen.choice.strategy.startswith("zero")
     asked = make_plan(
-        Wishes({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"), available=lambda name: missing.get(name)
+        Constraints({"strategy": "zero3"}),
+        work(LARGE),
+        parse_machine("8xH100"),
+        available=lambda name: missing.get(name),
     )
     assert not asked.fits and "not here" in str(asked.chosen.missing)
-    there = make_plan(Wishes({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"))
+    there = make_plan(Constraints({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"))
     assert there.chosen.choice in [one.choice for one in asked.found.judged]  # judged as it would run
 
 
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
     cluster = parse_machine("4x8xH100")
-    assert worlds(work(SMALL, 1000), cluster, Wishes({})) == (32, 16, 8, 1)
-    assert worlds(work(SMALL, 20), cluster, Wishes({})) == (16, 8, 1)
-    assert worlds(work(SMALL, 3), cluster, Wishes({})) == (3, 1)
-    assert worlds(work(SMALL, 1000), cluster, Wishes({}, lambda n, given_up: n % 5 == 0)) == (30,)
+    assert worlds(work(SMALL, 1000), cluster, Constraints({})) == (32, 16, 8, 1)
+    assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1)
+    assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1)
+    assert worlds(work(SMALL, 1000), cluster, Constraints({}, lambda n, given_up: n % 5 == 0)) == (30,)
 
 
 def test_replicas_are_whole_nodes() -> None:
     cluster = parse_machine("8x8xH100")
-    sizes = {layout.replicate_size for layout in layouts(64, cluster, Wishes({}))}
+    sizes = {layout.replicate_size for layout in layouts(64, cluster, Constraints({}))}
     assert sizes == {1, 2, 4, 8}
 
 
 def test_micro_batches_that_contradict_are_none() -> None:
-    assert micro_batches(work(SMALL, 8, packed=False), 2, Wishes({"gradient_accumulation_steps": 3})) == []
-    assert micro_batches(work(SMALL, 8, packed=False), 2, Wishes({"gradient_accumulation_steps": 2})) == [(2, 2)]
+    assert micro_batches(work(SMALL, 8, packed=False), 2, Constraints({"gradient_accumulation_steps": 3})) == []
+    assert micro_batches(work(SMALL, 8, packed=False), 2, Constraints({"gradient_accumulation_steps": 2})) == [(2, 2)]
     with pytest.raises(RequestError, match="gradient_accumulation_steps 3"):
         fixed = {"gradient_accumulation_steps": 3, "num_processes": 2}
-        make_plan(Wishes(fixed), work(SMALL, 8, packed=False), parse_machine("2xH100"))
+        make_plan(Constraints(fixed), work(SMALL, 8, packed=False), parse_machine("2xH100"))
 
 
 def test_wishes_are_what_a_recipe_says() -> None:
     base = ["task=sft", "model.name=x", "data.train=pydoc"]
-    assert wishes_of(recipe_of(base, "test")).fixed == {}
+    assert constraints_of(recipe_of(base, "test")).fixed == {}
     asked = ["parallel.strategy=fsdp", "parallel.reshard_after_forward=true", "train.micro_batch_size=2"]
-    fixed = wishes_of(recipe_of([*base, *asked], "test")).fixed
+    fixed = constraints_of(recipe_of([*base, *asked], "test")).fixed
     assert fixed == {"strategy": "fsdp", "reshard_after_forward": True, "micro_batch_size": 2}
 
 
@@ -324,9 +327,9 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     assert len(content["candidates"]) == len(made.found.judged)
 
 
-def test_ways_out_are_two_changes_where_neither_is_enough() -> None:
+def test_suggestions_are_two_changes_where_neither_is_enough() -> None:
     fixed = {"strategy": "ddp", "activation_checkpointing": "none"}
-    changes = [way.change for way in plan(LARGE, "1xRTX4090", tokens=8192, fixed=fixed).ways_out]
+    changes = [way.change for way in plan(LARGE, "1xRTX4090", tokens=8192, fixed=fixed).suggestions]
     lora, qlora, shorter = changes
     assert lora.startswith("train.activation_checkpointing=auto ") and lora.endswith("model.adapter=lora (rank 16)")
     assert qlora == "train.activation_checkpointing=auto model.adapter=qlora (4-bit base, rank 16)"
@@ -335,40 +338,40 @@ def test_ways_out_are_two_changes_where_neither_is_enough() -> None:
 
 def test_more_devices_say_what_is_given_up_for_them() -> None:
     fixed = {"strategy": "single", "num_processes": 1}
-    text = " ".join(way.change for way in plan("Qwen/Qwen2.5-7B", "1xA100-40GB", fixed=fixed).ways_out)
+    text = " ".join(way.change for way in plan("Qwen/Qwen2.5-7B", "1xA100-40GB", fixed=fixed).suggestions)
     assert "of these devices" in text and text.count("parallel.num_processes=auto") >= 1
     assert "parallel.strategy=auto" in text
 
 
 def test_a_model_that_takes_no_adapter_is_offered_none_and_a_fixed_length_no_shorter_rows() -> None:
-    found = plan(LARGE, "1xRTX4090", tokens=8192, takes_adapters=False, texts=False).ways_out
+    found = plan(LARGE, "1xRTX4090", tokens=8192, takes_adapters=False, texts=False).suggestions
     assert found and all("devices" in way.change for way in found)
 
 
 def test_a_machine_without_gpus_is_told_of_one_that_would_do() -> None:
-    made = make_plan(Wishes({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), of_cores(2))
-    assert [way.change for way in made.ways_out] == ["a machine such as 1xL4"]
+    made = make_plan(Constraints({}), work("Qwen/Qwen2.5-3B", 8, takes_adapters=False), of_cores(2))
+    assert [way.change for way in made.suggestions] == ["a machine such as 1xL4"]
 
 
 def test_what_contradicts_more_devices_is_given_up_with_them() -> None:
     asked = ["task=sft", "model.name=Qwen/Qwen2.5-7B", "data.train=pydoc", "parallel.strategy=single"]
-    wishes = wishes_of(recipe_of([*asked, "parallel.num_processes=1"], "test"))
-    made = make_plan(wishes, work("Qwen/Qwen2.5-7B"), parse_machine("1xA100-40GB"))
-    assert any("parallel.strategy=auto parallel.num_processes=auto" in way.change for way in made.ways_out)
+    constraints = constraints_of(recipe_of([*asked, "parallel.num_processes=1"], "test"))
+    made = make_plan(constraints, work("Qwen/Qwen2.5-7B"), parse_machine("1xA100-40GB"))
+    assert any("parallel.strategy=auto parallel.num_processes=auto" in way.change for way in made.suggestions)
 
 
 def test_a_strategy_that_other_keys_ask_for_is_not_given_up() -> None:
     asked = ["task=sft", f"model.name={LARGE}", "data.train=pydoc", "parallel.strategy=fsdp"]
-    assert wishes_of(recipe_of(asked, "test")).bound == frozenset()
-    wrapped = wishes_of(recipe_of([*asked, "parallel.wrap=[LlamaDecoderLayer]"], "test"))
+    assert constraints_of(recipe_of(asked, "test")).bound == frozenset()
+    wrapped = constraints_of(recipe_of([*asked, "parallel.wrap=[LlamaDecoderLayer]"], "test"))
     assert wrapped.bound == {"strategy"}
-    changes = [way.change for way in make_plan(wrapped, work(LARGE), parse_machine("1xRTX4090")).ways_out]
+    changes = [way.change for way in make_plan(wrapped, work(LARGE), parse_machine("1xRTX4090")).suggestions]
     assert changes and not any("parallel.strategy=auto" in change for change in changes)
 
 
 def test_a_very_large_batch_is_planned_at_once() -> None:
     workload = work(SMALL, 10**9)
-    sizes = micro_batches(workload, 1, Wishes({}))
+    sizes = micro_batches(workload, 1, Constraints({}))
     assert sizes[-1] == (1, 10**9) and sizes[0][0] * 2048 <= 2**24 and len(sizes) < 30
     assert all(rows * passes >= 10**9 for rows, passes in sizes)
 

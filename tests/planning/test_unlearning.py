@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.candidates import Wishes
+from trainwright.planning.candidates import Constraints
 from trainwright.planning.facts import facts_of
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.plan import make_plan
@@ -104,5 +104,5 @@ def test_a_pattern_that_is_not_known_is_assumed_to_be_everything(tmp_path: Path)
 
 def test_a_plan_says_in_json_what_is_trained(tmp_path: Path) -> None:
     found = workload(tmp_path, objective="rmu", layer=1, trainable=[DOWN])
-    said = json.loads(json.dumps(make_plan(Wishes({}), found, parse_machine("1xH100")).as_json()))
+    said = json.loads(json.dumps(make_plan(Constraints({}), found, parse_machine("1xH100")).as_json()))
     assert said["workload"]["trained"] == [[0, "down"], [1, "down"]]

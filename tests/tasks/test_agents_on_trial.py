@@ -16,7 +16,7 @@ from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import find_goals
-from trainwright.tasks.algorithm_distillation.in_context import Trial, play, try_out
+from trainwright.tasks.algorithm_distillation.in_context import Trial, evaluate_model, play
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
@@ -90,7 +90,7 @@ def test_an_agent_that_is_all_but_cold_is_greedy() -> None:
     alone: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather=lambda own: [own])
     tasks = environment.tasks()[:8]
     cold, greedy, warm = (
-        try_out(module, environment, tasks, Trial(4, 2, temperature), alone) for temperature in (1e-6, 0.0, 1.0)
+        evaluate_model(module, environment, tasks, Trial(4, 2, temperature), alone) for temperature in (1e-6, 0.0, 1.0)
     )
     assert np.array_equal(cold, greedy)
     assert not np.array_equal(warm, greedy)

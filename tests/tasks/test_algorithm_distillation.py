@@ -20,7 +20,7 @@ from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories, History, write
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
-from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, try_at_random, try_out
+from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
@@ -243,11 +243,11 @@ def test_what_a_copy_does_does_not_depend_on_who_computes_it() -> None:
     module = HistoryObjective(HistoryModel(SHAPE, seed=3), Weights()).eval()
     tasks = environment.tasks()[:3]
     trial = Trial(episodes=5, copies=2, temperature=1.0)
-    alone = try_out(module, environment, tasks, trial, world())
+    alone = evaluate_model(module, environment, tasks, trial, world())
     parts: list[Any] = []
     for rank in (1, 0):
         seen: list[Any] = []
-        try_out(module, environment, tasks, trial, SimpleNamespace(
+        evaluate_model(module, environment, tasks, trial, SimpleNamespace(
             rank=rank, size=2, device=torch.device("cpu"), gather=lambda own, seen=seen: seen.append(own) or [own]
         ))  # fmt: skip
         parts += seen
@@ -255,23 +255,23 @@ def test_what_a_copy_does_does_not_depend_on_who_computes_it() -> None:
     for which, found in parts:
         together[which] = found
     assert (together.reshape(3, 2, 5) == alone).all()
-    assert (try_out(module, environment, tasks, trial, world()) == alone).all()
-    other = try_out(module, environment, tasks, Trial(5, 2, 1.0, seed=1), world())
+    assert (evaluate_model(module, environment, tasks, trial, world()) == alone).all()
+    other = evaluate_model(module, environment, tasks, Trial(5, 2, 1.0, seed=1), world())
     assert not (other == alone).all()
 
 
 def test_random_actions_find_less_than_the_optimum() -> None:
     environment = make("darkroom")
     tasks = environment.tasks()
-    returns = try_at_random(environment, tasks, copies=4, episodes=3)
+    returns = evaluate_random(environment, tasks, copies=4, episodes=3)
     assert returns.shape == (81, 4, 3)
     assert 0.2 < returns.mean() < 2 < environment.optimal_return(tasks).mean()
 
 
 def test_a_full_context_forgets_whole_episodes() -> None:
     shape = HistoryShape((9, 9), 5, 16, 1, 2, "transition", "rotary", steps=240)
-    assert hop(shape, 20) == 120 and hop(shape, 100) == 100
-    assert 1 <= hop(shape, 300) <= 240
+    assert context_stride(shape, 20) == 120 and context_stride(shape, 100) == 100
+    assert 1 <= context_stride(shape, 300) <= 240
 
 
 def test_intervals_hold_the_mean_of_other_copies() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import ROOT, ROWS, Runs, column, events
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import make_plan, wishes_of
+from trainwright.planning.plan import constraints_of, make_plan
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = ROOT / "recipes"
@@ -51,11 +51,11 @@ def test_recipes_fit_the_machines_that_they_are_for(
 ) -> None:
     monkeypatch.chdir(ROOT)
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides)
-    plan = make_plan(wishes_of(recipe), facts_of(recipe).workload, parse_machine(machine))
+    plan = make_plan(constraints_of(recipe), facts_of(recipe).workload, parse_machine(machine))
     assert plan.fits, plan
     if name == "sft/gemma-27b" and not overrides:
         whole = load_recipe(RECIPES / f"{name}.yaml", ["model.adapter=none"])
-        assert not make_plan(wishes_of(whole), facts_of(whole).workload, parse_machine(machine)).fits
+        assert not make_plan(constraints_of(whole), facts_of(whole).workload, parse_machine(machine)).fits
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from trainwright.launch.group.environment import Variables, launcher_of
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingAsked
     from trainwright.launch.group.joined import JoinAsked
-    from trainwright.parallel.world import Seat
+    from trainwright.parallel.world import RankInfo
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
 _started = itertools.count()
@@ -48,9 +48,9 @@ def _join(asked: JoinAsked) -> Path:
 
     found: list[Path] = []
 
-    def train(run: Path, resume: bool, seat: Seat) -> int:
+    def train(run: Path, resume: bool, rank_info: RankInfo) -> int:
         found.append(run)
-        return work(run, resume, seat)
+        return work(run, resume, rank_info)
 
     failed: list[tuple[int, str]] = []
 

@@ -201,7 +201,7 @@ def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
     from trainwright.activity import doing
     from trainwright.machine.describe import cluster_of
     from trainwright.machine.written import machine_of
-    from trainwright.planning.plan import installed, make_plan, wishes_of
+    from trainwright.planning.plan import constraints_of, installed, make_plan
     from trainwright.planning.resolve import filled, possible
     from trainwright.planning.step_time.basis import Basis, basis_of
 
@@ -217,6 +217,6 @@ def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
         cluster = cluster_of(machine)
         here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
     recipe, remarks = possible(recipe, cluster)
-    made = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, **here)
+    made = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, **here)
     filled(recipe, made)  # raises the errors that a run would raise
     return replace(made, reasons=(*made.reasons, *remarks))

@@ -96,7 +96,7 @@ def in_processes(
     check_limits(processes, processes)
     limit_threads(machine.cpu_cores, processes)
     try:
-        with _AtOnce() as stopping:
+        with _StopImmediately() as stopping:
             with Activity(sys.stderr, "importing torch and transformers"):
                 preload_libraries()
                 for module in modules:
@@ -120,7 +120,7 @@ class _WorkerFailed(TrainingError):
     pass
 
 
-class _AtOnce(Stopping):
+class _StopImmediately(Stopping):
     """Stop handling: the first signal ends the work, because there is nothing to save."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

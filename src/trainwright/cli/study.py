@@ -50,11 +50,11 @@ def unlearn_study(
     require("matplotlib", "the plot of a study")
     require("scipy", "forget_quality")
     require("rouge_score", "rouge_l")
-    results = _Road(study).walk()
+    results = _StudySteps(study).walk()
     _show(results)
 
 
-class _Road:
+class _StudySteps:
     """The parts of a study, in order."""
 
     def __init__(self, study: StudyFile) -> None:

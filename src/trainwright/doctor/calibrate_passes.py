@@ -48,7 +48,7 @@ _HELD = 0.15
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallModel:
     """A llama of ``layers`` blocks on a pack of ``documents`` documents of about ``length`` tokens each."""
 
     width: int
@@ -96,20 +96,20 @@ class Small:
 
 # Few and many tokens, narrow and wide matrices, short and long documents.
 _MODELS = (
-    Small(192, 3, 4, documents=1, length=96),
-    Small(192, 3, 3, documents=6, length=160),
-    Small(384, 6, 2, documents=1, length=900),
-    Small(512, 8, 2, documents=5, length=60),
-    Small(640, 10, 1, documents=2, length=256),
-    Small(896, 14, 1, documents=3, length=100),
-    Small(512, 8, 2, documents=4, length=128, held_out=True),
-    Small(256, 4, 3, documents=2, length=256, held_out=True),
+    SmallModel(192, 3, 4, documents=1, length=96),
+    SmallModel(192, 3, 3, documents=6, length=160),
+    SmallModel(384, 6, 2, documents=1, length=900),
+    SmallModel(512, 8, 2, documents=5, length=60),
+    SmallModel(640, 10, 1, documents=2, length=256),
+    SmallModel(896, 14, 1, documents=3, length=100),
+    SmallModel(512, 8, 2, documents=4, length=128, held_out=True),
+    SmallModel(256, 4, 3, documents=2, length=256, held_out=True),
 )
 _SHARDED = (
-    Small(192, 3, 4, documents=4, length=128),
-    Small(768, 12, 1, documents=2, length=128),
-    Small(768, 12, 2, documents=3, length=128),
-    Small(512, 8, 3, documents=2, length=128, held_out=True),
+    SmallModel(192, 3, 4, documents=4, length=128),
+    SmallModel(768, 12, 1, documents=2, length=128),
+    SmallModel(768, 12, 2, documents=3, length=128),
+    SmallModel(512, 8, 3, documents=2, length=128, held_out=True),
 )
 
 
@@ -186,7 +186,7 @@ def _fitted(
     return tuple(map(float, found * units)), tuple(map(float, off))
 
 
-def _priced(model: Small, precision: str, setting: Setting) -> Work:
+def _priced(model: SmallModel, precision: str, setting: Setting) -> Work:
     shapes = Shapes(model.architecture, model.batch, Device("cpu", setting.threads or 1), _WIDTH[precision], True)
     pricing = Pricing(setting, model.batch, _MIXED[precision], on_gpu=False)
     run: Passes = passes(shapes)
@@ -194,7 +194,7 @@ def _priced(model: Small, precision: str, setting: Setting) -> Work:
     return sum((pricing.pass_and_back(part) for part in (run.embedding, *run.blocks, run.head)), loss)
 
 
-def _sharded_seconds(model: Small, precision: str, setting: Setting, machine: Machine) -> float:
+def _sharded_seconds(model: SmallModel, precision: str, setting: Setting, machine: Machine) -> float:
     """Return the seconds of a step of the model without the optimizer."""
     count, tokens = setting.processes, model.batch.tokens
     workload = Workload(
@@ -211,7 +211,7 @@ def _sharded_seconds(model: Small, precision: str, setting: Setting, machine: Ma
     return sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "data"))
 
 
-def _pass(model: Small, precision: str) -> Run:
+def _pass(model: SmallModel, precision: str) -> Run:
     from trainwright.doctor.calibrate_cases import DTYPES
 
     module, batch = _made(model, DTYPES[precision])
@@ -223,7 +223,7 @@ def _pass(model: Small, precision: str) -> Run:
     return run
 
 
-def _sharded_pass(model: Small, precision: str, world: World) -> Run:
+def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     import torch
 
     from trainwright.doctor.calibrate_cases import DTYPES
@@ -243,7 +243,7 @@ def _sharded_pass(model: Small, precision: str, world: World) -> Run:
     return run
 
 
-def _made(model: Small, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
+def _made(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from transformers import AutoConfig
 
     from trainwright.doctor.calibrate_cases import pack

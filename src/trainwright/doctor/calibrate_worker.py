@@ -123,7 +123,7 @@ def _time(world: World, clock: Stopwatch, case: Case, run: Run, slot: float) -> 
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
     on_gpu = world.device.type == "cuda"
-    clock.look()
+    clock.start()
     first = Timed(_on_gpu(run, 1), 0.0) if on_gpu else clock.time(run)
     once = first.seconds
     if case.joint:

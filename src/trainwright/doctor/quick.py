@@ -275,7 +275,7 @@ class _Member:
             if (index, side.threads) not in warm:
                 run()  # kernels are created on first use
                 warm.add((index, side.threads))
-                self.clock.look()
+                self.clock.start()
             until = time.monotonic() + _SLOT
             found = [self.clock.time(run)]
             while len(found) < _CALLS and time.monotonic() < until:

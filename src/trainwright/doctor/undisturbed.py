@@ -31,12 +31,12 @@ class Timed(NamedTuple):
 
 
 class Stopwatch:
-    """Time calls in this process. Call ``look`` after threads have been started."""
+    """Time calls in this process. Call ``start`` after threads have been started."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
-    def look(self) -> None:
+    def start(self) -> None:
         """Find the current threads."""
         for file in self._files:
             os.close(file)

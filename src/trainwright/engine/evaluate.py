@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from trainwright.engine.out_of_memory import Shortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested
 
 
 def evaluate(
-    task: Task, strategy: Strategy, again: Callable[[Shortage | None], bool], tell: Callable[[str], None]
+    task: Task, strategy: Strategy, again: Callable[[MemoryShortage | None], bool], tell: Callable[[str], None]
 ) -> dict[str, float]:
     """Return metrics over the validation split, each example counted once, and of the answers that the recipe asks
     for.
@@ -27,9 +27,9 @@ def evaluate(
     """
     while True:
         sums = _statistics(task, strategy)
-        if not again(sums if isinstance(sums, Shortage) else None):
+        if not again(sums if isinstance(sums, MemoryShortage) else None):
             break
-    assert not isinstance(sums, Shortage)
+    assert not isinstance(sums, MemoryShortage)
     metrics = task.metrics(strategy.world.sum(sums))
     if task.answers:
         with strategy.whole() as (module, in_step):
@@ -39,7 +39,7 @@ def evaluate(
     return metrics
 
 
-def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
+def _statistics(task: Task, strategy: Strategy) -> list[float] | MemoryShortage:
     """Return this rank's part of the sums over the validation split, or its out-of-memory error."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
@@ -48,13 +48,13 @@ def _statistics(task: Task, strategy: Strategy) -> list[float] | Shortage:
     try:
         for step in range(len(task.validation)):
             parts = attempt(lambda step=step: _batch_statistics(task, strategy, step))  # type: ignore[misc]
-            if isinstance(parts, Shortage) and not isinstance(strategy, Independent):
+            if isinstance(parts, MemoryShortage) and not isinstance(strategy, Independent):
                 return parts  # the other ranks wait for this one in their passes
             stop = world.stop_requested is not None and world.stop_requested()
-            ranks = world.gather_floats([float(stop), float(isinstance(parts, Shortage))])
+            ranks = world.gather_floats([float(stop), float(isinstance(parts, MemoryShortage))])
             if any(stopped for stopped, _ in ranks):
                 raise StopRequested
-            if isinstance(parts, Shortage):
+            if isinstance(parts, MemoryShortage):
                 return parts
             for part in parts:
                 sums = part if sums is None else sums + part
@@ -77,7 +77,7 @@ def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.T
 
 
 def generate(
-    task: Task, strategy: Strategy, tell: Callable[[str], None], room: int | None = None
+    task: Task, strategy: Strategy, tell: Callable[[str], None], available_memory: int | None = None
 ) -> list[tuple[str, str]]:
     """Return ``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
 
@@ -91,7 +91,7 @@ def generate(
     world, prompts = strategy.world, task.prompts
     if not prompts:
         return []
-    with strategy.whole(room) as (module, in_step):
+    with strategy.whole(available_memory) as (module, in_step):
         if in_step is not None:
             tell(in_step)
         # When generating together, all ranks answer the same prompts so that they run the module equally often.

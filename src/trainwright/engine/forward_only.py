@@ -8,29 +8,33 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.engine.out_of_memory import Shortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.parallel.strategy import Independent, Strategy
 
 
-def look_at(strategy: Strategy, batches: Iterable[GlobalBatch], look: Callable[[nn.Module, MicroBatch], None]) -> None:
-    """Call ``look`` with the model, in evaluation mode, and each of this rank's micro-batches. Every rank must call.
+def run_forward_only(
+    strategy: Strategy, batches: Iterable[GlobalBatch], visit: Callable[[nn.Module, MicroBatch], None]
+) -> None:
+    """Call ``visit`` with the model, in evaluation mode, and each of this rank's micro-batches. Every rank must call.
 
-    For a micro-batch of weight 0, ``look`` runs a zero-weight pass so that collectives match, and ignores the result.
+    For a micro-batch of weight 0, ``visit`` runs a zero-weight pass so that collectives match, and ignores the result.
 
     Raises:
         torch.OutOfMemoryError: memory ran out on some rank; raised on all ranks at once unless they wait for each other
             in the passes themselves.
     """
     world = strategy.world
-    done = attempt(lambda: _passes(strategy, batches, look))
-    short = isinstance(done, Shortage)
+    done = attempt(lambda: _passes(strategy, batches, visit))
+    short = isinstance(done, MemoryShortage)
     if isinstance(strategy, Independent):
         short = any(flag for (flag,) in world.gather_floats([float(short)]))
     if short:
-        raise torch.OutOfMemoryError(done.detail if isinstance(done, Shortage) else "out of memory on another rank")
+        raise torch.OutOfMemoryError(
+            done.detail if isinstance(done, MemoryShortage) else "out of memory on another rank"
+        )
 
 
-def _passes(strategy: Strategy, batches: Iterable[GlobalBatch], look: Callable[[nn.Module, MicroBatch], None]) -> None:
+def _passes(strategy: Strategy, batches: Iterable[GlobalBatch], visit: Callable[[nn.Module, MicroBatch], None]) -> None:
     world, module = strategy.world, strategy.module
     training = module.training
     module.eval()
@@ -38,6 +42,6 @@ def _passes(strategy: Strategy, batches: Iterable[GlobalBatch], look: Callable[[
         with torch.no_grad():
             for batch in batches:
                 for micro in batch.for_rank(world.rank, world.size):
-                    look(module, micro)
+                    visit(module, micro)
     finally:
         module.train(training)

@@ -44,20 +44,20 @@ class OutOfMemory(TrainingError):
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """An out-of-memory error: the requested and the available memory."""
 
     detail: str
 
 
-def attempt(work: Callable[[], T]) -> T | Shortage:
+def attempt(work: Callable[[], T]) -> T | MemoryShortage:
     """Return the result of ``work``, or its out-of-memory error after freeing what it held."""
     try:
         return work()
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        shortage = Shortage(_detail(error))
+        shortage = MemoryShortage(_detail(error))
     # Release here: until now the exception's frames held every activation.
     release()
     return shortage

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.out_of_memory import Shortage, peak_memory
+from trainwright.engine.out_of_memory import MemoryShortage, peak_memory
 from trainwright.engine.policies.base import Gradients, Report, StepPolicy, Training
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.seeding import seed_dropout
@@ -57,8 +57,8 @@ class Passes:
     def _attempt(self, step: int, batch: GlobalBatch) -> Gradients:
         world = self._training.strategy.world
         done = self._halving.passes(step, batch, functools.partial(self.share, step, batch))
-        shortage = done if isinstance(done, Shortage) else None
-        losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, Shortage) else done
+        shortage = done if isinstance(done, MemoryShortage) else None
+        losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, MemoryShortage) else done
         memory, (stop, save) = peak_memory(world.device), self._asked(step)
         own = Report(sum(losses), float(stop), memory, float(shortage is not None), float(save))
         reports = [Report(*rank) for rank in world.gather_floats(list(own))]

@@ -31,7 +31,7 @@ from trainwright.recipe.schema import Recipe
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
 
 
-class _Said(NamedTuple):
+class _StepResult(NamedTuple):
     """The decisions that all ranks share after a step: whether to stop, and whether a checkpoint is due."""
 
     stop: bool
@@ -162,7 +162,7 @@ class Trainer:
         looked_at = min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.recipe.train.global_batch_size)
         return self.task.stream.fullest(max(1, looked_at))
 
-    def _step(self) -> _Said:
+    def _step(self) -> _StepResult:
         """Take one optimizer step; return the decisions that follow from it on every rank."""
         begun, step = time.perf_counter(), self.progress.step + 1
         batch = self.task.stream.global_batch(step - 1)
@@ -182,7 +182,7 @@ class Trainer:
         self._record(step, found, learning_rate, metrics, time.perf_counter() - begun)
         for policy in self._policies:
             policy.after(step)
-        return _Said(stop=any(rank.stop for rank in found.reports), save=bool(found.reports[0].save))
+        return _StepResult(stop=any(rank.stop for rank in found.reports), save=bool(found.reports[0].save))
 
     def _asked(self, step: int) -> tuple[bool, bool]:
         return self.stop_requested(), self._checkpointing.is_due(step)

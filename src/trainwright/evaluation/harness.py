@@ -152,12 +152,12 @@ def _language_model(shared: _Shared) -> Any:
             for indices in alike.values():
                 settings = normalize_gen_kwargs(dict(requests[indices[0]].args[1]), _NEW_TOKENS)
                 sampling = _sampling(settings)
-                room = longest + 1 - sampling.max_new_tokens
-                if room < 1:
+                prompt_limit = longest + 1 - sampling.max_new_tokens
+                if prompt_limit < 1:
                     raise RequestError(
                         f"--lm-eval: answers of {sampling.max_new_tokens} tokens are longer than the model"
                     )
-                prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+                prompts = [self.tok_encode(requests[index].args[0])[-prompt_limit:] for index in indices]
                 found = shared.answers(prompts, asdict(sampling), list(settings["until"]))
                 texts.update(zip(indices, found, strict=True))
             return [texts[index] for index in range(len(requests))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.inference.batching import Done, by_length, over_ranks
-from trainwright.inference.generation import Answer, answer_batch, room
+from trainwright.inference.generation import Answer, answer_batch, new_token_limit
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop
 from trainwright.machine.detect import detect
@@ -48,7 +48,7 @@ def answer_all(
         RequestError: a prompt is empty or leaves no position for an answer.
         MachineError: memory runs out with a single prompt.
     """
-    lengths = [len(prompt) + room(model, prompt, sampling) for prompt in prompts]
+    lengths = [len(prompt) + new_token_limit(model, prompt, sampling) for prompt in prompts]
     batches = batches_of(model, lengths, world, rows)
     costs = [float(len(batch) * lengths[batch[0]]) for batch in batches]
 

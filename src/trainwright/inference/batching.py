@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from trainwright.engine.out_of_memory import Shortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError
 from trainwright.parallel.world import World
 
@@ -66,7 +66,7 @@ def over_ranks(
         while waiting and shortage is None:
             part = waiting.pop(0)
             results = attempt(lambda part=part: work(part))  # type: ignore[misc]
-            if not isinstance(results, Shortage):
+            if not isinstance(results, MemoryShortage):
                 found.update(zip(part, results, strict=True))
                 done(len(part))
             elif len(part) > 1:

@@ -57,14 +57,14 @@ def answer_batch(
         RequestError: a prompt is empty, or leaves no position for an answer; or the architecture's cache is not
             supported.
     """
-    rows = [_Row(number, room(model, prompt, sampling)) for number, prompt in enumerate(prompts)]
+    rows = [_Row(number, new_token_limit(model, prompt, sampling)) for number, prompt in enumerate(prompts)]
     choose = Chooser(sampling, range(len(prompts)) if examples is None else examples)
     with torch.no_grad():
         _write(model, tokenizer, prompts, rows, choose, stop, on_token)
     return [row.answer(tokenizer, stop) for row in rows]
 
 
-def room(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> int:
+def new_token_limit(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> int:
     """Return the maximum number of tokens of an answer to ``prompt``. Raises RequestError if it is 0."""
     if not prompt:
         raise RequestError("the prompt is empty")

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows
 from trainwright.launch import run_directory
-from trainwright.launch.ending.failure import RanOut
+from trainwright.launch.ending.failure import MemoryFailure
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
 
@@ -30,7 +30,7 @@ class Relaunch:
         self._run = run
         self._begun = time.time()
 
-    def decide(self, ran_out: RanOut) -> dict[str, Any] | None:
+    def decide(self, ran_out: MemoryFailure) -> dict[str, Any] | None:
         """Halve the micro-batch in the run's recipe; return the `fault`, or None if another launch is of no use."""
         recipe = load_recipe(self._run / run_directory.RECIPE)
         rows = rows_of(recipe, ran_out.rows)

@@ -34,7 +34,7 @@ from trainwright.observe.plan_watch import PlanWatch, Watched
 from trainwright.parallel.build import build_strategy
 from trainwright.parallel.layout import Layout
 from trainwright.parallel.strategy import Setup, Strategy
-from trainwright.parallel.world import Seat, World, join, leave
+from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -57,7 +57,7 @@ def run_worker(
     fault: Mapping[str, Any] | None = None,
     rehearse: int | None = None,
     fullest: bool = False,
-    seat: Seat | None = None,
+    rank_info: RankInfo | None = None,
     may_change: bool = False,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
@@ -85,15 +85,15 @@ def run_worker(
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
-    seat = seat or Seat.from_variables()
+    rank_info = rank_info or RankInfo.from_variables()
     with Activity(console(), "mapping the data and building the model"):
         task = build_task(recipe, cache)
         if task.weights is not None:
             doing("loading the weights")
-            task.weights.load(seat.rank)
+            task.weights.load(rank_info.rank)
         sizes = count_parameters(task.module)  # before they are sharded
         doing("waiting for the other processes")
-        world = join(usable_device(detect(), seat, recipe.parallel.device), seat)
+        world = join(usable_device(detect(), rank_info, recipe.parallel.device), rank_info)
         world = replace(world, stop_requested=stop_requested)
     try:
         with Activity(console(), f"setting up {recipe.parallel.strategy}"):

@@ -214,10 +214,10 @@ def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> Pr
 
 def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:
     if adapter.quantisation != "none":
-        from trainwright.models.adapters.files import trained_whole
+        from trainwright.models.adapters.files import fully_trained
         from trainwright.models.quantisation import quantise
 
-        quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=trained_whole(adapter))
+        quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=fully_trained(adapter))
 
 
 def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:

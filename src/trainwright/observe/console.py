@@ -10,7 +10,7 @@ from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
 from trainwright.observe.beside_plan import compared, reasons_of
 from trainwright.observe.progress import progress_on
-from trainwright.observe.reader import Event, Past, read_past, resumed_step
+from trainwright.observe.reader import EarlierEvents, Event, read_earlier, resumed_step
 from trainwright.observe.remaining import Remaining
 
 _LINE_SECONDS = 5.0
@@ -25,7 +25,7 @@ class ConsoleObserver:
         self._progress = progress_on(stream, line_seconds)
         self._remaining = Remaining({})
         self._ticker: Ticker | None = None
-        self._past = Past([], 0.0)
+        self._past = EarlierEvents([], 0.0)
         self._resumed: int | None = None
         self._run = Path(".")
         self._first_metrics: dict[str, float] = {}
@@ -68,7 +68,7 @@ class ConsoleObserver:
         self._run = Path(event.get("run_directory", "."))
         self._predicted = event.get("predicted", {})
         self._resumed = resumed_step(event)
-        self._past = read_past(self._run / "events.jsonl", event)
+        self._past = read_earlier(self._run / "events.jsonl", event)
         for past in self._past.events:
             if past["event"] == "evaluate":
                 self._measured(past["metrics"])

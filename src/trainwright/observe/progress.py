@@ -138,14 +138,14 @@ class Bar:
             return
         self._console.width = width = text.columns(self._stream, 80)
         done = f"step {self._done}/{self._remaining.total}"
-        room = width - len(done) - 2
+        columns_left = width - len(done) - 2
         shown = ""
         for figure in figures:
             longer = f"{shown}  {figure}" if shown else figure
-            if len(longer) > room:
+            if len(longer) > columns_left:
                 break
             shown = longer
-        self._bar.bar_width = max(0, min(_BAR, room - len(shown)))
+        self._bar.bar_width = max(0, min(_BAR, columns_left - len(shown)))
         self._progress.update(self._task, completed=self._done, done=done, figures=shown)
         self._progress.refresh()
 

@@ -28,20 +28,20 @@ def read_events(path: Path) -> list[Event]:
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierEvents:
     """The earlier launches of a run: the ``events`` that still count, and the ``seconds`` of training."""
 
     events: list[Event]
     seconds: float
 
 
-def read_past(path: Path, start: Event) -> Past:
+def read_earlier(path: Path, start: Event) -> EarlierEvents:
     """Return what precedes a run's newest ``start`` event; empty if there is no such file."""
     try:
         lines = [event for event in _lines(path) if event.get("time", 0.0) < start.get("time", float("inf"))]
     except OSError:
-        return Past([], 0.0)
-    return Past(_history([*lines, start])[:-1], sum(_spans(lines)))
+        return EarlierEvents([], 0.0)
+    return EarlierEvents(_history([*lines, start])[:-1], sum(_spans(lines)))
 
 
 def _spans(events: Iterable[Event]) -> Iterator[float]:

@@ -33,7 +33,7 @@ OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
 @runtime_checkable
-class WantsWholes(Protocol):
+class NeedsFullMatrices(Protocol):
     """An optimizer whose update of a parameter depends on the full parameter.
 
     ``gather``: set by strategies that give it only rows of parameters. Takes a parameter and the local part of a tensor
@@ -102,11 +102,11 @@ class Strategy(Protocol):
     def layout(self) -> Layout:
         """Return how this rank holds the model, from live objects. Uses no collective: ranks may disagree."""
 
-    def whole(self, room: int | None = None) -> AbstractContextManager[tuple[nn.Module, str | None]]:
+    def whole(self, available_memory: int | None = None) -> AbstractContextManager[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation; every rank must enter.
 
-        If they do not fit in ``room`` bytes (None: most of the free memory) they are gathered in every forward pass
-        instead: then all ranks must run the module equally often, and the second value gives the reason.
+        If they do not fit in ``available_memory`` bytes (None: most of the free memory) they are gathered in every
+        forward pass instead: then all ranks must run the module equally often, and the second value gives the reason.
         """
 
 

@@ -90,7 +90,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """The rank and device that a launcher assigned to this process.
 
     Attributes:
@@ -106,7 +106,7 @@ class Seat:
     store: dist.Store | None = None
 
     @classmethod
-    def from_variables(cls) -> Seat:
+    def from_variables(cls) -> RankInfo:
         """Read torchrun's variables; a process started without them has a world size of 1."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -119,24 +119,26 @@ class Seat:
         )
 
 
-def join(device_type: str, seat: Seat | None = None, timeout: timedelta = TIMEOUT) -> World:
+def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta = TIMEOUT) -> World:
     """Join the process group of the launcher's processes; a world size of 1 needs none.
 
-    Without a ``seat`` the environment variables are read.
+    Without a ``rank_info`` the environment variables are read.
     """
-    seat = seat or Seat.from_variables()
-    device = torch.device(device_type, seat.gpu) if device_type == "cuda" else torch.device("cpu")
+    rank_info = rank_info or RankInfo.from_variables()
+    device = torch.device(device_type, rank_info.gpu) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if seat.size > 1:
+    if rank_info.size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if seat.store is None:
+        if rank_info.store is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            seat.store.set_timeout(timeout)
-            store = dist.PrefixStore("process group", seat.store)
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
-    return World(seat.rank, seat.size, seat.local_rank, seat.local_size, device)
+            rank_info.store.set_timeout(timeout)
+            store = dist.PrefixStore("process group", rank_info.store)
+            dist.init_process_group(
+                backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout
+            )
+    return World(rank_info.rank, rank_info.size, rank_info.local_rank, rank_info.local_size, device)
 
 
 def have_group(world: World) -> None:

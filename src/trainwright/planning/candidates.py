@@ -46,7 +46,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """Constraints: values that the recipe fixes, by field of Choice; all others are free.
 
     ``allows_world``: whether the rest of the recipe, without the keys in ``given_up``, is valid with a number of
@@ -72,24 +72,28 @@ class Wishes:
 _LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "strategy")
 
 
-def worlds(workload: Workload, cluster: Cluster, wishes: Wishes) -> tuple[int, ...]:
+def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
     """Return the numbers of processes to try, the largest first; empty if none is valid.
 
     On GPUs one per device, as long as each has a row; fewer are worthwhile only where communication costs more than it
     gains. On a CPU any number up to its cores.
     """
-    if "num_processes" in wishes.fixed:
-        return (wishes.fixed["num_processes"],)
-    asked = wishes.fixed.get("strategy")
+    if "num_processes" in constraints.fixed:
+        return (constraints.fixed["num_processes"],)
+    asked = constraints.fixed.get("strategy")
     if asked is not None and spec_of(asked).is_one_process:
         return (1,)
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _usual_worlds(rows, cluster)
     most = cluster.devices if cluster.device == "cuda" else cluster.cpu_cores
-    largest = next((n for n in range(min(most, usual[0]), 0, -1) if wishes.allows_world(n, wishes.given_up)), None)
+    largest = next(
+        (n for n in range(min(most, usual[0]), 0, -1) if constraints.allows_world(n, constraints.given_up)), None
+    )
     if largest is None:
         return ()
-    return tuple(sorted({largest, *(n for n in usual if wishes.allows_world(n, wishes.given_up))}, reverse=True))
+    return tuple(
+        sorted({largest, *(n for n in usual if constraints.allows_world(n, constraints.given_up))}, reverse=True)
+    )
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
@@ -102,20 +106,20 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({most, *(n for n in fewer if 0 < n <= most)}, reverse=True))
 
 
-def layouts(processes: int, cluster: Cluster, wishes: Wishes) -> Iterator[Layout]:
+def layouts(processes: int, cluster: Cluster, constraints: Constraints) -> Iterator[Layout]:
     """Yield the layouts to try, the simpler ones first, which are preferred where two are equally fast."""
-    asked = wishes.fixed.get("strategy")
+    asked = constraints.fixed.get("strategy")
     found = [
         layout
         for layout in _all_layouts(processes, cluster, asked)
-        if wishes.allows("strategy", layout.strategy)
-        and all(wishes.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS)
+        if constraints.allows("strategy", layout.strategy)
+        and all(constraints.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS)
     ]
-    if not found and asked is not None and wishes.fixed.get("replicate_size", 1) == 1:  # requested explicitly
-        found.append(Layout(asked, **{key: wishes.fixed[key] for key in _LAYOUT_KEYS if key in wishes.fixed}))
+    if not found and asked is not None and constraints.fixed.get("replicate_size", 1) == 1:  # requested explicitly
+        found.append(Layout(asked, **{key: constraints.fixed[key] for key in _LAYOUT_KEYS if key in constraints.fixed}))
     yield from found
-    if "replicate_size" in wishes.fixed and wishes.fixed["replicate_size"] > 1:
-        yield from _with_replicas(processes, wishes)
+    if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
+        yield from _with_replicas(processes, constraints)
 
 
 def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterator[Layout]:
@@ -145,23 +149,23 @@ def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
     return counts if len(counts) <= 4 else [counts[0], counts[len(counts) // 2], counts[-2], counts[-1]]
 
 
-def _with_replicas(processes: int, wishes: Wishes) -> Iterator[Layout]:
-    replicas = wishes.fixed["replicate_size"]
+def _with_replicas(processes: int, constraints: Constraints) -> Iterator[Layout]:
+    replicas = constraints.fixed["replicate_size"]
     if processes % replicas or processes == replicas:
         return
     for name, spec in all_specs().items():
-        if "replicate_size" in spec.keys and wishes.allows("strategy", name):
-            for reshard in wishes.options("reshard_after_forward", (False, True)):
-                yield Layout(name, replicas, reshard, wishes.fixed.get("offload_parameters", False))
+        if "replicate_size" in spec.keys and constraints.allows("strategy", name):
+            for reshard in constraints.options("reshard_after_forward", (False, True)):
+                yield Layout(name, replicas, reshard, constraints.fixed.get("offload_parameters", False))
 
 
-def micro_batches(workload: Workload, processes: int, wishes: Wishes) -> list[tuple[int, int]]:
+def micro_batches(workload: Workload, processes: int, constraints: Constraints) -> list[tuple[int, int]]:
     """Return pairs of rows per micro-batch and accumulation steps that make the global batch, the largest first."""
     total = max(1, math.ceil(workload.global_batch_rows))
     share = math.ceil(total / processes)
-    steps = wishes.fixed.get("gradient_accumulation_steps")
-    if "micro_batch_size" in wishes.fixed:
-        rows = wishes.fixed["micro_batch_size"]
+    steps = constraints.fixed.get("gradient_accumulation_steps")
+    if "micro_batch_size" in constraints.fixed:
+        rows = constraints.fixed["micro_batch_size"]
         made = _passes(total, rows, processes)
         return [(rows, made)] if steps is None or steps == made else []
     if steps is not None:
@@ -178,14 +182,14 @@ def _passes(rows: int, micro_batch: int, processes: int) -> int:
     return math.ceil(math.ceil(rows / micro_batch) / processes)
 
 
-def recomputations(workload: Workload, wishes: Wishes) -> tuple[Recompute, ...]:
+def recomputations(workload: Workload, constraints: Constraints) -> tuple[Recompute, ...]:
     """Return the recomputation options, the least recomputation first.
 
     Raises:
         RequestError: every n-th block is requested of fewer than n blocks.
     """
-    options = wishes.options("activation_checkpointing", _RECOMPUTE)
-    asked, layers = wishes.fixed.get("activation_checkpointing"), workload.architecture.layers
+    options = constraints.options("activation_checkpointing", _RECOMPUTE)
+    asked, layers = constraints.fixed.get("activation_checkpointing"), workload.architecture.layers
     if isinstance(asked, int) and asked > layers:
         raise RequestError(
             f"train.activation_checkpointing: the model has {layers} blocks, so there is no {asked}th one; "
@@ -204,16 +208,16 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
     return "no", "no bf16 units here, so fp32"
 
 
-def precision_for(wishes: Wishes, cluster: Cluster) -> MixedPrecision:
+def precision_for(constraints: Constraints, cluster: Cluster) -> MixedPrecision:
     """Return the precision of the recipe, or else the fastest one found, or else that of the hardware."""
-    asked: MixedPrecision | None = wishes.fixed.get("mixed_precision")
-    return asked or wishes.precision or precision_of(cluster)[0]
+    asked: MixedPrecision | None = constraints.fixed.get("mixed_precision")
+    return asked or constraints.precision or precision_of(cluster)[0]
 
 
-def precisions(wishes: Wishes, rates: Rates) -> tuple[MixedPrecision, ...]:
+def precisions(constraints: Constraints, rates: Rates) -> tuple[MixedPrecision, ...]:
     """Return the precisions to try; on a CPU with measured rates both, the simpler one first."""
-    if "mixed_precision" in wishes.fixed or rates.cluster.device != "cpu" or not rates.are_measured:
-        return (precision_for(wishes, rates.cluster),)
+    if "mixed_precision" in constraints.fixed or rates.cluster.device != "cpu" or not rates.are_measured:
+        return (precision_for(constraints, rates.cluster),)
     return ("no", "bf16")
 
 
@@ -222,7 +226,7 @@ def choice_of(
     processes: int,
     micro: tuple[int, int],
     recompute: Recompute,
-    wishes: Wishes,
+    constraints: Constraints,
     cluster: Cluster,
     threads: int | None = None,
 ) -> Choice:
@@ -234,14 +238,14 @@ def choice_of(
         num_processes=processes,
         micro_batch_size=micro[0],
         gradient_accumulation_steps=micro[1],
-        mixed_precision=precision_for(wishes, cluster),
+        mixed_precision=precision_for(constraints, cluster),
         activation_checkpointing=recompute,
         replicate_size=layout.replicate_size,
         reshard_after_forward=layout.reshard_after_forward,
         offload_parameters=layout.offload_parameters,
         offload_optimizer=layout.offload_optimizer,
-        activation_offload=wishes.fixed.get("activation_offload", False),
-        compile=wishes.fixed.get("compile", False),
+        activation_offload=constraints.fixed.get("activation_offload", False),
+        compile=constraints.fixed.get("compile", False),
         threads=threads,
     )
 

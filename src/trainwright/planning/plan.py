@@ -12,7 +12,7 @@ from typing import Any
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
-from trainwright.planning.candidates import Wishes, precision_of, precisions
+from trainwright.planning.candidates import Constraints, precision_of, precisions
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
 from trainwright.planning.reasons import reasons_of, shortage
@@ -20,7 +20,7 @@ from trainwright.planning.search import Found, Judge, Judged, search
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.corrections import corrections_of, model_of, way_of
 from trainwright.planning.step_time.rates import rates_of
-from trainwright.planning.suggestions import WayOut, ways_out
+from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
 from trainwright.recipe.schema import ParallelSection, Recipe
@@ -39,16 +39,16 @@ _LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters",
 class Plan:
     """The chosen candidate of a run, with all others, reasons and assumptions.
 
-    ``chosen``: the candidate that runs, or, if ``fits`` is false, the one nearest to fitting; ``ways_out`` then lists
-    suggestions. ``rivals``: the best candidate in each other precision that was considered.
+    ``chosen``: the candidate that runs, or, if ``fits`` is false, the one nearest to fitting; ``suggestions`` then
+    lists changes that help. ``rivals``: the best candidate in each other precision that was considered.
     """
 
     workload: Workload
     cluster: Cluster
-    wishes: Wishes
+    constraints: Constraints
     chosen: Judged
     found: Found
-    ways_out: tuple[WayOut, ...]
+    suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...]
     assumptions: tuple[str, ...]
     basis: Basis
@@ -82,7 +82,7 @@ class Plan:
             "activation_checkpointing": choice.activation_checkpointing,
             "compile": choice.compile,
         }
-        if not (self.workload.packed and "gradient_accumulation_steps" in self.wishes.fixed):
+        if not (self.workload.packed and "gradient_accumulation_steps" in self.constraints.fixed):
             train["micro_batch_size"] = choice.micro_batch_size
         parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *_LAYOUT_KEYS)}
         return {"train": train, "parallel": parallel}
@@ -133,17 +133,17 @@ class Plan:
             "workload": _workload_json(self.workload),
             "candidates": [_judged_json(one) for one in self.found.judged],
             "rivals": [_judged_json(one) for one in self.rivals],
-            "ways_out": [{"change": way.change, "chosen": _judged_json(way.judged)} for way in self.ways_out],
+            "ways_out": [{"change": way.change, "chosen": _judged_json(way.judged)} for way in self.suggestions],
         }
 
     def refuse_shortage(self) -> None:
         """Raise MachineError with the nearest candidate and the suggestions if nothing fits."""
         if not self.fits:
-            raise MachineError(shortage(self.chosen, self.cluster, self.ways_out))
+            raise MachineError(shortage(self.chosen, self.cluster, self.suggestions))
 
 
 def make_plan(
-    wishes: Wishes,
+    constraints: Constraints,
     workload: Workload,
     cluster: Cluster,
     assumptions: tuple[str, ...] = (),
@@ -151,32 +151,32 @@ def make_plan(
     available: Callable[[str], str | None] = lambda strategy: None,
     own: Errors | None = None,
 ) -> Plan:
-    """Return the plan with the fastest candidate for ``workload`` on ``cluster`` that fits and satisfies ``wishes``.
+    """Return the plan with the fastest candidate for ``workload`` that fits ``cluster`` and satisfies ``constraints``.
 
     ``basis``: measurements on that machine. ``available``: maps a strategy to None, or to the reason why it cannot run
     there. ``own``: prediction errors of runs on that machine; None uses those of runs of the same kind elsewhere.
 
     Raises:
-        RequestError: no number of processes satisfies ``wishes``.
+        RequestError: no number of processes satisfies ``constraints``.
     """
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
     judge = Judge(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
-    found, precision, rivals = _in_precision(judge, wishes)
+    found, precision, rivals = _in_precision(judge, constraints)
     if not found.judged:
-        raise RequestError(_impossible(wishes, workload))
+        raise RequestError(_impossible(constraints, workload))
     chosen = found.best or found.nearest
     if found.best is not None:
-        chosen = _perhaps_compiled(judge, wishes, chosen)
-    out = () if chosen.runs else tuple(ways_out(judge, wishes, chosen))
+        chosen = _perhaps_compiled(judge, constraints, chosen)
+    out = () if chosen.runs else tuple(suggestions(judge, constraints, chosen))
     return Plan(
         workload=workload,
         cluster=cluster,
-        wishes=wishes,
+        constraints=constraints,
         chosen=chosen,
         found=found,
-        ways_out=out,
-        reasons=tuple(reasons_of(chosen, found, wishes, workload, cluster, precision)),
+        suggestions=out,
+        reasons=tuple(reasons_of(chosen, found, constraints, workload, cluster, precision)),
         assumptions=(*_rates(basis), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
@@ -186,16 +186,16 @@ def make_plan(
 _Chosen = tuple[Found, tuple[str, str] | None, tuple[Judged, ...]]
 
 
-def _in_precision(judge: Judge, wishes: Wishes) -> _Chosen:
+def _in_precision(judge: Judge, constraints: Constraints) -> _Chosen:
     """Return the search in the fastest precision, the reason for it, and the best candidates in other precisions.
 
     The reason is a pair of precision and text, or None if the recipe sets the precision.
     """
-    options = precisions(wishes, judge.rates)
-    tried = {precision: search(judge, replace(wishes, precision=precision)) for precision in options}
+    options = precisions(constraints, judge.rates)
+    tried = {precision: search(judge, replace(constraints, precision=precision)) for precision in options}
     found = {precision: one for precision, one in tried.items() if one.judged}
     if len(found) < 2:
-        why = None if "mixed_precision" in wishes.fixed else precision_of(judge.cluster)
+        why = None if "mixed_precision" in constraints.fixed else precision_of(judge.cluster)
         return next(iter((found or tried).values())), why, ()
     runs = {precision: one for precision, one in found.items() if one.best is not None}
     if not runs:
@@ -230,7 +230,7 @@ def _rates(basis: Basis) -> tuple[str, ...]:
     return (f"the calibration is not to be trusted: {calibration.distrust}; `trainwright machine calibrate` again",)
 
 
-def wishes_of(recipe: Recipe) -> Wishes:
+def constraints_of(recipe: Recipe) -> Constraints:
     """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
     named = {
@@ -246,7 +246,7 @@ def wishes_of(recipe: Recipe) -> Wishes:
     if train.activation_offload:
         fixed["activation_offload"] = True
     implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
-    return Wishes(
+    return Constraints(
         {**fixed, **_layout_wishes(parallel)},
         lambda processes, given_up: not contradictions(with_processes(_without(recipe, given_up), processes)),
         frozenset() if implied is None else frozenset(["strategy"]),
@@ -278,10 +278,10 @@ def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
     return fixed
 
 
-def _perhaps_compiled(judge: Judge, wishes: Wishes, chosen: Judged) -> Judged:
+def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) -> Judged:
     """Return the compiled candidate if the run is long enough for that to pay off and the recipe leaves it open."""
     steps = judge.workload.steps
-    if "compile" in wishes.fixed or steps is None or not _can_compile(judge.cluster):
+    if "compile" in constraints.fixed or steps is None or not _can_compile(judge.cluster):
         return chosen
     compiled = judge.fit(replace(chosen.choice, compile=True))
     if not compiled.runs:
@@ -304,8 +304,8 @@ def installed(strategy: str) -> str | None:
     return f"{library.title} is not installed" if library is not None and library.is_missing else None
 
 
-def _impossible(wishes: Wishes, workload: Workload) -> str:
-    given = ", ".join(f"{key} {value}" for key, value in wishes.fixed.items())
+def _impossible(constraints: Constraints, workload: Workload) -> str:
+    given = ", ".join(f"{key} {value}" for key, value in constraints.fixed.items())
     rows = "packs" if workload.packed else "rows"
     return (
         f"no number of processes and no strategy agrees with all of {given} for a global batch of "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
-from trainwright.planning.candidates import Wishes
+from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import SHARE
 from trainwright.planning.search import Found, Judged
-from trainwright.planning.suggestions import WayOut
+from trainwright.planning.suggestions import Suggestion
 from trainwright.planning.workload import Choice, Workload
 from trainwright.text import plural, size
 
@@ -16,7 +16,7 @@ from trainwright.text import plural, size
 def reasons_of(
     chosen: Judged,
     found: Found,
-    wishes: Wishes,
+    constraints: Constraints,
     workload: Workload,
     cluster: Cluster,
     precision: tuple[str, str] | None,
@@ -24,17 +24,17 @@ def reasons_of(
     """Yield a line for every choice that the recipe left open: ``key value: reason``."""
     choice = chosen.choice
     searched = found.best or chosen  # not compiled, like all candidates it is compared with
-    if "num_processes" not in wishes.fixed:
+    if "num_processes" not in constraints.fixed:
         yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, found, workload, cluster)}"
-    if "strategy" not in wishes.fixed:
+    if "strategy" not in constraints.fixed:
         yield f"parallel.strategy {chosen.layout.describe(choice.num_processes)}: {_why_strategy(searched, found)}"
     if precision is not None:
         yield f"train.mixed_precision {precision[0]}: {precision[1]}"
-    if "activation_checkpointing" not in wishes.fixed:
+    if "activation_checkpointing" not in constraints.fixed:
         yield f"train.activation_checkpointing {choice.activation_checkpointing}: {_why_recompute(chosen)}"
-    if "micro_batch_size" not in wishes.fixed:
-        yield f"train.micro_batch_size {choice.micro_batch_size}: {_why_micro_batch(chosen, wishes, workload)}"
-    if "compile" not in wishes.fixed:
+    if "micro_batch_size" not in constraints.fixed:
+        yield f"train.micro_batch_size {choice.micro_batch_size}: {_why_micro_batch(chosen, constraints, workload)}"
+    if "compile" not in constraints.fixed:
         yield f"train.compile {str(choice.compile).lower()}: {_why_compile(choice, workload)}"
 
 
@@ -63,7 +63,7 @@ def same_place(one: Choice, other: Choice) -> bool:
     return all(getattr(one, key) == getattr(other, key) for key in (*keys, *more))
 
 
-def shortage(nearest: Judged, cluster: Cluster, out: Sequence[WayOut]) -> str:
+def shortage(nearest: Judged, cluster: Cluster, out: Sequence[Suggestion]) -> str:
     """Return why nothing fits, by how much, and the suggestions."""
     choice = nearest.choice
     name = nearest.layout.describe(choice.num_processes)
@@ -162,9 +162,9 @@ def _why_recompute(chosen: Judged) -> str:
     return f"faster than smaller micro-batches without it; {fits}"
 
 
-def _why_micro_batch(chosen: Judged, wishes: Wishes, workload: Workload) -> str:
+def _why_micro_batch(chosen: Judged, constraints: Constraints, workload: Workload) -> str:
     choice = chosen.choice
-    if "gradient_accumulation_steps" in wishes.fixed:
+    if "gradient_accumulation_steps" in constraints.fixed:
         return "from train.gradient_accumulation_steps"
     rows = "packs" if workload.packed else "examples"
     tokens = choice.micro_batch_size * workload.row_tokens

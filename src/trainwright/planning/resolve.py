@@ -17,7 +17,7 @@ from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.detect import Machine
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import Plan, installed, make_plan, wishes_of
+from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
 from trainwright.planning.step_time.basis import basis_of
 from trainwright.recipe.checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
@@ -59,7 +59,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     basis = basis_of(machine, facts.workload, doing)
     if basis.said is not None:
         say(basis.said, file=sys.stderr)
-    plan = make_plan(wishes_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
+    plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason())
     resolved = filled(recipe, plan)

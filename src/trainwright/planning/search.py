@@ -9,8 +9,8 @@ from typing import Literal
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.candidates import (
+    Constraints,
     Layout,
-    Wishes,
     choice_of,
     layout_of,
     layouts,
@@ -158,7 +158,7 @@ class Judge:
         self._fitted: dict[Choice, Judged] = {}
         self._times: dict[Choice, StepTime] = {}
 
-    def bolder(self) -> Judge:
+    def with_less_margin(self) -> Judge:
         """Return a judge that also accepts close candidates that are expected to fit; it shares the cached results."""
         other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, True, self.corrections)
         other._fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
@@ -210,9 +210,9 @@ class Judge:
         """Return the seconds of a step."""
         return self._time(choice).seconds
 
-    def least_seconds(self, processes: int, wishes: Wishes) -> float:
+    def least_seconds(self, processes: int, constraints: Constraints) -> float:
         """Return a lower bound of the seconds of a step on this number of processes."""
-        return least_seconds(self.workload, processes, precision_for(wishes, self.cluster), self.rates)
+        return least_seconds(self.workload, processes, precision_for(constraints, self.cluster), self.rates)
 
     def _time(self, choice: Choice) -> StepTime:
         if choice not in self._times:
@@ -235,34 +235,34 @@ class _Tried:
         return bool(self.fitting) and self.least.missing is None
 
 
-def search(judge: Judge, wishes: Wishes, sure: bool = False) -> Found:
-    """Return the fastest choice that fits and satisfies ``wishes``; of equally fast ones the simplest.
+def search(judge: Judge, constraints: Constraints, sure: bool = False) -> Found:
+    """Return the fastest choice that fits and satisfies ``constraints``; of equally fast ones the simplest.
 
     If none fits, return the fastest that is close, unless ``sure``. Offloading costs time, so it is considered only if
     nothing fits, or is close, without it.
     """
     for offloads in (False, True):
-        found = _search(judge, wishes, offloads)
+        found = _search(judge, constraints, offloads)
         if found.best is None and not sure and any(one.is_close for one in found.judged):
-            found = _search(judge.bolder(), wishes, offloads)
+            found = _search(judge.with_less_margin(), constraints, offloads)
         if found.best is not None:
             break
     return found
 
 
-def _search(judge: Judge, wishes: Wishes, offloads: bool) -> Found:
+def _search(judge: Judge, constraints: Constraints, offloads: bool) -> Found:
     tried: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
-    for processes in worlds(judge.workload, judge.cluster, wishes):
-        bound = judge.least_seconds(processes, wishes)
+    for processes in worlds(judge.workload, judge.cluster, constraints):
+        bound = judge.least_seconds(processes, constraints)
         if bound > fastest:
             slower[processes] = bound
             continue
-        all_layouts = tuple(layouts(processes, judge.cluster, wishes))
-        found = _try(judge, [layout for layout in all_layouts if not layout.offloads], processes, wishes)
+        all_layouts = tuple(layouts(processes, judge.cluster, constraints))
+        found = _try(judge, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
         if offloads and not any(one.runs for one in found):
-            found += _try(judge, [layout for layout in all_layouts if layout.offloads], processes, wishes)
+            found += _try(judge, [layout for layout in all_layouts if layout.offloads], processes, constraints)
         tried += found
         fastest = min([fastest, *(one.fastest for one in found if one.runs)])
     judged = [_best_of(judge, one, fastest) for one in tried]
@@ -289,28 +289,32 @@ def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
     return judge.timed(judge.fit(chosen))
 
 
-def _try(judge: Judge, some: Iterable[Layout], processes: int, wishes: Wishes) -> list[_Tried]:
-    found = (_try_layout(judge, layout, processes, wishes) for layout in some)
+def _try(judge: Judge, some: Iterable[Layout], processes: int, constraints: Constraints) -> list[_Tried]:
+    found = (_try_layout(judge, layout, processes, constraints) for layout in some)
     return [one for one in found if one is not None]
 
 
-def _try_layout(judge: Judge, layout: Layout, processes: int, wishes: Wishes) -> _Tried | None:
+def _try_layout(judge: Judge, layout: Layout, processes: int, constraints: Constraints) -> _Tried | None:
     """Return the fastest trial of a layout, or None if no micro-batch size is possible.
 
     On a CPU fewer threads are tried too, where they were measured.
     """
-    found = [_with_threads(judge, layout, processes, wishes, threads) for threads in judge.rates.threads(processes)]
+    found = [
+        _with_threads(judge, layout, processes, constraints, threads) for threads in judge.rates.threads(processes)
+    ]
     tried = [one for one in found if one is not None]
     return min(tried, key=lambda one: one.fastest, default=None)
 
 
-def _with_threads(judge: Judge, layout: Layout, processes: int, wishes: Wishes, threads: int | None) -> _Tried | None:
-    sizes = micro_batches(judge.workload, processes, wishes)
+def _with_threads(
+    judge: Judge, layout: Layout, processes: int, constraints: Constraints, threads: int | None
+) -> _Tried | None:
+    sizes = micro_batches(judge.workload, processes, constraints)
     if not sizes:
         return None
-    options = recomputations(judge.workload, wishes)
+    options = recomputations(judge.workload, constraints)
     rows = {
-        option: [choice_of(layout, processes, size, option, wishes, judge.cluster, threads) for size in sizes]
+        option: [choice_of(layout, processes, size, option, constraints, judge.cluster, threads) for size in sizes]
         for option in options
     }
     least = _least(judge, rows[options[-1]])

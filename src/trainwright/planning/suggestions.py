@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.candidates import Wishes
+from trainwright.planning.candidates import Constraints
 from trainwright.planning.search import Judge, Judged, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Adapter, Workload
 from trainwright.recipe.strategy_spec import spec_of
 
 # The text of a suggestion, and the judge and the constraints after the change.
-_Change = tuple[str, Judge, Wishes]
+_Change = tuple[str, Judge, Constraints]
 # The kinds of a change, and the changes of these kinds.
 _Series = tuple[frozenset[str], Iterator[_Change]]
 
@@ -25,28 +25,28 @@ _USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8
 
 
 @dataclass(frozen=True)
-class WayOut:
+class Suggestion:
     """A suggestion. ``change``: what to write or to use. ``judged``: the best candidate with it."""
 
     change: str
     judged: Judged
 
 
-def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> list[WayOut]:
+def suggestions(judge: Judge, constraints: Constraints, nearest: Judged, most: int = 3) -> list[Suggestion]:
     """Return at most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: the nearest
     candidate.
 
     Changes are tried in this order: drop constraints, train an adapter instead of all parameters, shorten the rows, add
     devices; then two of these at once if neither is enough.
     """
-    found: list[WayOut] = []
+    found: list[Suggestion] = []
     enough: list[frozenset[str]] = []
     # A candidate that fits but lacks a package does not need less memory.
-    for kinds, series in _without_wishes(judge, wishes) if nearest.fits else _series(judge, wishes):
+    for kinds, series in _without_constraints(judge, constraints) if nearest.fits else _series(judge, constraints):
         if any(one <= kinds for one in enough):
             continue
         tried = ((change, search(other, kept, sure=True).best) for change, other, kept in series)
-        helps = list(islice((WayOut(change, best) for change, best in tried if best is not None), 1))
+        helps = list(islice((Suggestion(change, best) for change, best in tried if best is not None), 1))
         enough += [kinds] if helps else []
         found += helps
         if len(found) == most:
@@ -54,32 +54,32 @@ def ways_out(judge: Judge, wishes: Wishes, nearest: Judged, most: int = 3) -> li
     return found
 
 
-def _series(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+def _series(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
     """Yield series of changes of one kind each, the smallest first; the first that helps is suggested."""
-    yield from _without_wishes(judge, wishes)
-    yield from _offloaded(judge, wishes)
+    yield from _without_constraints(judge, constraints)
+    yield from _offloaded(judge, constraints)
     adapted = list(_adapted(judge))
     for kind, change, other in adapted:
-        yield frozenset([kind]), iter([(change, other, wishes)])
-    yield frozenset([_LENGTH]), _shorter(judge, wishes)
-    yield frozenset([_DEVICES]), _more_devices(judge, wishes)
+        yield frozenset([kind]), iter([(change, other, constraints)])
+    yield frozenset([_LENGTH]), _shorter(judge, constraints)
+    yield frozenset([_DEVICES]), _more_devices(judge, constraints)
     for kind, change, other in adapted:
-        if (dropped := _fewest(other, wishes)) is not None:
+        if (dropped := _fewest(other, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
-            yield frozenset([kind, *dropped]), iter([(changes, other, _drop(wishes, *dropped))])
+            yield frozenset([kind, *dropped]), iter([(changes, other, _drop(constraints, *dropped))])
     for kind, change, other in adapted:
-        for another, more in ((_LENGTH, _shorter(other, wishes)), (_DEVICES, _more_devices(other, wishes))):
+        for another, more in ((_LENGTH, _shorter(other, constraints)), (_DEVICES, _more_devices(other, constraints))):
             yield frozenset([kind, another]), _both(change, more)
-    if written := _written(wishes):
-        yield frozenset([*written, _LENGTH]), _shorter_and_free(judge, wishes)
+    if written := _written(constraints):
+        yield frozenset([*written, _LENGTH]), _shorter_and_free(judge, constraints)
 
 
-def _shorter_and_free(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+def _shorter_and_free(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
     """Yield shorter rows, each with as few dropped constraints as needed."""
-    for change, other, _ in _shorter(judge, _drop(wishes, *_written(wishes))):
-        if (dropped := _fewest(other, wishes)) is not None:
+    for change, other, _ in _shorter(judge, _drop(constraints, *_written(constraints))):
+        if (dropped := _fewest(other, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
-            yield changes, other, _drop(wishes, *dropped)
+            yield changes, other, _drop(constraints, *dropped)
 
 
 def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
@@ -113,60 +113,60 @@ _RELAXED: Mapping[str, str] = {
 }
 
 
-def _written(wishes: Wishes) -> tuple[str, ...]:
-    return tuple(name for name in _RELAXED if name in wishes.fixed and name not in wishes.bound)
+def _written(constraints: Constraints) -> tuple[str, ...]:
+    return tuple(name for name in _RELAXED if name in constraints.fixed and name not in constraints.bound)
 
 
-def _without_wishes(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+def _without_constraints(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
     """Yield each constraint alone, and, if none is enough, the smallest set of them that is."""
-    names = _written(wishes)
+    names = _written(constraints)
     for name in names:
-        yield frozenset([name]), iter([(_RELAXED[name], judge, _drop(wishes, name))])
-    if len(names) > 1 and (dropped := _fewest(judge, wishes)):
+        yield frozenset([name]), iter([(_RELAXED[name], judge, _drop(constraints, name))])
+    if len(names) > 1 and (dropped := _fewest(judge, constraints)):
         changes = " ".join(_RELAXED[name] for name in dropped)
-        yield frozenset(dropped), iter([(changes, judge, _drop(wishes, *dropped))])
+        yield frozenset(dropped), iter([(changes, judge, _drop(constraints, *dropped))])
 
 
-def _offloaded(judge: Judge, wishes: Wishes) -> Iterator[_Series]:
+def _offloaded(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
     """Yield offloading to the host's memory if the recipe forbids it."""
-    asked = wishes.fixed.get("strategy")
+    asked = constraints.fixed.get("strategy")
     key = None if asked is None else next(iter(spec_of(asked).offloads), None)
-    if key is not None and wishes.fixed.get(key) is False and judge.cluster.device != "cpu":
-        moved = replace(wishes, fixed={**wishes.fixed, key: True})
+    if key is not None and constraints.fixed.get(key) is False and judge.cluster.device != "cpu":
+        moved = replace(constraints, fixed={**constraints.fixed, key: True})
         yield frozenset([key]), iter([(f"parallel.{key}=true", judge, moved)])
 
 
-def _fewest(judge: Judge, wishes: Wishes) -> tuple[str, ...] | None:
+def _fewest(judge: Judge, constraints: Constraints) -> tuple[str, ...] | None:
     """Return the fewest constraints to drop so that the workload fits; None if dropping all is not enough."""
-    dropped = _written(wishes)
-    if not dropped or search(judge, _drop(wishes, *dropped), sure=True).best is None:
+    dropped = _written(constraints)
+    if not dropped or search(judge, _drop(constraints, *dropped), sure=True).best is None:
         return None
     for name in reversed(dropped):
         fewer = tuple(one for one in dropped if one != name)
-        if search(judge, _drop(wishes, *fewer), sure=True).best is not None:
+        if search(judge, _drop(constraints, *fewer), sure=True).best is not None:
             dropped = fewer
     return dropped
 
 
-def _drop(wishes: Wishes, *names: str) -> Wishes:
+def _drop(constraints: Constraints, *names: str) -> Constraints:
     # A strategy's own keys are dropped with it.
     gone = {*names, *(("replicate_size", "reshard_after_forward") if "strategy" in names else ())}
-    fixed = {key: value for key, value in wishes.fixed.items() if key not in gone}
-    return replace(wishes, fixed=fixed, given_up=wishes.given_up | frozenset(names))
+    fixed = {key: value for key, value in constraints.fixed.items() if key not in gone}
+    return replace(constraints, fixed=fixed, given_up=constraints.given_up | frozenset(names))
 
 
-def _shorter(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+def _shorter(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
     """Yield rows of half the length, a quarter, and so on."""
     workload = judge.workload
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
     lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
-    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), wishes, sure=True).best is None:
+    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), constraints, sure=True).best is None:
         return
     for tokens in lengths:
         keys = ["data.pack_length"] if workload.packed else []
         if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # packs hold none longer
             keys.append("data.max_length")
-        yield " ".join(f"{key}={tokens}" for key in keys), _with(judge, _of_length(workload, tokens)), wishes
+        yield " ".join(f"{key}={tokens}" for key in keys), _with(judge, _of_length(workload, tokens)), constraints
 
 
 def _of_length(workload: Workload, tokens: int) -> Workload:
@@ -180,12 +180,12 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
     return replace(shorter, longest_document=tokens, document_tokens=min(workload.document, tokens))
 
 
-def _more_devices(judge: Judge, wishes: Wishes) -> Iterator[_Change]:
+def _more_devices(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
     """Yield machines with twice as many devices and so on, while each has a row; without GPUs, common machines."""
     cluster = judge.cluster
-    names = [name for name in _written(wishes) if name in ("num_processes", "strategy")]
+    names = [name for name in _written(constraints) if name in ("num_processes", "strategy")]
     written = "".join(f" {_RELAXED[name]}" for name in names)
-    free = _drop(wishes, *names)
+    free = _drop(constraints, *names)
     if cluster.device == "cpu":
         for larger in map(parse_machine, _USUAL):
             yield f"a machine such as {larger.name}{written}", Judge(judge.workload, larger, rates_of(larger)), free

@@ -76,7 +76,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
 def words(plan: Plan) -> Iterator[str]:
     """Yield a description of the chosen plan: what runs, why, its memory, and the parts of its time."""
     if not plan.fits:
-        yield shortage(plan.chosen, plan.cluster, plan.ways_out)
+        yield shortage(plan.chosen, plan.cluster, plan.suggestions)
         return
     chosen, time = plan.chosen, plan.chosen.time
     assert time is not None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from trainwright.registries import TASKS
 
 
-class Ours(NamedTuple):
+class OwnKey(NamedTuple):
     """A key of ours, and how its value is written: ``value`` in place of true, or a description."""
 
     key: str
@@ -24,78 +24,82 @@ class Ours(NamedTuple):
         return f"{key}{f': {self.value}' if self.value else ''}{f' ({self.note})' if self.note else ''}"
 
 
-_KEYS: dict[Ours, str] = {
-    Ours("optimizer.learning_rate"): "lr max_lr peak_lr base_lr init_lr",
-    Ours("optimizer.name"): "optim optimizer_type optim_type",
-    Ours("optimizer.schedule"): "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style scheduler scheduler_type",
-    Ours("optimizer.warmup_steps"): "num_warmup_steps warmup warmup_iters warmup_num_steps lr_warmup_steps",
-    Ours("optimizer.warmup_steps", note="a fraction below 1 is one of all steps"): "warmup_ratio warmup_fraction",
-    Ours("optimizer.decay_steps"): "num_decay_steps lr_decay_steps",
-    Ours("optimizer.final_learning_rate_ratio"): "min_lr_ratio min_lr_rate cosine_min_lr_ratio final_lr_ratio",
-    Ours("optimizer.final_learning_rate_ratio", note="a part of learning_rate"): "min_lr lr_min final_lr lr_end",
-    Ours("optimizer.betas", note="a list of two"): "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
-    Ours("optimizer.eps"): "adam_epsilon adam_eps epsilon",
-    Ours("optimizer.weight_decay"): "wd adam_weight_decay",
-    Ours("optimizer.max_grad_norm"): "gradient_clipping gradient_clip_val clip_grad clip_grad_norm grad_clip grad_norm "
+_KEYS: dict[OwnKey, str] = {
+    OwnKey("optimizer.learning_rate"): "lr max_lr peak_lr base_lr init_lr",
+    OwnKey("optimizer.name"): "optim optimizer_type optim_type",
+    OwnKey("optimizer.schedule"): "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style scheduler scheduler_type",
+    OwnKey("optimizer.warmup_steps"): "num_warmup_steps warmup warmup_iters warmup_num_steps lr_warmup_steps",
+    OwnKey("optimizer.warmup_steps", note="a fraction below 1 is one of all steps"): "warmup_ratio warmup_fraction",
+    OwnKey("optimizer.decay_steps"): "num_decay_steps lr_decay_steps",
+    OwnKey("optimizer.final_learning_rate_ratio"): "min_lr_ratio min_lr_rate cosine_min_lr_ratio final_lr_ratio",
+    OwnKey("optimizer.final_learning_rate_ratio", note="a part of learning_rate"): "min_lr lr_min final_lr lr_end",
+    OwnKey("optimizer.betas", note="a list of two"): "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
+    OwnKey("optimizer.eps"): "adam_epsilon adam_eps epsilon",
+    OwnKey("optimizer.weight_decay"): "wd adam_weight_decay",
+    OwnKey(
+        "optimizer.max_grad_norm"
+    ): "gradient_clipping gradient_clip_val clip_grad clip_grad_norm grad_clip grad_norm "
     "max_norm max_gradient_norm clip_norm",
-    Ours("train.micro_batch_size"): "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size "
+    OwnKey("train.micro_batch_size"): "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size "
     "train_micro_batch_size_per_gpu device_batch_size batch_size_per_device mbs",
-    Ours("train.global_batch_size"): "batch_size train_batch_size total_batch_size effective_batch_size gbs",
-    Ours("train.gradient_accumulation_steps"): "gradient_accumulation grad_accum grad_accum_steps "
+    OwnKey("train.global_batch_size"): "batch_size train_batch_size total_batch_size effective_batch_size gbs",
+    OwnKey("train.gradient_accumulation_steps"): "gradient_accumulation grad_accum grad_accum_steps "
     "accumulate_grad_batches grad_accumulation_steps",
-    Ours("train.epochs"): "num_train_epochs num_epochs max_epochs n_epochs epoch total_epochs",
-    Ours("train.max_steps"): "max_train_steps num_train_steps total_steps num_steps train_steps training_steps "
+    OwnKey("train.epochs"): "num_train_epochs num_epochs max_epochs n_epochs epoch total_epochs",
+    OwnKey("train.max_steps"): "max_train_steps num_train_steps total_steps num_steps train_steps training_steps "
     "max_steps_per_epoch max_iters train_iters iterations steps",
-    Ours("train.max_tokens"): "num_tokens train_tokens total_tokens",
-    Ours("train.mixed_precision"): "dtype torch_dtype precision compute_dtype amp",
-    Ours("train.mixed_precision", "bf16"): "bf16 bfloat16 use_bf16 pure_bf16",
-    Ours("train.mixed_precision", "fp16"): "fp16 float16 use_fp16",
-    Ours("train.activation_checkpointing", "full"): "gradient_checkpointing use_gradient_checkpointing "
+    OwnKey("train.max_tokens"): "num_tokens train_tokens total_tokens",
+    OwnKey("train.mixed_precision"): "dtype torch_dtype precision compute_dtype amp",
+    OwnKey("train.mixed_precision", "bf16"): "bf16 bfloat16 use_bf16 pure_bf16",
+    OwnKey("train.mixed_precision", "fp16"): "fp16 float16 use_fp16",
+    OwnKey("train.activation_checkpointing", "full"): "gradient_checkpointing use_gradient_checkpointing "
     "enable_gradient_checkpointing enable_activation_checkpointing activation_checkpoint recompute grad_checkpoint",
-    Ours("train.activation_offload"): "enable_activation_offloading activation_offloading",
-    Ours("train.compile"): "torch_compile use_compile compile_model",
-    Ours("train.seed"): "random_seed data_seed manual_seed",
-    Ours("data.train"): "dataset datasets dataset_name dataset_path dataset_id train_file train_dataset train_data "
+    OwnKey("train.activation_offload"): "enable_activation_offloading activation_offloading",
+    OwnKey("train.compile"): "torch_compile use_compile compile_model",
+    OwnKey("train.seed"): "random_seed data_seed manual_seed",
+    OwnKey("data.train"): "dataset datasets dataset_name dataset_path dataset_id train_file train_dataset train_data "
     "data_path data_files training_data train_path",
-    Ours("data.validation"): "eval_dataset eval_file validation_file validation_dataset val_dataset val_data val_file "
+    OwnKey(
+        "data.validation"
+    ): "eval_dataset eval_file validation_file validation_dataset val_dataset val_data val_file "
     "val_set_size val_size test_size validation_split test_datasets validation_split_percentage",
-    Ours("data.max_length"): "max_seq_length max_seq_len seq_length seq_len sequence_len sequence_length cutoff_len "
+    OwnKey("data.max_length"): "max_seq_length max_seq_len seq_length seq_len sequence_len sequence_length cutoff_len "
     "model_max_length block_size context_length max_tokens_per_sample",
-    Ours("data.pack_length", note="tokens of a row"): "packing sample_packing packed neat_packing pack use_packing "
+    OwnKey("data.pack_length", note="tokens of a row"): "packing sample_packing packed neat_packing pack use_packing "
     "packed_length",
-    Ours("data.limit"): "max_samples max_train_samples num_samples",
-    Ours("model.name"): "model_name_or_path model_name pretrained_model_name_or_path model_id base_model model_path "
+    OwnKey("data.limit"): "max_samples max_train_samples num_samples",
+    OwnKey("model.name"): "model_name_or_path model_name pretrained_model_name_or_path model_id base_model model_path "
     "pretrained_model checkpoint_path",
-    Ours("model.tokenizer"): "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_id",
-    Ours("model.config"): "config_overrides model_config config_name",
-    Ours("model.chat_template"): "template prompt_template",
-    Ours("model.adapter"): "peft peft_config lora lora_config qlora use_lora use_peft adapter finetuning_type",
-    Ours("model.adapter.type", "dora"): "use_dora peft_use_dora",
-    Ours("model.adapter.rank"): "lora_r lora_rank r peft_lora_r",
-    Ours("model.adapter.alpha"): "lora_alpha peft_lora_alpha",
-    Ours("model.adapter.dropout"): "lora_dropout peft_lora_dropout",
-    Ours("model.adapter.targets"): "target_modules lora_target lora_target_modules lora_attn_modules",
-    Ours("model.adapter.modules_to_save"): "lora_modules_to_save additional_target",
-    Ours("model.adapter.rank_stabilised"): "use_rslora rslora",
-    Ours("model.adapter.quantisation", "nf4"): "load_in_4bit quantization_bit quantization quantize",
-    Ours("model.adapter.quantisation", "int8"): "load_in_8bit",
-    Ours("model.adapter.double_quantisation"): "bnb_4bit_use_double_quant use_double_quant",
-    Ours("parallel.deepspeed_config"): "deepspeed ds_config deepspeed_config_file",
-    Ours("parallel.strategy"): "fsdp fsdp_config ddp distributed_strategy distributed_type distributed_backend "
+    OwnKey("model.tokenizer"): "tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_id",
+    OwnKey("model.config"): "config_overrides model_config config_name",
+    OwnKey("model.chat_template"): "template prompt_template",
+    OwnKey("model.adapter"): "peft peft_config lora lora_config qlora use_lora use_peft adapter finetuning_type",
+    OwnKey("model.adapter.type", "dora"): "use_dora peft_use_dora",
+    OwnKey("model.adapter.rank"): "lora_r lora_rank r peft_lora_r",
+    OwnKey("model.adapter.alpha"): "lora_alpha peft_lora_alpha",
+    OwnKey("model.adapter.dropout"): "lora_dropout peft_lora_dropout",
+    OwnKey("model.adapter.targets"): "target_modules lora_target lora_target_modules lora_attn_modules",
+    OwnKey("model.adapter.modules_to_save"): "lora_modules_to_save additional_target",
+    OwnKey("model.adapter.rank_stabilised"): "use_rslora rslora",
+    OwnKey("model.adapter.quantisation", "nf4"): "load_in_4bit quantization_bit quantization quantize",
+    OwnKey("model.adapter.quantisation", "int8"): "load_in_8bit",
+    OwnKey("model.adapter.double_quantisation"): "bnb_4bit_use_double_quant use_double_quant",
+    OwnKey("parallel.deepspeed_config"): "deepspeed ds_config deepspeed_config_file",
+    OwnKey("parallel.strategy"): "fsdp fsdp_config ddp distributed_strategy distributed_type distributed_backend "
     "zero_stage fsdp_version parallelism",
-    Ours("parallel.num_processes"): "nproc_per_node num_gpus n_gpus gpus world_size devices num_workers_per_node",
-    Ours("parallel.device"): "use_cpu no_cuda accelerator device_map",
-    Ours("parallel.wrap"): "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
-    Ours("parallel.reshard_after_forward"): "fsdp_reshard_after_forward",
-    Ours("parallel.offload_parameters"): "fsdp_offload_params fsdp_cpu_offload offload_param",
-    Ours("checkpoint.every"): "save_steps save_interval save_every save_freq checkpointing_steps saves_per_epoch "
+    OwnKey("parallel.num_processes"): "nproc_per_node num_gpus n_gpus gpus world_size devices num_workers_per_node",
+    OwnKey("parallel.device"): "use_cpu no_cuda accelerator device_map",
+    OwnKey("parallel.wrap"): "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
+    OwnKey("parallel.reshard_after_forward"): "fsdp_reshard_after_forward",
+    OwnKey("parallel.offload_parameters"): "fsdp_offload_params fsdp_cpu_offload offload_param",
+    OwnKey("checkpoint.every"): "save_steps save_interval save_every save_freq checkpointing_steps saves_per_epoch "
     "save_strategy checkpoint_interval every_n_train_steps",
-    Ours("checkpoint.keep_last"): "save_total_limit keep_n_checkpoints max_checkpoints save_top_k",
-    Ours("checkpoint.keep_best"): "load_best_model_at_end save_best",
-    Ours("evaluate.every"): "eval_steps eval_strategy evaluation_strategy eval_interval eval_every eval_freq "
+    OwnKey("checkpoint.keep_last"): "save_total_limit keep_n_checkpoints max_checkpoints save_top_k",
+    OwnKey("checkpoint.keep_best"): "load_best_model_at_end save_best",
+    OwnKey("evaluate.every"): "eval_steps eval_strategy evaluation_strategy eval_interval eval_every eval_freq "
     "evals_per_epoch val_check_interval run_val_every_n_steps do_eval",
-    Ours("logging.run_directory"): "output_dir output_directory run_dir log_dir logging_dir save_dir out_dir",
-    Ours("logging.tensorboard"): "report_to tensorboard_dir use_tensorboard",
+    OwnKey("logging.run_directory"): "output_dir output_directory run_dir log_dir logging_dir save_dir out_dir",
+    OwnKey("logging.tensorboard"): "report_to tensorboard_dir use_tensorboard",
 }
 
 # By key: other tools' names of its values; those of tasks are in their specs.
@@ -144,7 +148,7 @@ _VALUES: dict[str, dict[str, str]] = {
 }
 
 
-def our_key(name: str) -> Ours | None:
+def our_key(name: str) -> OwnKey | None:
     """Return our key for a key of another tool; None if unknown."""
     return _by_name().get(name.lower().replace("-", "_"))
 
@@ -157,16 +161,16 @@ def our_value(key: str, value: object) -> str | None:
     return _VALUES.get(key, {}).get(name)
 
 
-def known_keys() -> list[Ours]:
+def known_keys() -> list[OwnKey]:
     """Return all keys of a recipe."""
     return list(_keys())
 
 
 @cache
-def _by_name() -> dict[str, Ours]:
+def _by_name() -> dict[str, OwnKey]:
     return {name: ours for ours, names in _keys().items() for name in names.split()}
 
 
-def _keys() -> dict[Ours, str]:
-    of_tasks = {Ours(key): names for task in TASKS.names() for key, names in TASKS.get(task).other_keys.items()}
+def _keys() -> dict[OwnKey, str]:
+    of_tasks = {OwnKey(key): names for task in TASKS.names() for key, names in TASKS.get(task).other_keys.items()}
     return {**_KEYS, **of_tasks}

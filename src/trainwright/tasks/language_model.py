@@ -22,7 +22,7 @@ from trainwright.data.tokens.lengths import remember
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
 from trainwright.inference.asking import Asker
-from trainwright.inference.generation import answer_batch, room
+from trainwright.inference.generation import answer_batch, new_token_limit
 from trainwright.inference.loading import probe
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import stop_of
@@ -133,7 +133,7 @@ def _questions(recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenize
 
 def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> None:
     try:
-        room(model, prompt, sampling)
+        new_token_limit(model, prompt, sampling)
     except RequestError as error:
         raise RequestError(f"evaluate.prompts: {error}") from None
 

@@ -26,7 +26,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch, Stream
-from trainwright.engine.forward_only import look_at
+from trainwright.engine.forward_only import run_forward_only
 from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World
@@ -115,14 +115,14 @@ def _compute(
     while True:
         own = np.full(stream.dataset.document_count, np.nan)
 
-        def look(module: nn.Module, micro: MicroBatch, own: Sums = own) -> None:
+        def visit(module: nn.Module, micro: MicroBatch, own: Sums = own) -> None:
             batch = batch_of(micro)
             sums = -batch.by_document(module(batch, losses=True))
             if micro.weight:
                 own[list(batch.documents)] = sums.cpu().numpy()
 
         try:
-            look_at(strategy, (stream.divide(part, rows) for part in parts), look)
+            run_forward_only(strategy, (stream.divide(part, rows) for part in parts), visit)
         except torch.OutOfMemoryError as error:
             largest = max(stream.divide(part, rows).rows for part in parts)
             if largest == 1 or not isinstance(strategy, Independent):

@@ -83,11 +83,11 @@ def fill(
     batches = [stream.global_batch(step) for step in range(steps)]
     counts = [sum(len(micro.rows) for micro in batch.micro_batches) for batch in batches]
     if pack_length is not None:
-        room = sum(counts) * pack_length
+        capacity = sum(counts) * pack_length
     else:
-        room = sum(stream.positions(micro) for batch in batches for micro in batch.micro_batches)
+        capacity = sum(stream.positions(micro) for batch in batches for micro in batch.micro_batches)
     tokens = sum(batch.tokens for batch in batches)
-    return Fill(sum(counts) / steps, tokens / steps, tokens / room, steps)
+    return Fill(sum(counts) / steps, tokens / steps, tokens / capacity, steps)
 
 
 def first_examples(dataset: TokenDataset, count: int, seed: int) -> Sequence[int]:

@@ -94,7 +94,7 @@ def tokenize(
                     writer.add(chunk, encoded)
                     report(writer.position.characters, writer.tokens, writer.position.documents)
         except RequestError:
-            if writer.withdrew() and new:
+            if writer.discarded_empty() and new:
                 out.rmdir()
             raise
         return writer.finish({**_about(sources, tokenizer, settings, task), "notes": notes})
@@ -233,7 +233,7 @@ class _Writer:
             os.fsync(file.fileno())
         self._note()
 
-    def withdrew(self) -> bool:
+    def discarded_empty(self) -> bool:
         """Remove the files if no piece was saved to resume from; return whether they were removed."""
         if self._noted:
             return False

@@ -35,10 +35,10 @@ from trainwright.engine.checkpoints.manifest import (
     check_tensors,
     checkpoint_path,
     checkpoints_in,
+    full_shape,
     open_inside,
     read_state,
     seal_of,
-    whole_shape,
 )
 from trainwright.engine.checkpoints.tensor_files import checksum, sync_directory, write_tensors
 from trainwright.errors import RequestError
@@ -218,7 +218,7 @@ class Reader:
         blocks = self._manifest.tensors.get(name)
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
-        if (whole := whole_shape(blocks)) != shard.shape:
+        if (whole := full_shape(blocks)) != shard.shape:
             raise RequestError(f"{self._path}: {name} has shape {list(whole)}, the model wants {list(shard.shape)}")
         result = torch.empty_like(shard.local, device="cpu")
         for block in blocks:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainwright.engine.checkpoints.read_back import check_export, gathered
-from trainwright.engine.out_of_memory import Shortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
 from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Strategy
@@ -42,7 +42,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
         except OSError as error:
             failure = f"{final} could not be written: {error.strerror or error}"
         else:
-            if isinstance(done, Shortage):
+            if isinstance(done, MemoryShortage):
                 raise TrainingError(
                     f"memory ran out while {final} was written: {done.detail}; {_kept(step, saved)}: --resume this "
                     "run where there is more"

@@ -177,7 +177,7 @@ def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]])
     return tensors
 
 
-def whole_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
+def full_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
     """Return the shape of the tensor that these blocks make up."""
     ends = [[o + s for o, s in zip(block["offset"], block["size"], strict=True)] for block in blocks]
     return tuple(max(dimension) for dimension in zip(*ends, strict=True))
@@ -188,7 +188,7 @@ def _check_whole(name: str, blocks: list[Block]) -> None:
     places = {tuple(block["offset"]) for block in blocks}
     files = {block["file"] for block in blocks}
     stored = sum(math.prod(block["size"]) for block in blocks)
-    if len(places) < len(blocks) or len(files) < len(blocks) or stored != math.prod(whole_shape(blocks)):
+    if len(places) < len(blocks) or len(files) < len(blocks) or stored != math.prod(full_shape(blocks)):
         raise ValueError(f"the blocks of tensor {name} do not make one whole")
 
 

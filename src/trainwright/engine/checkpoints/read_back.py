@@ -59,7 +59,9 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
         raise CheckpointError(f"checkpoint in {path} was written, and is not read as it should be: {problem}")
 
 
-def check_export(task: Task, strategy: Strategy, final: Path, different: list[str], room: int | None = None) -> None:
+def check_export(
+    task: Task, strategy: Strategy, final: Path, different: list[str], available_memory: int | None = None
+) -> None:
     """Compare the model exported to ``final`` with the ranks' parameters and its logits with the trained model's.
 
     Args:
@@ -72,7 +74,7 @@ def check_export(task: Task, strategy: Strategy, final: Path, different: list[st
     world, problem = strategy.world, None
     if different:
         problem = f"what was gathered is not what rank {world.rank} holds of {', '.join(sorted(different)[:5])}"
-    with strategy.whole(room) as (module, in_step):
+    with strategy.whole(available_memory) as (module, in_step):
         try:
             task.read_back(module, final, whole=in_step is None)
         except (TrainingError, OSError) as error:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.event_log import EventLog
-from trainwright.engine.out_of_memory import Shortage
+from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.progress import Progress
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
@@ -49,7 +49,7 @@ class Gradients:
     reports: Sequence[Report]
     losses: list[float]
     statistics: list[float]
-    shortage: Shortage | None = None
+    shortage: MemoryShortage | None = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.out_of_memory import OutOfMemory, Shortage, attempt, release
+from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, attempt, release
 from trainwright.engine.policies.base import Gradients, StepPolicy, Training
 from trainwright.parallel.strategy import Independent
 from trainwright.parallel.world import World
@@ -33,24 +33,24 @@ class Halving(StepPolicy):
         self._task = training.task
         self._strategy = training.strategy
 
-    def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | Shortage:
+    def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | MemoryShortage:
         """Return the result of ``work``, this rank's passes of a step, or the out-of-memory error in it.
 
         Raises:
             OutOfMemory: memory ran out, and the other ranks wait for this one in their passes.
         """
         done = attempt(work)
-        if not isinstance(done, Shortage):
+        if not isinstance(done, MemoryShortage):
             return done
         if not self.enabled or not isinstance(self._strategy, Independent):
             raise self._error(step, batch, self._world.rank, done)
-        if isinstance(again := attempt(self._strategy.abandon_step), Shortage):
+        if isinstance(again := attempt(self._strategy.abandon_step), MemoryShortage):
             raise self._error(step, batch, self._world.rank, again)
         return done
 
     def update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
         """Run ``work``, the optimizer's part of a step. Raises OutOfMemory: a partial update must not be used."""
-        if isinstance(done := attempt(work), Shortage):
+        if isinstance(done := attempt(work), MemoryShortage):
             raise self._error(step, batch, self._world.rank, done)
 
     def again(self, step: int, found: Gradients) -> GlobalBatch | None:
@@ -81,7 +81,7 @@ class Halving(StepPolicy):
         training.recipe_text = training.keep_recipe(training.recipe, reason(rows, batch.rows, step))
         return divided
 
-    def evaluation(self, step: int, own: Shortage | None) -> bool:
+    def evaluation(self, step: int, own: MemoryShortage | None) -> bool:
         """Return whether to repeat the evaluation in halved batches, because memory ran out on some rank.
 
         Raises:
@@ -109,16 +109,16 @@ class Halving(StepPolicy):
     def _world(self) -> World:
         return self._strategy.world
 
-    def _tell(self, step: int, rank: int, shortage: Shortage, action: str) -> None:
+    def _tell(self, step: int, rank: int, shortage: MemoryShortage, action: str) -> None:
         fault = Fault(kind="out_of_memory", rank=rank, detail=shortage.detail, action=action, step=step)
         self.training.events.emit(fault)
 
-    def _first(self, own: Shortage | None) -> tuple[int, Shortage]:
+    def _first(self, own: MemoryShortage | None) -> tuple[int, MemoryShortage]:
         """Return the lowest rank that ran out of memory, and its error."""
-        found: list[Shortage | None] = self._world.gather(own)
+        found: list[MemoryShortage | None] = self._world.gather(own)
         return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
 
-    def _error(self, step: int, batch: GlobalBatch, rank: int, shortage: Shortage) -> OutOfMemory:
+    def _error(self, step: int, batch: GlobalBatch, rank: int, shortage: MemoryShortage) -> OutOfMemory:
         recipe = self.training.recipe
         rows = rows_of(recipe, batch.rows)
         message = (

@@ -116,14 +116,14 @@ def error_record(error: BaseException) -> dict[str, Any]:
 
 
 def _ran_out(error: BaseException) -> dict[str, Any] | None:
-    """Return the fields of `RanOut` for an out-of-memory exception, otherwise None."""
+    """Return the fields of `MemoryFailure` for an out-of-memory exception, otherwise None."""
     if isinstance(error, OutOfMemory):
         return {"detail": error.detail, "in_training": True, "step": error.step, "rows": error.rows}
     return {"detail": str(error), "in_training": False} if is_out_of_memory(error) else None
 
 
 @dataclass(frozen=True)
-class RanOut:
+class MemoryFailure:
     """Memory ran out on a rank. `step` and the `rows` of its largest micro-batch are None if unknown.
 
     `in_training`: it may have happened in a step or an evaluation, so smaller micro-batches may help.
@@ -142,7 +142,7 @@ class Failure:
 
     message: str
     exit_code: int
-    ran_out: RanOut | None = None
+    ran_out: MemoryFailure | None = None
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -183,7 +183,7 @@ def first_failure(
         code = exit_codes[rank]
         assert code is not None
         killed = code == -signal.SIGKILL and out_of_memory
-        ran_out = RanOut(rank, "the kernel killed the process", in_training=True) if killed else None
+        ran_out = MemoryFailure(rank, "the kernel killed the process", in_training=True) if killed else None
         message = f"rank {rank} {_ended(code, out_of_memory)}\nlog: {_log(logs, rank)}"
         return Failure(message, EXIT_TRAINING, ran_out)
     if not causes and gone is not None:
@@ -202,7 +202,7 @@ def first_failure(
 def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     """Return the message and the exit code for one worker's record."""
     exit_code = int(record["exit_code"])
-    ran_out = RanOut(rank, **record["ran_out"]) if record.get("ran_out") else None
+    ran_out = MemoryFailure(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
         return Failure(f"rank {rank} failed\n{trace}\nlog: {_log(logs, rank)}", exit_code, ran_out)

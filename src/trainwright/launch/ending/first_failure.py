@@ -26,7 +26,7 @@ _FIRST = "first-failure"
 _HEAR_SECONDS = 5.0
 
 
-class LastWords:
+class FailureReport:
     """Report this rank's failure, and react to the failure of another.
 
     Args:

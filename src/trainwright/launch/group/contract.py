@@ -27,7 +27,7 @@ from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, 
 from trainwright.machine.detect import Machine
 from trainwright.parallel.layout import Layout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
-from trainwright.parallel.world import Seat, World
+from trainwright.parallel.world import RankInfo, World
 from trainwright.recipe.schema import Recipe
 
 # Variables that change numbers or what is executed, without a trace in the recipe.
@@ -69,8 +69,8 @@ class View:
     planned: dict[tuple[str, str], Any]
 
 
-def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None) -> str:
-    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``seat``, read it from the
+def usable_device(machine: Machine, rank_info: RankInfo | None, asked: str | None = None) -> str:
+    """Return the type of the device to compute on, "cuda" or "cpu". Without a ``rank_info``, read it from the
     environment.
 
     Args:
@@ -90,11 +90,11 @@ def usable_device(machine: Machine, seat: Seat | None, asked: str | None = None)
         raise MachineError(
             f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"
         )
-    seat, visible = seat or Seat.from_variables(), torch.cuda.device_count()
-    if seat.gpu >= visible:
+    rank_info, visible = rank_info or RankInfo.from_variables(), torch.cuda.device_count()
+    if rank_info.gpu >= visible:
         raise MachineError(
-            f"rank {seat.rank} has no GPU: it is process {seat.local_rank} of {seat.local_size} on this machine and "
-            f"sees {visible}; start at most one process a GPU, {hide}"
+            f"rank {rank_info.rank} has no GPU: it is process {rank_info.local_rank} of {rank_info.local_size} on this "
+            f"machine and sees {visible}; start at most one process a GPU, {hide}"
         )
     return "cuda"
 

@@ -46,10 +46,10 @@ from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
-    from trainwright.launch.ending.first_failure import LastWords
+    from trainwright.launch.ending.first_failure import FailureReport
     from trainwright.launch.group.members import Place
     from trainwright.launch.group.rendezvous import Meeting
-    from trainwright.parallel.world import Seat
+    from trainwright.parallel.world import RankInfo
     from trainwright.recipe.yaml_text import Tree
 
 # How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
@@ -96,7 +96,7 @@ class JoinAsked:
 def run_joined(
     asked: JoinAsked,
     prepare: Callable[[Path], None],
-    work: Callable[[Path, bool, Seat], int],
+    work: Callable[[Path, bool, RankInfo], int],
     tell: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
     """Run this process's part in a run; return its exit code. A failure is printed once in the whole run.
@@ -118,7 +118,7 @@ def run_joined(
     own_threads = "OMP_NUM_THREADS" in os.environ
     limit_threads(detect().cpu_cores, environment.local_size)
     # Imports torch from here on.
-    from trainwright.launch.ending.first_failure import LastWords
+    from trainwright.launch.ending.first_failure import FailureReport
 
     try:
         meeting = _meet(environment, asked)
@@ -129,7 +129,7 @@ def run_joined(
         if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code
-    words = LastWords(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
+    words = FailureReport(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
     with ExitStack() as held:
         try:
             if environment.rank == 0:
@@ -143,10 +143,10 @@ def run_joined(
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
         words.interrupting(None)
-        seat = _seat(environment, meeting, place)
+        rank_info = _rank_info(environment, meeting, place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
-            code = work(run, opened.resume, seat)
+            code = work(run, opened.resume, rank_info)
         except Exception as error:
             code = words.fail(error)
             _discard_refused(run, code, opened, environment)
@@ -193,7 +193,7 @@ def _open(
     environment: Environment,
     meaning: Meaning | None,
     meeting: Meeting | None,
-    words: LastWords,
+    words: FailureReport,
     prepare: Callable[[Path], None],
     held: ExitStack,
 ) -> tuple[Opened, Place]:
@@ -247,7 +247,7 @@ def _request(asked: JoinAsked, environment: Environment, meaning: Meaning | None
     return for_started(request, environment.size, environment.launcher)
 
 
-def _follow(environment: Environment, meeting: Meeting | None, words: LastWords) -> tuple[Opened, Place]:
+def _follow(environment: Environment, meeting: Meeting | None, words: FailureReport) -> tuple[Opened, Place]:
     """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
     from trainwright.launch.group.members import Place
 
@@ -255,7 +255,7 @@ def _follow(environment: Environment, meeting: Meeting | None, words: LastWords)
     follow_signals()
     said = meeting.wait_for("opened")
     if "refused" in said:
-        raise _Told(int(said["refused"]), str(said["why"]))
+        raise _PeerRefused(int(said["refused"]), str(said["why"]))
     opened = Opened(**said["opened"])
     recipe = opened.path / run_directory.RECIPE
     if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
@@ -269,7 +269,7 @@ def _follow(environment: Environment, meeting: Meeting | None, words: LastWords)
     return opened, Place(*said["places"][environment.rank])
 
 
-class _Told(TrainwrightError):
+class _PeerRefused(TrainwrightError):
     """Rank 0 has rejected the request and reports it itself."""
 
     def __init__(self, exit_code: int, why: str) -> None:
@@ -281,11 +281,11 @@ def _refused(
     error: Exception,
     environment: Environment,
     meeting: Meeting | None,
-    words: LastWords,
+    words: FailureReport,
     tell: Callable[[int, str], None],
 ) -> int:
     """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
-    if isinstance(error, _Told):
+    if isinstance(error, _PeerRefused):
         tell(error.exit_code, str(error))
         _leave_together(environment, meeting, _TOLD_SECONDS)
         return error.exit_code
@@ -305,7 +305,7 @@ def _refused(
 
 
 @contextmanager
-def _interruptible(words: LastWords) -> Iterator[None]:
+def _interruptible(words: FailureReport) -> Iterator[None]:
     """Let a stop signal, or the failure of another rank, end the preparation on rank 0 at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -332,12 +332,12 @@ def _threads(place: Place) -> int:
     return max(1, cores if place.own_cores else cores // place.local_size) if cores else threads_allowed()
 
 
-def _seat(environment: Environment, meeting: Meeting | None, place: Place) -> Seat:
+def _rank_info(environment: Environment, meeting: Meeting | None, place: Place) -> RankInfo:
     from torch.distributed import PrefixStore
 
-    from trainwright.parallel.world import Seat
+    from trainwright.parallel.world import RankInfo
 
-    return Seat(
+    return RankInfo(
         environment.rank,
         environment.size,
         environment.local_rank,

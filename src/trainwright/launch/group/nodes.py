@@ -102,7 +102,7 @@ class Nodes:
             if stopping.flag.value:
                 raise Stopped()
 
-        def let_in() -> None:
+        def admit() -> None:
             patient()
             meeting.listen()
 
@@ -112,7 +112,7 @@ class Nodes:
         meeting.post(asdict(mine))
         if index == 0:
             try:
-                found = [Node(**posted) for posted in meeting.gather(seconds, let_in)]
+                found = [Node(**posted) for posted in meeting.gather(seconds, admit)]
                 _check_same(found)
             except TrainwrightError as error:
                 meeting.publish("met", {"refused": str(error), "exit_code": error.exit_code})

@@ -60,7 +60,7 @@ class _Line:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
-class NotReached(Exception):
+class Unreachable(Exception):
     """Nothing listens there; the reason is in the message."""
 
 
@@ -133,7 +133,7 @@ class Peers:
                 line = _Line(_connected(address, port), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise NotReached(error.strerror or str(error)) from None
+                    raise Unreachable(error.strerror or str(error)) from None
             else:
                 answered_by = answered_by or time.monotonic() + patience
                 line.send({"kind": _HELLO, "peer": index, "job": job})

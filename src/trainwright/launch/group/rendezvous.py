@@ -26,7 +26,7 @@ from trainwright.errors import MachineError, TrainingError
 from trainwright.launch.group.environment import Environment, is_loopback
 from trainwright.launch.group.identity import WORDS, Job, job_of
 from trainwright.launch.group.names import skip_reverse_lookups
-from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, NotReached, Peers
+from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -74,7 +74,7 @@ class Meeting:
             port, job = self.wait_for("peers")
             try:
                 self.peers = Peers.join(self.index, address, port, job, _PEERS_SECONDS)
-            except (NotReached, NotPeerZero) as error:
+            except (Unreachable, NotPeerZero) as error:
                 raise MachineError(f"{self.noun} 0 cannot be reached at port {port} of {address}: {error}") from None
 
     def listen(self) -> None:
@@ -197,7 +197,7 @@ def meet(
     else:
         try:
             peers = Peers.join(index, address, port, job, seconds, meanwhile, patience)
-        except NotReached as error:
+        except Unreachable as error:
             raise MachineError(
                 f"{noun} 0 did not open {address}:{port} within {seconds:g} s ({error}); start it, or give it longer "
                 "with --rendezvous-timeout"

@@ -78,7 +78,7 @@ def start_from(adapter: AdapterSection) -> SavedAdapter | None:
     return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
 
 
-def trained_whole(adapter: AdapterSection) -> list[str]:
+def fully_trained(adapter: AdapterSection) -> list[str]:
     """Return the name suffixes of modules that are trained in full, from the recipe or the adapter that it
     continues.
     """

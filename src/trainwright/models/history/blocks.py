@@ -36,7 +36,7 @@ class KeyValueCache:
         return self.keys[block][:, :, :end], self.values[block][:, :, :end]
 
     @property
-    def room(self) -> int:
+    def free_positions(self) -> int:
         """Return the number of allocated tokens, used or not."""
         return max((keys.shape[2] for keys in self.keys), default=0)
 

@@ -41,7 +41,7 @@ class Context:
     @property
     def cache_tokens(self) -> int:
         """Return the number of tokens allocated in the cache, which is constant."""
-        return 0 if self._cache is None else self._cache.room
+        return 0 if self._cache is None else self._cache.free_positions
 
     def logits(self, model: HistoryModel, step: Steps) -> torch.Tensor:
         """Return the logits of actions [count, actions] after one more step [count, 1]."""

@@ -29,12 +29,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
+from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
-from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard, persistent_buffers
-from trainwright.parallel.strategy import Setup, WantsWholes
+from trainwright.parallel.strategy import NeedsFullMatrices, Setup
 from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World, have_group
 
@@ -70,7 +70,7 @@ class FullySharded:
         self._parameters = dict(module.named_parameters())
         self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
         self._optimizer = setup.make_optimizer(self._masters.items())
-        if isinstance(self._optimizer, WantsWholes):
+        if isinstance(self._optimizer, NeedsFullMatrices):
             self._optimizer.gather = self._gathered_rows
         if setup.weights is not None:
             self._fill(setup.weights)
@@ -166,7 +166,7 @@ class FullySharded:
         self._forget_gradients()
 
     def _gathered_rows(self, master: nn.Parameter, local: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Gather rows for an optimizer that needs full matrices, see WantsWholes."""
+        """Gather rows for an optimizer that needs full matrices, see NeedsFullMatrices."""
         key = next(name for name, one in self._masters.items() if one is master)
         shard = self._shard_of(key, local)
         ranks = self.world.size // self._replicas
@@ -254,10 +254,10 @@ class FullySharded:
         )
 
     @contextmanager
-    def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+    def whole(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
         wanted = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
-        reason = no_room(self.world, wanted, room)
+        reason = memory_shortage(self.world, wanted, available_memory)
         if reason is not None:
             # Parameters outside the blocks are used throughout, and their hooks are the module's own, which generation
             # does not call.

@@ -146,14 +146,14 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: int | None) -> list[l
     if bucket_bytes is None:
         return [parameters[::-1]]
     buckets: list[list[nn.Parameter]] = []
-    room = 0
+    bucket_left = 0
     for parameter in reversed(parameters):
         size = 4 * parameter.numel()
-        if size > room:
+        if size > bucket_left:
             buckets.append([])
-            room = bucket_bytes
+            bucket_left = bucket_bytes
         buckets[-1].append(parameter)
-        room -= size
+        bucket_left -= size
     return buckets
 
 

@@ -155,6 +155,6 @@ class Replicated:
         )
 
     @contextmanager
-    def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+    def whole(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
         yield self.module, None

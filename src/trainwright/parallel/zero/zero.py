@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import Layout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.room import no_room
 from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup
 from trainwright.parallel.zero.deepspeed_config import settings
@@ -224,14 +224,14 @@ class Zero:
         )
 
     @contextmanager
-    def whole(self, room: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+    def whole(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
         if not self._sharded:
             yield self._model, None
             return
         parameters: Any = list(self._model.parameters())
         wanted = sum(p.ds_numel * p.element_size() for p in parameters)
-        reason = no_room(self.world, wanted, room)
+        reason = memory_shortage(self.world, wanted, available_memory)
         if reason is not None:
             try:
                 yield self._model, reason

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from trainwright.planning.memory.inventory import OUTSIDE, Inventory, optimizer_state
 from trainwright.planning.memory.strategies import StrategyMemory
-from trainwright.planning.memory.walk import Flow, Held
+from trainwright.planning.memory.walk import Allocated, Flow
 from trainwright.planning.stack import OWN, Stack
 
 
@@ -108,9 +108,9 @@ class FsdpFlow(Flow):
         self._first = self._last = True
 
     @property
-    def held(self) -> Held:  # type: ignore[override]
+    def held(self) -> Allocated:  # type: ignore[override]
         """Memory that is held now."""
-        return Held(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
+        return Allocated(self._gradients + self._summed, self._whole + self._buffer, self._reducing)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
@@ -118,7 +118,7 @@ class FsdpFlow(Flow):
         if first:
             self._whole = self._buffer = self._gradients = self._summed = self._reducing = 0
 
-    def forward(self, unit: int) -> Held:
+    def forward(self, unit: int) -> Allocated:
         """Begin the forward pass of ``unit`` and return the most memory that was held."""
         if self._reshard or self._first:
             if self._reshard and unit > 0:
@@ -126,7 +126,7 @@ class FsdpFlow(Flow):
             return self._copied_out(unit, *self._gathering(unit), keep=True)
         return self.held
 
-    def head(self) -> Held:
+    def head(self) -> Allocated:
         """Return the memory held while the head runs."""
         if self._reshard and self._last_block != OUTSIDE:
             self._whole -= self._bytes(self._last_block)
@@ -136,7 +136,7 @@ class FsdpFlow(Flow):
         """End the forward passes."""
         self._buffer = 0
 
-    def backward(self, unit: int) -> Held:
+    def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit`` and return the most memory that was held."""
         if not self._reshard:
             return self.held
@@ -147,13 +147,13 @@ class FsdpFlow(Flow):
         most = self._copied_out(unit, before, self.held, keep=False)
         return most if unit == 0 else max(most, self._prefetch(unit - 1), key=lambda held: held.total)
 
-    def arrive(self, unit: int, name: str, numel: int) -> Held:
+    def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a weight in the backward pass and return the memory held."""
         if self._reshard or self._first or self._width < self._kept:
             self._gradients += self._width * numel
         return self.held
 
-    def unit_ended(self, unit: int) -> Held:
+    def unit_ended(self, unit: int) -> Allocated:
         """End the backward pass of ``unit`` and return the most memory that was held."""
         if self._last or (self._reshard and not self._sums_whole):
             return self._reduce(unit)
@@ -161,7 +161,7 @@ class FsdpFlow(Flow):
             self._whole -= self._bytes(unit)
         return self._keep(unit)
 
-    def end(self) -> Held:
+    def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
         most = self.held
         self._reducing = 0
@@ -170,15 +170,17 @@ class FsdpFlow(Flow):
     def _bytes(self, unit: int) -> int:
         return self._units[unit].padded * self._width
 
-    def _gathering(self, unit: int) -> tuple[int, Held]:
+    def _gathering(self, unit: int) -> tuple[int, Allocated]:
         """Return the bytes of the buffer that ``unit`` is gathered into, and the memory held meanwhile."""
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._on_cpu else 0
         if self._width < self._kept:
             copies += self._units[unit].own_trained * self._width  # frozen ones already have that width
-        return size, Held(self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing)
+        return size, Allocated(
+            self._gradients + self._summed, self._whole + self._buffer + size + copies, self._reducing
+        )
 
-    def _copied_out(self, unit: int, buffer: int, gathering: Held, keep: bool) -> Held:
+    def _copied_out(self, unit: int, buffer: int, gathering: Allocated, keep: bool) -> Allocated:
         self._whole += self._bytes(unit)
         self._buffer = buffer
         most = max(gathering, self.held, key=lambda held: held.total)
@@ -186,14 +188,14 @@ class FsdpFlow(Flow):
             self._buffer = 0
         return most
 
-    def _prefetch(self, unit: int) -> Held:
+    def _prefetch(self, unit: int) -> Allocated:
         if unit == OUTSIDE:
             return self.held
         size, most = self._gathering(unit)
         self._buffer += size
         return most
 
-    def _reduce(self, unit: int) -> Held:
+    def _reduce(self, unit: int) -> Allocated:
         """Reduce a unit's gradients over the ranks, each of which keeps its rows."""
         sizes = self._units[unit]
         self._whole -= self._bytes(unit)
@@ -205,7 +207,7 @@ class FsdpFlow(Flow):
         self._gradients -= (own + kept) * sizes.trained
         mine = self._kept * sizes.own_trained
         clone = self._reducing if self._on_cpu and self._shards > 1 else 0
-        reduced = Held(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
+        reduced = Allocated(self._gradients + self._summed + mine, self._whole + self._buffer, self._reducing + clone)
         if (self._first or not sharded) and not self._offload:
             self._summed += mine
         return max(most, reduced, key=lambda held: held.total)
@@ -215,7 +217,7 @@ class FsdpFlow(Flow):
         """Bytes per element of gradients that are accumulated in place."""
         return self._exchanged if self._sums_whole else self._kept
 
-    def _keep(self, unit: int) -> Held:
+    def _keep(self, unit: int) -> Allocated:
         """Keep a unit's gradients in fp32 until those of later micro-batches are added."""
         arrived = self._reshard or self._first or self._width < self._kept
         if self._width == self._summed_in and (self._first or not arrived):

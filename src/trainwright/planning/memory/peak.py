@@ -15,7 +15,7 @@ from trainwright.planning.memory.inventory import Inventory, first_blocks, inven
 from trainwright.planning.memory.overhead import divided, loading, overhead
 from trainwright.planning.memory.partly import PartlyTrained
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
-from trainwright.planning.memory.walk import Held, Moved, Peak, Walk
+from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
@@ -132,7 +132,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     if moved != "nothing":
         host["activations"] = sum(block.kept if moved == "everything" else block.output for block in parts.blocks)
     optimizer = Peak()
-    optimizer.note(Held(gradients=step), 0, 0)
+    optimizer.note(Allocated(gradients=step), 0, 0)
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
     moment = fullest.parts()
     held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}

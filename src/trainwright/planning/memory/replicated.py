@@ -9,7 +9,7 @@ from functools import lru_cache
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import StrategyMemory
-from trainwright.planning.memory.walk import Flow, Held
+from trainwright.planning.memory.walk import Allocated, Flow
 from trainwright.planning.stack import OWN, Stack
 
 
@@ -66,9 +66,9 @@ class ReplicatedFlow(Flow):
         self._first = self._last = True
 
     @property
-    def held(self) -> Held:  # type: ignore[override]
+    def held(self) -> Allocated:  # type: ignore[override]
         """Memory that is held now."""
-        return Held(self._own + self._sums)
+        return Allocated(self._own + self._sums)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
@@ -77,32 +77,32 @@ class ReplicatedFlow(Flow):
         if first:
             self._own = self._sums = 0
 
-    def arrive(self, unit: int, name: str, numel: int) -> Held:
+    def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a weight in the backward pass and return the most memory that was held."""
         if self._one_by_one:  # freed as soon as the weight is updated
-            return Held(self._width * min(numel, self._inventory.largest_trained))
+            return Allocated(self._width * min(numel, self._inventory.largest_trained))
         if self._width < self._kept or self._first:
             self._own += self._width * numel
         self._arrived += numel
         return self._exchange() if self._last and self._ends else self.held
 
-    def end(self) -> Held:
+    def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
         if self._width == self._kept or (self._first and self._last) or (self._last and self._ends):
             return self.held
         trained = self._kept * self._inventory.trained
-        most = Held(max(trained, self._own + self._sums) + self._kept * self._inventory.largest_trained)
+        most = Allocated(max(trained, self._own + self._sums) + self._kept * self._inventory.largest_trained)
         self._own, self._sums = 0, trained
         return most
 
-    def _exchange(self) -> Held:
+    def _exchange(self) -> Allocated:
         """Copy the gradients of every full bucket into one tensor, and free them."""
         full = bisect_right(self._ends, self._arrived, lo=self._started)
         if full == self._started:
             return self.held
         begin = self._ends[self._started - 1] if self._started else 0
         numel, first = self._ends[full - 1] - begin, self._ends[self._started] - begin
-        most = Held(self._own + self._sums, buckets=self._kept * first)
+        most = Allocated(self._own + self._sums, buckets=self._kept * first)
         self._own -= self._width * numel
         if self._width == self._kept or self._first:
             self._sums += self._kept * numel
@@ -116,13 +116,13 @@ def _bucket_ends(inventory: Inventory, kept: int, bucket_bytes: int | None) -> t
     if bucket_bytes is None:
         return (inventory.trained,)
     ends: list[int] = []
-    room = 0
+    bucket_left = 0
     for weight in reversed(inventory.weights):
         if weight.trainable:
             size = kept * weight.numel
-            if size > room:
+            if size > bucket_left:
                 ends.append(ends[-1] if ends else 0)
-                room = bucket_bytes
+                bucket_left = bucket_bytes
             ends[-1] += weight.numel
-            room -= size
+            bucket_left -= size
     return tuple(ends)

@@ -16,7 +16,7 @@ _ENDS = 5
 Moved = Literal["nothing", "everything", "inputs"]
 
 
-class Held(NamedTuple):
+class Allocated(NamedTuple):
     """Bytes that a strategy holds in addition to those held between steps."""
 
     gradients: int = 0
@@ -36,35 +36,35 @@ class Flow:
     return the most memory that is held while they run.
     """
 
-    held = Held()
+    held = Allocated()
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
 
-    def forward(self, unit: int) -> Held:
+    def forward(self, unit: int) -> Allocated:
         """Begin the forward pass of ``unit``, which runs with ``held`` afterwards."""
         return self.held
 
-    def head(self) -> Held:
+    def head(self) -> Allocated:
         """Return the memory held before the loss is computed, after the blocks have run."""
         return self.held
 
     def forward_ended(self) -> None:
         """End the forward pass, after the loss is computed."""
 
-    def backward(self, unit: int) -> Held:
+    def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit``."""
         return self.held
 
-    def arrive(self, unit: int, name: str, numel: int) -> Held:
+    def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter; without a name, those of all parameters of the unit."""
         return self.held
 
-    def unit_ended(self, unit: int) -> Held:
+    def unit_ended(self, unit: int) -> Allocated:
         """End the backward pass of ``unit``, when all its gradients are ready."""
         return self.held
 
-    def end(self) -> Held:
+    def end(self) -> Allocated:
         """End the backward pass and return the most memory that was held."""
         return self.held
 
@@ -74,9 +74,9 @@ class Peak:
 
     def __init__(self) -> None:
         self.total = 0
-        self._what = (Held(), 0, 0, False)
+        self._what = (Allocated(), 0, 0, False)
 
-    def note(self, held: Held, kept: int, work: int, loss: bool = False) -> None:
+    def note(self, held: Allocated, kept: int, work: int, loss: bool = False) -> None:
         """Record the moment if it needs the most memory so far."""
         total = held.gradients + held.gathered + held.buckets + kept + work
         if total > self.total:
@@ -215,5 +215,5 @@ class Walk:
         return waiting
 
 
-def _with(held: Held, waiting: int) -> Held:
+def _with(held: Allocated, waiting: int) -> Allocated:
     return held._replace(gradients=held.gradients + waiting) if waiting else held

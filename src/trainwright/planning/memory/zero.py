@@ -10,7 +10,7 @@ from functools import lru_cache
 from trainwright.parallel.zero.spec import stage_of
 from trainwright.planning.memory.inventory import OUTSIDE, Inventory, Weight
 from trainwright.planning.memory.strategies import StrategyMemory
-from trainwright.planning.memory.walk import Flow, Held
+from trainwright.planning.memory.walk import Allocated, Flow
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
@@ -97,10 +97,10 @@ class Stage12Flow(Flow):
         self._first = self._last = True
 
     @property
-    def held(self) -> Held:  # type: ignore[override]
+    def held(self) -> Allocated:  # type: ignore[override]
         """Memory that is held now."""
         reduced = 0 if self._leaves else self._reduced
-        return Held(gradients=self._gradients + reduced, buckets=self._buffer)
+        return Allocated(gradients=self._gradients + reduced, buckets=self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
@@ -108,7 +108,7 @@ class Stage12Flow(Flow):
         if first:
             self._gradients = self._reduced = self._buffer = self._filled = self._loose = 0
 
-    def arrive(self, unit: int, name: str, numel: int) -> Held:
+    def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a weight in the backward pass and return the memory held at most."""
         if self._stage == 1 and self._width < self._sums:  # added to flat gradients at the end (BF16_Optimizer)
             self._gradients += self._width * numel * self._first
@@ -123,7 +123,7 @@ class Stage12Flow(Flow):
             self._gradients += self._width * numel
         return self._into_bucket(numel) if self._stage == 2 else self.held
 
-    def end(self) -> Held:
+    def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
         most = self.held
         if self._stage == 1 and self._width < self._sums:
@@ -146,7 +146,7 @@ class Stage12Flow(Flow):
     def _kept_of_partition(self) -> int:
         return self._touched if self._width == self._sums else self._own
 
-    def _into_bucket(self, numel: int) -> Held:
+    def _into_bucket(self, numel: int) -> Allocated:
         """Move a gradient to the buffer, which is reduced first if it is full."""
         most = self.held
         if self._filled + numel > self._bucket:
@@ -158,14 +158,14 @@ class Stage12Flow(Flow):
             self._gradients -= self._width * numel
         return most
 
-    def _reduce(self) -> Held:
+    def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks, from a copy in fp32; this rank's part is kept."""
         if not self._filled:
             return self.held
         if self._width < self._sums:
             self._reduced = self._sums * self._own
         copies = self._filled * (self._width + (self._sums if self._width < self._sums else 0))
-        most = Held(self._gradients + (0 if self._leaves else self._reduced), 0, self._buffer + copies)
+        most = Allocated(self._gradients + (0 if self._leaves else self._reduced), 0, self._buffer + copies)
         if self._width == self._sums and not self._counted:
             self._reduced += self._sums * self._touched
             self._counted = True
@@ -188,16 +188,16 @@ class Stage3Flow(Flow):
         self._whole = self._buffer = self._gradients = self._filled = 0
 
     @property
-    def held(self) -> Held:  # type: ignore[override]
+    def held(self) -> Allocated:  # type: ignore[override]
         """Memory that is held now."""
-        return Held(self._gradients, self._whole + self._buffer)
+        return Allocated(self._gradients, self._whole + self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
         self._whole = self._buffer = self._gradients = self._filled = 0
         self._ahead = OUTSIDE - 1  # the last gathered unit
 
-    def forward(self, unit: int) -> Held:
+    def forward(self, unit: int) -> Allocated:
         """Run the forward pass of ``unit`` and return the most memory that was held."""
         most = self.held
         if unit > self._ahead:
@@ -206,20 +206,20 @@ class Stage3Flow(Flow):
             self._whole = max(0, self._whole - self._frozen_ends)
         return most
 
-    def head(self) -> Held:
+    def head(self) -> Allocated:
         """Return the memory held while the head runs."""
         self._buffer = 0  # it was freed when the last weight in it was used
         return self.held
 
-    def backward(self, unit: int) -> Held:
+    def backward(self, unit: int) -> Allocated:
         """Begin the backward pass of ``unit`` and return the memory held."""
         if self._units.get(unit, 0) * self._width > self._whole:
             self._whole = min(self._limit(), self._whole + self._bucket * self._width)
         return self.held
 
-    def arrive(self, unit: int, name: str, numel: int) -> Held:
+    def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a weight in the backward pass and return the most memory that was held."""
-        most = Held(self._gradients + self._width * numel, self._whole + self._buffer)
+        most = Allocated(self._gradients + self._width * numel, self._whole + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
             most = max(most, self._reduce(), key=_total)
         if numel > self._bucket:
@@ -229,7 +229,7 @@ class Stage3Flow(Flow):
         self._whole = max(0, self._whole - self._width * released)
         return most
 
-    def end(self) -> Held:
+    def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
         most = self._reduce()
         self._whole = 0
@@ -240,7 +240,7 @@ class Stage3Flow(Flow):
         total = sum(self._units.values())
         return self._width * (total if 2 * total < _REUSE else min(total, _REUSE // 2 + self._bucket))
 
-    def _gather(self, unit: int) -> Held:
+    def _gather(self, unit: int) -> Allocated:
         """Gather ``unit`` and the units after it, up to a bucket, into a buffer, and copy the parameters out of it."""
         size = 0
         self._ahead = unit - 1
@@ -251,14 +251,14 @@ class Stage3Flow(Flow):
             self._ahead = following
         buffer = size * self._width
         self._buffer = buffer
-        gathering = Held(self._gradients, self._whole + buffer * (2 if self._on_cpu else 1))
+        gathering = Allocated(self._gradients, self._whole + buffer * (2 if self._on_cpu else 1))
         self._whole = min(self._limit(), self._whole + buffer)
         return max(gathering, self.held, key=_total)
 
-    def _reduce(self) -> Held:
+    def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks from a copy of it; gloo makes one more copy."""
         copies = self._sums * self._filled * (2 if self._on_cpu else 1)
-        most = Held(self._gradients, self._whole + self._buffer, copies)
+        most = Allocated(self._gradients, self._whole + self._buffer, copies)
         self._filled = self._gradients = 0
         return most
 
@@ -280,7 +280,7 @@ def _frozen_ends(inventory: Inventory) -> int:
     return sum(w.numel for w in first if not w.trainable and not persists(w, inventory))
 
 
-def _total(held: Held) -> int:
+def _total(held: Allocated) -> int:
     return held.total
 
 

@@ -74,14 +74,14 @@ def _flash(
     v: Tensor,
     pairs: int,
     size: int,
-    room: int,
-    backward_room: int,
+    workspace: int,
+    backward_workspace: int,
     sums: int,
     mask: Tensor | None = None,
     heads_first: bool = False,
     numel: int | None = None,
 ) -> Tensor:
-    """Run a kernel with ``room`` bytes of working memory that saves its inputs, output and ``sums`` log-sum-exp values.
+    """Run a kernel with ``workspace`` bytes that saves its inputs, output and ``sums`` log-sum-exp values.
 
     ``numel``: elements of the output, if not those of the queries.
     """
@@ -91,7 +91,7 @@ def _flash(
 
     def run() -> list[Tensor]:
         made = [tape.new(given, width, heads_first), tape.new(sums, _FP32)]
-        tape.new(room, 1)
+        tape.new(workspace, 1)
         _attend(tape, q.bytes + k.bytes + v.bytes + masked, made[0].bytes, pairs, size, 2)
         return made
 
@@ -105,7 +105,7 @@ def _flash(
             assert grad is not None
             read = sum(one.get().bytes for one in kept) + sum(one.get().bytes for one in kept_out)
             made: list[Tensor | None] = [tape.new(size, width) for size in sizes]
-            tape.new(backward_room, 1)
+            tape.new(backward_workspace, 1)
             _attend(tape, read + grad.bytes, sum(sizes) * width, pairs, size, 5)
             return made
 
@@ -124,20 +124,20 @@ def _document_flash(
     equal = copied and len({length for length, _ in batch.documents}) == 1
     together = tokens if equal else longest + before
     of_token = heads.queries * (heads.size * work + _FP32)
-    room = copied * work + together * of_token + _flash_room(longest, heads.size, work, device)
+    workspace = copied * work + together * of_token + _flash_workspace(longest, heads.size, work, device)
     copied += 2 * q.numel if copied else 0
     of_token = (heads.queries + 2 * heads.keys) * heads.size * work
-    backward_room = copied * work + together * of_token + _flash_backward_room(longest, work, device)
+    backward_workspace = copied * work + together * of_token + _flash_backward_room(longest, work, device)
     sums = heads.queries * tokens
     pairs = heads.queries * batch.pairs
-    return _flash(tape, q, k, v, pairs, heads.size, room, backward_room + _FP32 * sums, sums)
+    return _flash(tape, q, k, v, pairs, heads.size, workspace, backward_workspace + _FP32 * sums, sums)
 
 
-def _flash_room(length: int, size: int, width: int, device: Device) -> int:
+def _flash_workspace(length: int, size: int, width: int, device: Device) -> int:
     """Return the working memory of the CPU's flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows, columns = _flash_tile(length)
-    room = 4 * (rows * columns + 2 * rows + rows * size) + (0 if width == _FP32 else width * rows * columns)
-    return device.threads * room
+    workspace = 4 * (rows * columns + 2 * rows + rows * size) + (0 if width == _FP32 else width * rows * columns)
+    return device.threads * workspace
 
 
 def _flash_backward_room(length: int, width: int, device: Device) -> int:
@@ -163,9 +163,9 @@ def _varlen(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: Mi
     rounded = -(-heads.size // 32) * 32
     sums = heads.queries * padded * _FP32
     expanded = 2 * batch.tokens * heads.queries * heads.size * q.width if heads.group > 1 else 0
-    backward_room = sums * (rounded + 1) + expanded
+    backward_workspace = sums * (rounded + 1) + expanded
     pairs = heads.queries * batch.pairs
-    return _flash(tape, q, k, v, pairs, heads.size, 0, backward_room, heads.queries * batch.tokens)
+    return _flash(tape, q, k, v, pairs, heads.size, 0, backward_workspace, heads.queries * batch.tokens)
 
 
 def _each_document(
@@ -215,12 +215,12 @@ def _sdpa(
     pairs = rows * heads.queries * (length**2 if mask else length * (length + 1) // 2)
     sums = rows * heads.queries * length
     if device.is_gpu:
-        room, backward_room = 0, _FP32 * sums * ((0 if q.width == _FP32 else heads.size) + 1)
+        workspace, backward_workspace = 0, _FP32 * sums * ((0 if q.width == _FP32 else heads.size) + 1)
     else:
-        room = _flash_room(length, heads.size, q.width, device)
-        backward_room = _flash_backward_room(length, q.width, device)
+        workspace = _flash_workspace(length, heads.size, q.width, device)
+        backward_workspace = _flash_backward_room(length, q.width, device)
     size, numel = (heads.size + heads.value_size) // 2, sums * heads.value_size
-    return _flash(tape, q, k, v, pairs, size, room, backward_room, sums, numbers, q.heads_first, numel)
+    return _flash(tape, q, k, v, pairs, size, workspace, backward_workspace, sums, numbers, q.heads_first, numel)
 
 
 def _sdpa_math(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, rows: int, length: int, mask: int) -> Tensor:

@@ -30,7 +30,7 @@ def _cast(tape: Tape, x: Tensor, width: int) -> Tensor:
     return x if x.width == width else _elementwise(tape, [x], x, width)
 
 
-class _Like:
+class _ShapeOf:
     """The size and width of a tensor that is not kept."""
 
     __slots__ = ("bytes", "numel", "width")
@@ -179,7 +179,7 @@ def add(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
     """Add two tensors, or a tensor and a parameter."""
     out = _elementwise(tape, [a, b], a, max(a.width, b.width))
     if tape.wants(a, b):
-        likes = _Like(a), _Like(b)
+        likes = _ShapeOf(a), _ShapeOf(b)
 
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
             grad = grads[0]
@@ -190,7 +190,7 @@ def add(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
     return out
 
 
-def _fit(tape: Tape, grad: Tensor, like: _Like) -> Tensor:
+def _fit(tape: Tape, grad: Tensor, like: _ShapeOf) -> Tensor:
     if like.numel == grad.numel and like.width == grad.width:
         return grad.alias()
     return _reduced(tape, grad, like)  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ def mul(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
     out = tape.new(wide.numel, max(a.width, b.width), a.heads_first)
     tape.launch("elementwise", a.bytes + b.bytes, out.bytes)
     if saves_a or saves_b:
-        likes = _Like(a), _Like(b)
+        likes = _ShapeOf(a), _ShapeOf(b)
         weight = b if isinstance(b, Parameter) else None
 
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -285,7 +285,7 @@ def mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
     out = tape.new(rows, x.width)
     tape.launch("reduction", x.bytes, out.bytes)
     if tape.wants(x):
-        like = _Like(x)
+        like = _ShapeOf(x)
 
         def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
             grad = grads[0]

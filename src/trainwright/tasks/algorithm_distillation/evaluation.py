@@ -35,9 +35,9 @@ from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import (
     Returns,
     Trial,
+    evaluate_model,
+    evaluate_random,
     mean_over_last,
-    try_at_random,
-    try_out,
 )
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of
@@ -131,9 +131,9 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
     module = load_agent(found, section).to(world.device)
     trial = Trial(section.trial.episodes, section.trial.copies, section.trial.temperature, asked.seed)
     steps = trial.episodes * environment.horizon
-    sampled = try_out(module, environment, tasks, trial, world, every_step=stage("actions drawn", steps))
+    sampled = evaluate_model(module, environment, tasks, trial, world, every_step=stage("actions drawn", steps))
     likeliest = replace(trial, temperature=0.0)
-    greedy = try_out(module, environment, tasks, likeliest, world, every_step=stage("greedy actions", steps))
+    greedy = evaluate_model(module, environment, tasks, likeliest, world, every_step=stage("greedy actions", steps))
     if not world.is_main:
         return
     arrays: dict[str, Any] = {
@@ -141,7 +141,7 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
         "optimum": environment.optimal_return(tasks).numpy(),
         "sampled": sampled,
         "greedy": greedy,
-        "random": try_at_random(environment, tasks, trial.copies, trial.episodes, asked.seed),
+        "random": evaluate_random(environment, tasks, trial.copies, trial.episodes, asked.seed),
     }
     source = _source(section, environment, tasks)
     if source is not None:

@@ -42,7 +42,7 @@ class Trial:
     cached: bool = True
 
 
-def try_out(
+def evaluate_model(
     module: HistoryObjective,
     environment: Environment,
     tasks: torch.Tensor,
@@ -67,7 +67,7 @@ def try_out(
     found = np.zeros((0, trial.episodes), np.float32)
     if mine:
         shape = module.model.shape
-        context = Context(shape, len(mine), moves_by=hop(shape, environment.horizon), cached=trial.cached)
+        context = Context(shape, len(mine), moves_by=context_stride(shape, environment.horizon), cached=trial.cached)
         seeds = _seeds(trial.seed, torch.tensor(mine))
         policy = _model_policy(module, context, trial.temperature, seeds.to(world.device))
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
@@ -80,8 +80,10 @@ def try_out(
     return together_found.reshape(len(tasks), trial.copies, trial.episodes)
 
 
-def try_at_random(environment: Environment, tasks: torch.Tensor, copies: int, episodes: int, seed: int = 0) -> Returns:
-    """Evaluate an agent with uniformly random actions as ``try_out`` does; [tasks, copies, episodes]."""
+def evaluate_random(
+    environment: Environment, tasks: torch.Tensor, copies: int, episodes: int, seed: int = 0
+) -> Returns:
+    """Evaluate an agent with uniformly random actions as ``evaluate_model`` does; [tasks, copies, episodes]."""
     rows = torch.arange(len(tasks) * copies)
     seeds = _seeds(seed, rows)
     draws = _Draws(seeds)
@@ -129,7 +131,7 @@ def play(
     return found
 
 
-def hop(shape: HistoryShape, horizon: int) -> int:
+def context_stride(shape: HistoryShape, horizon: int) -> int:
     """Return how many steps a full context drops at once: whole episodes if it holds more than one."""
     if shape.steps <= horizon:
         return max(1, shape.steps // 2)

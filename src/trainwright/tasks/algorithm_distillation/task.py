@@ -21,7 +21,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, find_goals
-from trainwright.tasks.algorithm_distillation.in_context import Trial, hop, mean_over_last, try_out
+from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
@@ -163,7 +163,7 @@ class AlgorithmDistillation:
         asked = Trial(trial.episodes, trial.copies, temperature, self._recipe.train.seed)
         module.eval()
         try:
-            return try_out(module, self._environment, self._goals.tried, asked, world, together=together)
+            return evaluate_model(module, self._environment, self._goals.tried, asked, world, together=together)
         finally:
             module.train()
 
@@ -314,6 +314,6 @@ def _windows(
         subsample=section.subsample,
         trained_regions=section.trained_regions,
         last_only=section.targets == "last",
-        forgotten_at_once=hop(shape, environment.horizon),
+        forgotten_at_once=context_stride(shape, environment.horizon),
     )
     return HistoryWindows(histories, goals, cut, shape)

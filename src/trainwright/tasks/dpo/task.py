@@ -17,7 +17,7 @@ from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.prepare import Prepared
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.engine.forward_only import look_at
+from trainwright.engine.forward_only import run_forward_only
 from trainwright.engine.task import LossSum
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer
@@ -112,7 +112,7 @@ class PreferenceTuning(LanguageModelTask):
         answers, device = self._mismatched[validation], strategy.world.device
         found = [0.0, 0.0]
 
-        def look(module: nn.Module, micro: MicroBatch) -> None:
+        def visit(module: nn.Module, micro: MicroBatch) -> None:
             tensors = self._batch(answers.stream.dataset, micro, device)
             ratios = answers.ratios(module(tensors, losses=True), tensors)
             if micro.weight:
@@ -120,7 +120,7 @@ class PreferenceTuning(LanguageModelTask):
                 found[1] += len(ratios)
 
         examples = sorted(example for micro in batch.micro_batches for example in micro.examples)
-        look_at(strategy, [answers.stream.divide(examples, batch.rows)], look)
+        run_forward_only(strategy, [answers.stream.divide(examples, batch.rows)], visit)
         total, count = strategy.world.sum(found)
         self._divergence = max(0.0, total / count)
 

@@ -11,7 +11,7 @@ from trainwright.parallel.world import World
 _USABLE = 0.8
 
 
-def no_room(world: World, wanted: int, room: int | None) -> str | None:
+def memory_shortage(world: World, wanted: int, available: int | None) -> str | None:
     """Return why ranks cannot allocate ``wanted`` bytes more each, the same on all; None if they can.
 
     Every rank must call this.
@@ -19,11 +19,13 @@ def no_room(world: World, wanted: int, room: int | None) -> str | None:
     Args:
         room: bytes that this rank may use; None: most of the free memory.
     """
-    rooms = [each for (each,) in world.gather_floats([_USABLE * _free(world) if room is None else room])]
-    least = min(rooms)
+    available_by_rank = [
+        each for (each,) in world.gather_floats([_USABLE * _free(world) if available is None else available])
+    ]
+    least = min(available_by_rank)
     if wanted <= least:
         return None
-    rank = rooms.index(least)
+    rank = available_by_rank.index(least)
     return f"all weights together take {_size(wanted)}, and rank {rank} has room for {_size(least)}"
 
 
