@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def may_be_agent(model: str) -> bool:
     """Return whether the model may be an agent, so that importing torch to find out is worthwhile."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     return (path / "recipe.yaml").is_file() or (path / "agent.json").is_file()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.evaluation.asked import Asked
@@ -280,7 +281,7 @@ def _new_directory(wanted: str | None, model: str) -> Path:
     if wanted is None:
         name = model.rstrip("/").rpartition("/")[2] or "model"
         wanted = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = Path(wanted).expanduser()
+    directory = user_path(wanted)
     if directory.exists():
         raise RequestError(f"--out: {directory} exists; choose another directory")
     return directory

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.api.apart import apart
 from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
     with for_users(), Activity(sys.stderr, "reading the model"):
         found = find_model(model, adapter)
         check_finished(found)
-        return work_in(found.section, found.seed, Path(out).expanduser(), dtype_of(dtype))
+        return work_in(found.section, found.seed, user_path(out), dtype_of(dtype))
 
 
 def check_finished(found: Found) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.api.recipe import Recipe
@@ -38,7 +39,7 @@ class Run:
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
-        self.directory = Path(directory).expanduser()
+        self.directory = user_path(directory)
         if not (self.directory / "recipe.yaml").is_file():
             raise RequestError(f"{self.directory} is not a run: it has no recipe.yaml")
 

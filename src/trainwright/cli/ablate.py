@@ -14,6 +14,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import RequestError, TrainingError
+from trainwright.paths import user_path
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def ablate(
     repeated = [f"{variant.name} is trained once: as {run.name}" for variant, run in runs.items() if variant != run]
     for line in repeated:
         say(line, file=sys.stderr)
-    directory = (out or Path("ablations") / recipe.stem).expanduser()
+    directory = user_path(out or Path("ablations") / recipe.stem)
     distinct = list(dict.fromkeys(runs.values()))
     for index, variant in enumerate(distinct):
         say(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'as it is'}", file=sys.stderr)

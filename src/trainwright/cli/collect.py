@@ -12,6 +12,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides
 from trainwright.errors import EXIT_STOPPED, RequestError
+from trainwright.paths import user_path
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _collection(section: AlgorithmDistillationSection) -> Collection:
                 f"{section.environment} that are not held back; lower it, or set it to null for all"
             )
         goals = goals[:count]
-    path = Path(section.histories).expanduser()
+    path = user_path(section.histories)
     return Collection(section.environment, environment.options, tuple(sorted(goals)), section.source.algorithm, path)
 
 

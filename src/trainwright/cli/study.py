@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import RequestError, Stopped, TrainwrightError
+from trainwright.paths import user_path
 from trainwright.text import printable, say
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class _StudySteps:
 
     def __init__(self, study: StudyFile) -> None:
         self._study = study
-        self._directory = Path(study.study.directory).expanduser().resolve()
+        self._directory = user_path(study.study.directory).resolve()
         self._began = time.monotonic()
 
     def walk(self) -> Results:

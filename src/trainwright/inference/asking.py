@@ -15,6 +15,7 @@ from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text
 from trainwright.data.tokens.bounded import tokenized
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ def read_questions(source: str, key: str) -> Questions:
     Raises:
         RequestError: the source or a row is invalid, with the row's file and line.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     lines = path.suffix.lower() == ".txt" and path.is_file()
     found = Questions([], [], [], [])
     for place, row in _prompts(path) if lines else iterate_source(source, key=key):

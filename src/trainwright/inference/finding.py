@@ -12,6 +12,7 @@ from typing import Any
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
 from trainwright.models.source import TOKENIZER_FILES
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -68,7 +69,7 @@ def find_model(
     Raises:
         RequestError: it does not exist or is not usable; names what exists.
     """
-    path = Path(model).expanduser()
+    path = user_path(model)
     if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
         found = _checkpoint(_opened(path))
@@ -166,7 +167,7 @@ def _base_section(path: Path) -> ModelSection:
     other = "name the model, and the adapter with --adapter"
     if not isinstance(name, str) or not name:
         raise RequestError(f"{path}/{_ADAPTER} does not say of which model it is; {other}")
-    if recorded is not None and recorded.is_fresh and not Path(name).expanduser().exists():
+    if recorded is not None and recorded.is_fresh and not user_path(name).exists():
         raise RequestError(
             f"{path} is an adapter of a model without files ({name}); name the run, which can make it again"
         )
@@ -182,7 +183,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _with_adapter(found: Found, adapter: str) -> Found:
-    directory = Path(adapter).expanduser()
+    directory = user_path(adapter)
     if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
         directory = directory / _FINAL
     if not (directory / _ADAPTER).is_file():

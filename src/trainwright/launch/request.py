@@ -13,6 +13,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.resuming import continued
 from trainwright.machine.detect import Machine
+from trainwright.paths import user_path
 from trainwright.planning.processes import choose_processes, with_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -170,7 +171,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates and request.run is None and recipe.logging.run_directory != "auto":
-        run_directory.check_new(Path(recipe.logging.run_directory).expanduser())
+        run_directory.check_new(user_path(recipe.logging.run_directory))
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
+from trainwright.paths import user_path
 from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.schema import Recipe
@@ -93,7 +94,7 @@ class _Change(NamedTuple):
 
     def allowed(self, run: Path) -> bool:
         if self.path == _DIRECTORY:
-            return Path(str(self.new)).expanduser().resolve() == run.resolve()
+            return user_path(str(self.new)).resolve() == run.resolve()
         if self.path in _MAY_GROW:
             numbers = isinstance(self.old, int | float) and isinstance(self.new, int | float)
             return numbers and self.new > self.old  # type: ignore[operator]

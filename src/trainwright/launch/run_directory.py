@@ -15,6 +15,7 @@ from typing import Any
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.hold import hold
+from trainwright.paths import user_path
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -32,7 +33,7 @@ def create(wanted: str, stem: str) -> Path:
     Raises RequestError if it exists.
     """
     if wanted != "auto":
-        directory = Path(wanted).expanduser()
+        directory = user_path(wanted)
         check_new(directory)
         try:
             directory.mkdir(parents=True)
@@ -65,7 +66,7 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
     `run_directory` is the recipe's logging.run_directory. Raises RequestError if there is no such run.
     """
     if wanted or run_directory != "auto":
-        directory = Path(wanted or run_directory).expanduser()
+        directory = user_path(wanted or run_directory)
         if not (directory / RECIPE).is_file():
             raise RequestError(f"--resume: {directory} is not a run: it has no {RECIPE}")
         return directory

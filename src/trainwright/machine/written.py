@@ -12,6 +12,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster, parse_machine
 from trainwright.machine.measured.calibration import Calibration, of_json
 from trainwright.machine.measured.contradictions import contradictions
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 
 # Derived from the other keys; written for readers.
@@ -36,7 +37,7 @@ Written = tuple[Cluster, Calibration | None, Calibration | None]
 def machine_of(text: str) -> Written:
     """Return the machine that ``--on`` names: a file, or a description for ``parse_machine``. Raises RequestError."""
     if text.endswith(".json") or Path(text).is_file():
-        return read_machine(Path(text).expanduser())
+        return read_machine(user_path(text))
     return parse_machine(text), None, None
 
 

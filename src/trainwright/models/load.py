@@ -25,6 +25,7 @@ from trainwright.models.source import TOKENIZER_FILES, check_directory, locate, 
 from trainwright.models.supported import check_supported
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model_sizes import check_sizes
 from trainwright.text import plural
@@ -293,7 +294,7 @@ def _chat_template(text: str) -> str:
 
     where = "model.chat_template"
     if "{" not in text:
-        file = Path(text).expanduser()
+        file = user_path(text)
         if not file.is_file():
             raise RequestError(f"{where}: {text} is no file, and no Jinja template either")
         where, text = f"{where}: {file}", _text_of(file, where)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
 from trainwright.models.files.safetensors_header import DamagedFile, read_header
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def locate(
 ) -> Located:
     """Return the location of model ``name``, or of its tokenizer without ``weights``; ``key`` is named in errors."""
     say = notify or logger.info
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_file() and gguf_file is not None:
         raise RequestError(f"model.gguf_file: has no effect, as {key} {name} is a file itself; remove it")
     if path.is_file() or name.endswith(".gguf"):

@@ -13,6 +13,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.packable import check_packable, unpackable
 from trainwright.models.supported import check_trainable
+from trainwright.paths import user_path
 from trainwright.planning.architectures.architecture import Architecture, from_config
 from trainwright.planning.architectures.catalogue import KnownModel, find_model, known_model, nearest_models
 from trainwright.planning.architectures.configured import architecture_of_config
@@ -173,7 +174,7 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
 
 def packs(model: str, length: int) -> bool:
     """Return whether a model, given by name, directory or config.json, can be trained on packs of ``length`` tokens."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     content = read_json(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
     return not isinstance(content, dict) or unpackable(content, length) is None
 
@@ -194,12 +195,12 @@ def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
 
 
 def _catalogued(name: str) -> KnownModel | None:
-    return None if Path(name).expanduser().exists() else known_model(name)
+    return None if user_path(name).exists() else known_model(name)
 
 
 def _config_here(name: str) -> Path | None:
     """Return the path of config.json in the directory that a recipe names, or in the Hugging Face cache."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir() and (path / "config.json").is_file():
         return path / "config.json"
     return _cached_config(name)
@@ -211,7 +212,7 @@ def architecture_named(name: str) -> Architecture:
     Raises:
         RequestError: the model is unknown; the message names similar ones.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix == ".json":
         return architecture_of_file(path)
     if path.is_dir():
@@ -407,7 +408,7 @@ def _started(directory: str | None) -> dict[str, Any]:
     """Return the configuration of the adapter that training starts from."""
     if directory is None:
         return {}
-    file = Path(directory).expanduser() / "adapter_config.json"
+    file = user_path(directory) / "adapter_config.json"
     try:
         found = read_json(file)
         return found if isinstance(found, dict) else {}

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 # How a row of a set asks: a question in the chat template, one after examples in plain text, the continuation of a
 # text, or a letter; auto is detected from the rows.
@@ -92,9 +92,7 @@ def is_elsewhere(name: str) -> bool:
     """Return whether a benchmark is named by a directory that does not exist on this machine."""
     place = name.partition("@")[2]
     return (
-        bool(place)
-        and not name.startswith("files@")
-        and not (Path(place).expanduser().exists() or _may_be_on_the_hub(place))
+        bool(place) and not name.startswith("files@") and not (user_path(place).exists() or _may_be_on_the_hub(place))
     )
 
 
@@ -107,7 +105,7 @@ class _Place:
 
     def __init__(self, place: str, key: str) -> None:
         self._place, self._key = place, key
-        path = Path(place).expanduser()
+        path = user_path(place)
         self._directory = path if path.is_dir() else None
         if self._directory is None and not _may_be_on_the_hub(place):
             raise RequestError(
@@ -184,7 +182,7 @@ def _muse(name: str, place: _Place) -> Benchmark:
 
 
 def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
-    local = bool(place) and Path(place).expanduser().is_file()
+    local = bool(place) and user_path(place).is_file()
     if place and not local and not _may_be_on_the_hub(place):
         raise RequestError(
             f"{key}: there is no file {place}; after the @ of wmdp stands one with question, choices and answer in its "

@@ -9,6 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value
 
@@ -66,7 +67,7 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
     read.append(path)
     merged = Tree()
     for name, origin in _includes(own):
-        target = Path(os.path.normpath(path.parent / Path(name).expanduser()))
+        target = Path(os.path.normpath(path.parent / user_path(name)))
         chain = (*including, path)
         if any(_same_file(target, earlier) for earlier in chain):
             circle = " -> ".join(map(str, (*chain, target)))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.paths import user_path
 from trainwright.reinforcement.environments import Environment, make
 
 FORMAT = "trainwright-histories-1"
@@ -67,7 +68,7 @@ class Histories:
         Raises:
             RequestError: the file does not exist, is not HDF5, lacks an array, or does not match its environment.
         """
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         self._file = _opened(self.path)
         try:
             self._read_outline(environment or make("darkroom"))

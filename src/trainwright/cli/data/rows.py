@@ -13,6 +13,7 @@ import typer
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.cli.recipe import Overrides
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 from trainwright.text import plural, printable, say, they
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def style(
 
     if system.startswith("@"):
         try:
-            system = read_text(Path(system[1:]).expanduser()).strip()
+            system = read_text(user_path(system[1:])).strip()
         except RequestError as error:
             raise RequestError(f"--system: {error}") from None
     found = style(file, system, out, replace=replace)

@@ -10,6 +10,7 @@ import typer
 
 from trainwright.activity import Activity
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def export(
         known = " or ".join(_PRECISIONS.get(to, ())) or "none, as an adapter is written as it is"
         raise RequestError(f"--dtype: {dtype} is not for {to}; it takes {known}")
     with for_users(), Activity(sys.stderr, "reading the model"):
-        found, out = find_model(model, None, checkpoint), out.expanduser()
+        found, out = find_model(model, None, checkpoint), user_path(out)
         if to == "adapter":
             _export_adapter(found, out)
         elif to == "safetensors":

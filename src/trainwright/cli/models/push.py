@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.paths import user_path
 from trainwright.text import plural, say
 
 
@@ -22,12 +23,12 @@ def push(
 
     The token comes from HF_TOKEN or `hf auth login`, and is never stored.
     """
-    weights = _weights(run.expanduser())
+    weights = _weights(user_path(run))
     if "/" not in repository.strip("/") or repository.count("/") != 1:
         raise RequestError(f"REPO: {repository} is not owner/name")
     from trainwright.observe.card import model_card
 
-    card = model_card(run.expanduser(), repository, weights)
+    card = model_card(user_path(run), repository, weights)
     files = sorted(path for path in weights.rglob("*") if path.is_file() and path.name != "README.md")
     if dry_run:
         _show(repository, weights, files, card)

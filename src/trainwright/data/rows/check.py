@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.formats import NoTarget
@@ -17,6 +16,7 @@ from trainwright.data.sources.reading import iterate_source, read_rows, source_n
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.bounded import TokenizerError
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 from trainwright.text import plural, they
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, k
 
     found = Checked(source.source, layout=_CORPUS)
     if is_shards(source.source):
-        shards = Shards.open(Path(source.source).expanduser(), key)
+        shards = Shards.open(user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         found.examples, found.tokens = len(shards.ends), shards.token_count
         return found

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.data.rows.formats import Example
@@ -18,6 +17,7 @@ from trainwright.data.rows.kinds import EXAMPLES, Kind
 from trainwright.data.rows.layouts import Layout
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_text
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def read_refusals(file: str) -> tuple[str, ...]:
     Raises:
         RequestError: the file cannot be read or holds no refusals, or a line has several texts.
     """
-    path = Path(file).expanduser()
+    path = user_path(file)
     try:
         lines = read_text(path).splitlines()
     except RequestError as error:

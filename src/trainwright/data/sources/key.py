@@ -12,6 +12,7 @@ from trainwright.data.sources.file_kinds import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.tokens.shards import is_shards
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection
@@ -46,7 +47,7 @@ def look(source: SourceSection, key: str) -> Any:
     if (registered := registered_source(source.source, key)) is not None:
         return [source.source, registered.key()]
     if is_shards(source.source):
-        files: Sequence[Path] = sorted(Path(source.source).expanduser().iterdir())
+        files: Sequence[Path] = sorted(user_path(source.source).iterdir())
     else:
         found = files_of(source.source, key, source.format == "documents")
         if found is None:

@@ -24,6 +24,7 @@ from trainwright.data.sources import documents as whole_files
 from trainwright.data.sources.file_kinds import COMPRESSED, TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.row_files import READERS
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 SUFFIXES = (*READERS, *TABLES)
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
@@ -103,7 +104,7 @@ def find(source: str, key: str, documents: bool = False) -> Found | None:
 
 def missing(source: str) -> str:
     """Return the message for a missing file, with similar names."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.parent.is_dir():
         return f"{path}: there is no directory {path.parent}"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
@@ -113,13 +114,13 @@ def missing(source: str) -> str:
 
 def _place(source: str) -> tuple[Path, list[str]]:
     """Split a source into its path and the parts after it: a split, or a configuration and a split."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.exists():
         return path, []
     for parts in (1, 2):
         head, *rest = source.rsplit(":", parts)
-        if len(rest) == parts and Path(head).expanduser().is_dir():
-            return Path(head).expanduser(), rest
+        if len(rest) == parts and user_path(head).is_dir():
+            return user_path(head), rest
     return path, []
 
 

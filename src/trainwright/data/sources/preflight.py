@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.data.rows.formats import NoTarget
@@ -11,6 +10,7 @@ from trainwright.data.rows.kinds import Kind, kind_of_rows
 from trainwright.data.sources.reading import check_source, files_of, place_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -78,6 +78,6 @@ def _check_corpus(recipe: Recipe) -> None:
         named.append((data.validation_source, "data.validation"))
     for source, key in named:
         if is_shards(source.source):
-            Shards.open(Path(source.source).expanduser(), key)
+            Shards.open(user_path(source.source), key)
         elif files_of(source.source, key, source.format == "documents"):
             next(pieces(source, key))

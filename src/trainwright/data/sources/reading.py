@@ -34,6 +34,7 @@ from trainwright.data.sources.local_files import Found, find, missing
 from trainwright.data.sources.registry import registered_rows, registered_source
 from trainwright.data.sources.row_files import Row, iterate_rows
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -161,7 +162,7 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> F
 
 
 def _refuse_shards(source: str, key: str) -> None:
-    if Path(source).expanduser().is_dir():
+    if user_path(source).is_dir():
         from trainwright.data.tokens.shards import is_shards
 
         if is_shards(source):

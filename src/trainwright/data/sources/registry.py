@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.sources.corpora import stdlib_rows
 from trainwright.data.sources.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root, keep
+from trainwright.paths import user_path
 from trainwright.registries import SOURCES
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
         RequestError: the source of another package cannot be used.
     """
     if name not in SOURCES.names():
-        path, head = Path(name).expanduser(), Path(name.partition(":")[0]).expanduser()
+        path, head = user_path(name), user_path(name.partition(":")[0])
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
     try:

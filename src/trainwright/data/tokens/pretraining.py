@@ -16,6 +16,7 @@ from trainwright.data.tokens.shards import Shards, is_shards, tokenizer_fingerpr
 from trainwright.data.tokens.windows import Spans, WindowDataset, divided, everything
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
+from trainwright.paths import user_path
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
     if is_shards(source.source):
         if source.limit is not None:
             raise RequestError(f"{key}.limit: shards are read whole; remove it, or tokenize less")
-        shards = Shards.open(Path(source.source).expanduser(), key)
+        shards = Shards.open(user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         return shards
     from filelock import FileLock

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.errors import RequestError
+from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +109,7 @@ class Shards:
 
 def is_shards(source: str) -> bool:
     """Return whether a source is a directory of shards, finished or not."""
-    return any(Path(source).expanduser().joinpath(name).is_file() for name in (ABOUT, "progress.json"))
+    return any(user_path(source).joinpath(name).is_file() for name in (ABOUT, "progress.json"))
 
 
 def read_about(directory: Path, key: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.evaluation.libraries import require
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 
 
@@ -22,7 +23,7 @@ class JsonSchema:
     setting = "json_schema"
 
     def __init__(self, file: str | Path) -> None:
-        file = Path(file).expanduser()
+        file = user_path(file)
         require("jsonschema", "json_schema")
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for

@@ -30,6 +30,7 @@ from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.detect import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
+from trainwright.paths import user_path
 from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
 from trainwright.text import plural, they
 
@@ -48,7 +49,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
     found.save(work / _MODEL)
     benchmark = benchmark_of(asked, found)
     if asked.reference_log is not None:
-        read_reference(Path(asked.reference_log).expanduser())
+        read_reference(user_path(asked.reference_log))
     sets = read_sets(benchmark, benchmark.sets, asked.limit, KEY)
     names = chosen_metrics(asked, sets)
     tokenizer = load_tokenizer(found.section)
@@ -127,7 +128,7 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
         {name: [answer.text.strip() for answer in each] for name, each in answers.items()},
         {name: each.references for name, each in job.prompts.items()},
         attacked,
-        None if asked.reference_log is None else read_reference(Path(asked.reference_log).expanduser()),
+        None if asked.reference_log is None else read_reference(user_path(asked.reference_log)),
     )
     after = {name: _attack(name, asked, found, loaded, job, world) for name in about["metrics"] if METRICS[name].attack}
     if world.is_main:

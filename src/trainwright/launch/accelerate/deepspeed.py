@@ -9,6 +9,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.accelerate.draft import Draft
 from trainwright.launch.accelerate.reading import Source, read_json
 from trainwright.launch.accelerate.values import Part
+from trainwright.paths import user_path
 from trainwright.recipe.strategy_spec import spec_of
 
 _DEVICES = ("NONE", "CPU", "NVME")
@@ -102,7 +103,7 @@ def _steps(part: Part, draft: Draft) -> None:
 
 def find_json(name: str, source: Source) -> Path | None:
     """Return the DeepSpeed file: relative to the working directory, as in Accelerate, or to the Accelerate file."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     candidates = [path] if source.directory is None else [path, source.directory / path]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 

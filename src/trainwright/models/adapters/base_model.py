@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
 from trainwright.models.source import resolve, weight_files
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     if source.directory is None:
         made_from = json.dumps([model.config, model.tokenizer, seed], sort_keys=True, default=str)
         return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
-    given = Path(str(model.name)).expanduser()
+    given = user_path(str(model.name))
     name = str(given.resolve()) if given.exists() else str(model.name)
     fingerprint = _fingerprint(source.directory)
     if source.gguf is None:

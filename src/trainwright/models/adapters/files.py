@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.models.source import check_safetensors
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class SavedAdapter:
         Raises:
             RequestError: there is no adapter, or it cannot be used.
         """
-        given = Path(path).expanduser()
+        given = user_path(path)
         directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
         if directory is None:
             held = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"

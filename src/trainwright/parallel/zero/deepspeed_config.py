@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.parallel.zero.deepspeed_defaults import is_harmless
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
+from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import ParallelSection, Recipe
 from trainwright.recipe.strategy_spec import spec_of
@@ -95,7 +95,7 @@ _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR
 def read_file(path: str) -> dict[str, Any]:
     """Return the JSON of ``parallel.deepspeed_config``. Raises RequestError if it is invalid."""
     try:
-        content = read_json(Path(path).expanduser(), pairs=_once)
+        content = read_json(user_path(path), pairs=_once)
     except RequestError as error:
         raise RequestError(f"parallel.deepspeed_config: {error}") from None
     if not isinstance(content, dict):

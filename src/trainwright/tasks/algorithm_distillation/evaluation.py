@@ -29,6 +29,7 @@ from trainwright.models.history.model import HistoryModel
 from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
+from trainwright.paths import user_path
 from trainwright.reinforcement.environments import Environment
 from trainwright.reinforcement.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
@@ -61,7 +62,7 @@ class AgentAsked:
 
 def is_agent(model: str) -> bool:
     """Return whether ``model`` is a history model, or a run or checkpoint of one. Reads no weights."""
-    path = Path(model).expanduser()
+    path = user_path(model)
     recipe = path / "recipe.yaml"
     if recipe.is_file():
         from trainwright.recipe.loading import load_recipe
@@ -76,7 +77,7 @@ def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
     Raises:
         RequestError: the agent does not exist.
     """
-    path = Path(asked.model).expanduser()
+    path = user_path(asked.model)
     inside = path.resolve().parent if is_history_model(path) else path
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
     wanted = "final" if is_final else asked.checkpoint
