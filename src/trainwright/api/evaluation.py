@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -124,43 +124,7 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    options = MeasureAsked(
-        model=fspath(model),
-        data=_text(data),
-        format=format,
-        against=_text(against),
-        benchmark=benchmark,
-        reference_log=_text(reference_log),
-        reference_model=_text(reference_model),
-        relearning_steps=relearning_steps,
-        relearning_rate=relearning_rate,
-        adapter=_text(adapter),
-        checkpoint=None if checkpoint is None else str(checkpoint),
-        metrics=_joined(metrics),
-        answer_pattern=answer_pattern,
-        json_schema=_text(json_schema),
-        limit=limit,
-        quick=quick,
-        full=full,
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        lm_eval=_joined(lm_eval),
-        lm_eval_include=_text(lm_eval_include),
-        dtype=dtype,
-        batch_size=batch_size,
-        num_processes=num_processes,
-        episodes=episodes,
-        copies=copies,
-        temperature=temperature,
-        out=_text(out),
-    )
-    directory, table = apart(measure, options, progress=progress)
+    given = {name: value for name, value in locals().items() if name != "progress"}
+    given["checkpoint"] = None if checkpoint is None else str(checkpoint)
+    directory, table = apart(measure, MeasureAsked.of(given), progress=progress)
     return Evaluation(directory, tuple(table))
-
-
-def _text(path: str | PathLike[str] | None) -> str | None:
-    return None if path is None else fspath(path)
-
-
-def _joined(names: str | Sequence[str] | None) -> str | None:
-    return names if names is None or isinstance(names, str) else ",".join(names)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,11 @@ class MeasureAsked:
     temperature: float | None = None
     out: str | None = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> MeasureAsked:
+        """Return the options from arguments by name, with paths and steps as text and several names as one text."""
+        return cls(**{name: _as_text(value) for name, value in given.items()})
+
     def trial(self) -> dict[str, Any]:
         """Return the options for agents."""
         return {"episodes": self.episodes, "copies": self.copies, "temperature": self.temperature}
@@ -62,6 +68,12 @@ class MeasureAsked:
         given = {name: value for name, value in asdict(self).items() if name not in of_all}
         given |= {name: given[name] != "auto" for name in ("format", "dtype")}
         return {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return ",".join(value) if isinstance(value, (list, tuple)) else value
 
 
 def measure(options: MeasureAsked) -> tuple[Path, list[str]]:

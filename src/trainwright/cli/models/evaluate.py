@@ -101,43 +101,10 @@ def evaluate(
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
+    given = locals()
     from trainwright.api.measuring import MeasureAsked, measure
 
-    options = MeasureAsked(
-        model=model,
-        data=data,
-        format=format,
-        against=against,
-        benchmark=benchmark,
-        reference_log=_text(reference_log),
-        reference_model=reference_model,
-        relearning_steps=relearning_steps,
-        relearning_rate=relearning_rate,
-        adapter=_text(adapter),
-        checkpoint=checkpoint,
-        metrics=metrics,
-        answer_pattern=answer_pattern,
-        json_schema=_text(json_schema),
-        limit=limit,
-        quick=quick,
-        full=full,
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        lm_eval=lm_eval,
-        lm_eval_include=_text(lm_eval_include),
-        dtype=dtype,
-        batch_size=batch_size,
-        num_processes=num_processes,
-        episodes=episodes,
-        copies=copies,
-        temperature=temperature,
-        out=_text(out),
-    )
-    directory, lines = measure(options)
+    directory, lines = measure(MeasureAsked.of(given))
     for line in lines:
         say(line)
     say(f"\n{directory}/")
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
