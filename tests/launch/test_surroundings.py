@@ -20,7 +20,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "
 )
 def test_a_plain_line_in_an_allocation_of_several_nodes(more: dict[str, str], each: int) -> None:
     with pytest.raises(RequestError, match=r"2 nodes, and this command trains on one; .*--nodes 1") as caught:
-        refuse_more_nodes(["my recipe.yaml", "train.seed=1"], None, {**BATCH, **more})
+        refuse_more_nodes(["my recipe.yaml", "train.seed=1", "parallel.num_processes=1"], None, {**BATCH, **more})
     command = f"srun --nodes=2 --ntasks-per-node={each} python -m trainwright.worker 'my recipe.yaml' train.seed=1"
     assert f"`{command}`" in str(caught.value)
 

@@ -41,6 +41,8 @@ def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
     """Return the command that starts workers on all nodes of the allocation."""
     tasks = number_of(given, "SLURM_NTASKS")
     each = number_of(given, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
+    # srun sets the number of processes; one that was meant for this machine would contradict it.
+    arguments = [word for word in arguments if not word.startswith("parallel.num_processes=")]
     return f"srun --nodes={nodes} --ntasks-per-node={each} {_WORKER} {shlex.join(arguments)}".rstrip()
 
 
