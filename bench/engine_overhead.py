@@ -33,7 +33,7 @@ from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.policies.base import Gradients
 from trainwright.engine.schedule import Schedule
-from trainwright.engine.trainer import Trainer, _Said
+from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, limit_threads, threads_allowed
@@ -119,7 +119,7 @@ class Paired(Trainer):
         self.loss = 0.0
         self.times: dict[str, list[float]] = {"engine": [], "bare": [], "differences": [], "others": []}
 
-    def _step(self) -> _Said:
+    def _step(self) -> _StepResult:
         self.world.barrier()
         busy, own = busy_seconds(), time.process_time()
         begun = time.perf_counter()

@@ -156,7 +156,7 @@ def read_back_without_room(cases: list[list[str]], directory: str) -> None:
         for _ in tensors:
             pass
         world.barrier()
-        check_export(task, strategy, final, different, room=0)
+        check_export(task, strategy, final, different, available_memory=0)
         file = final / "adapter_model.safetensors"
         weights = load_file(file)
         world.barrier()
@@ -165,7 +165,7 @@ def read_back_without_room(cases: list[list[str]], directory: str) -> None:
             save_file(weights, file, {"format": "pt"})
         world.barrier()
         with pytest.raises(TrainingError, match="with its base is not the trained model"):
-            check_export(task, strategy, final, different, room=0)
+            check_export(task, strategy, final, different, available_memory=0)
         world.barrier()
         assert not final.exists()
     leave()

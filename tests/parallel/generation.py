@@ -29,7 +29,7 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
             whole = generate(task, strategy, reasons.append)
             said = said or any(text for _, text in whole)
             assert not reasons and len(whole) == 3
-            assert generate(task, strategy, reasons.append, room=0) == whole
+            assert generate(task, strategy, reasons.append, available_memory=0) == whole
             (reason,) = reasons
             assert "all weights together take 0." in reason and "has room for 0.0 MiB" in reason, reason
             generate(task, other, reasons.append)
