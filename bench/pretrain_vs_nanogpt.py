@@ -36,7 +36,7 @@ from trainwright.engine.evaluate import evaluate
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
-from trainwright.engine.trainer import Trainer, _Said
+from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, run_in_child, threads_allowed
@@ -69,7 +69,7 @@ class Paired(Trainer):
         self.plain = plain
         self.times: dict[str, list[float]] = {"engine": [], **{name: [] for name in plain}}
 
-    def _step(self) -> _Said:
+    def _step(self) -> _StepResult:
         self.world.barrier()
         begun = time.perf_counter()
         said = super()._step()
