@@ -32,7 +32,8 @@ from support.machine import describe, use_cores
 from support.plan_cases import FAMILIES, Case, draw, predict
 
 from trainwright.errors import TrainwrightError
-from trainwright.machine.detect import Machine, detect
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 CASES = 104

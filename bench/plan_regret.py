@@ -30,7 +30,8 @@ from support.timed_runs import Timed, run_steps
 
 from trainwright.launch.process import preload_libraries
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Machine, detect
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, current_calibration, load_calibration
 from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.facts import facts_of

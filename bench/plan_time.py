@@ -27,7 +27,8 @@ from support.timed_runs import Timed, pairwise_order, run_steps, spearman
 
 from trainwright.launch.process import preload_libraries
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Machine, detect
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.planning.facts import facts_of
 from trainwright.planning.step_time.rates import rates_of

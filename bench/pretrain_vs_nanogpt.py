@@ -30,7 +30,7 @@ from support.peers import cache_directory
 from support.plain_gpt import PlainLoop
 from support.runs import Spread, write_results
 
-from trainwright.data.tokens.windows import WindowDataset
+from trainwright.data.stream.windows import WindowDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.event_log import EventLog

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.planning.facts import adapter_of, architecture_of
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.workload import Choice, Workload

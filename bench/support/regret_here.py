@@ -14,7 +14,7 @@ from support.runs import print_table
 from support.small_recipes import small_recipe
 from support.timed_runs import Timed, run_steps
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.facts import facts_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, load_calibration, save_calibration
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe

@@ -17,7 +17,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import run_in_child
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 

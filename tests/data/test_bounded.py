@@ -10,9 +10,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.commands import trainwright
+from trainwright.data.rows import bounded
+from trainwright.data.rows.bounded import TokenizerError
 from trainwright.data.rows.templates import encode_messages, encode_texts
-from trainwright.data.tokens import bounded
-from trainwright.data.tokens.bounded import TokenizerError
 from trainwright.data.tokens.token_worker import Encoder
 from trainwright.data.tokens.tokenize import settings_of
 from trainwright.errors import RequestError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.dataset import TokenDataset
 
 
 def test_a_saved_dataset_is_mapped_back_unchanged(tmp_path: Path) -> None:

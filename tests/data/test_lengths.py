@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.data.stream.dataset import TokenDataset
-from trainwright.data.stream.packing import best_fit_decreasing
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import Lengths, estimate, lengths_of, recall, remember
+from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.recipe.schema import DataSection
 from trainwright.recipe.sections.model import ModelSection
 

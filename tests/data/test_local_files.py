@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
+from trainwright.data.preflight import check_data
 from trainwright.data.rows.preparing import prepare_raw
+from trainwright.data.rows.texts import pieces
 from trainwright.data.sources import file_kinds
-from trainwright.data.sources.preflight import check_data
 from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
-from trainwright.data.sources.texts import pieces
 from trainwright.data.stream.prepare import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.stream.mixture import Part, drawn, parts_of, shares
 from trainwright.data.stream.prepare import Prepared, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.lengths import lengths_of
+from trainwright.data.tokens.mixture import Part, drawn, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection

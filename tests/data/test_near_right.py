@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.rows.check import check_rows
+from trainwright.data.check import check_rows
 from trainwright.data.rows.kinds import ANY, EXAMPLES, PAIRS
-from trainwright.data.sources.texts import pieces
+from trainwright.data.rows.texts import pieces
 from trainwright.data.stream.prepare import prepare
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import read

@@ -11,9 +11,9 @@ import pytest
 from trainwright.data.rows.kinds import ANSWERS, EXAMPLES, PAIRS
 from trainwright.data.rows.pairs import CHOSEN, REJECTED, to_labelled, to_pair
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.prepare import Prepared, prepare
 from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import DataSection

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.dataset import TokenDataset
 
 
 def dataset(examples: int = 50, seed: int = 0) -> TokenDataset:

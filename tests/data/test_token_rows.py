@@ -10,9 +10,9 @@ from tokenizers import processors
 
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.rows.templates import ChatEncoder, _flags
-from trainwright.data.tokens.shards import tokenizer_fingerprint
+from trainwright.data.sources.shards import tokenizer_fingerprint
+from trainwright.data.stream.windows import WindowDataset, divided, everything
 from trainwright.data.tokens.token_rows import windows_of
-from trainwright.data.tokens.windows import WindowDataset, divided, everything
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
-from trainwright.data.rows.unlearning import joined, some_of, with_roles
+from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.batch_parts import only, places
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import Stream
+from trainwright.data.stream.unlearning import joined, some_of, with_roles
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import lengths_of
 
 FORGOTTEN, KEPT = 6, 10

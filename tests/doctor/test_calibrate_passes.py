@@ -7,7 +7,7 @@ import pytest
 
 from trainwright.doctor import calibrate_passes as passes
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Exchanged, InStep, Setting
 from trainwright.planning.step_time.rates_nominal import nominal_setting
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import run_forward_only
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated

@@ -13,7 +13,7 @@ from tests.support.runs import ON_ROWS, Runs, events
 from trainwright.errors import MachineError, RequestError
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import check_fits, load
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 
 CPU = torch.device("cpu")
 SETTINGS = (

@@ -13,7 +13,7 @@ import torch
 from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ROWS, Runs
 from trainwright.data.rows.templates import ChatEncoder
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave

@@ -11,7 +11,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.accelerate.meaning import read_meaning
 from trainwright.launch.request import read_request, resolve_request
 from trainwright.launch.resuming import continued
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.errors import MachineError
 from trainwright.machine.accelerators import Build, Nvml, refuse_unusable, unusable, with_device
-from trainwright.machine.detect import Gpu, Machine
+from trainwright.machine.machine import Gpu, Machine
 
 CUDA, CPU, ROCM = Build("2.13.0", "12.8"), Build("2.13.0+cpu", None), Build("2.13.0", None, "6.4")
 PLAIN = Machine("node", "a processor", 8, 2**34, ())

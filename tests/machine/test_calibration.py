@@ -12,7 +12,8 @@ from trainwright.doctor.calibrate_fits import curve_of, fit
 from trainwright.doctor.calibrate_table import lines
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least, undisturbed
 from trainwright.errors import MachineError
-from trainwright.machine.detect import Gpu, Machine, detect
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.measured.calibration import (
     FORMS,
     Calibration,

@@ -7,8 +7,9 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.machine.describe import cluster_of, parse_machine
-from trainwright.machine.detect import Gpu, Machine, detect
+from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
+from trainwright.machine.machine import Gpu, Machine
 
 GIB = 2**30
 

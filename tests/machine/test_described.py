@@ -11,8 +11,9 @@ import pytest
 from tests.support.commands import trainwright
 from trainwright.errors import RequestError
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Gpu, Machine, detect
+from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
+from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import Processor
 
 GIB = 2**30

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.own_runs import Correction, OwnRun, OwnRuns, own_runs, remember
 
 HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)

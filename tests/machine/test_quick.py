@@ -15,7 +15,8 @@ from tests.support.measured import measurement
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.described import read_machine
-from trainwright.machine.detect import Machine, detect
+from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Sample, as_json
 from trainwright.machine.measured.contradictions import contradictions
 from trainwright.machine.measured.quick import (

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
 from trainwright.models.packable import check_packable

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.compilation import compile_blocks

@@ -20,7 +20,7 @@ from trainwright.models.adapters.merging import merge
 from trainwright.models.files.save import save_model
 from trainwright.models.files.usage import loading
 from trainwright.models.gguf.export import export_gguf
-from trainwright.models.gpt.config import register
+from trainwright.models.gpt.model import register
 from trainwright.models.load import load_config, load_model
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.observe.card import model_card, published_settings

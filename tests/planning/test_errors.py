@@ -14,7 +14,7 @@ import pytest
 from tests.support.class_errors import class_errors
 from tests.support.published_table import HALVES, compared
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.planning.architectures.catalogue import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of

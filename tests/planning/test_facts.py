@@ -75,7 +75,7 @@ def test_documents_are_looked_at_before_they_are_prepared(tmp_path: Path, mixed:
 def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
     asked = recipe(tmp_path, train={"max_steps": None, "epochs": 2.0})
     assert facts_of(asked).workload.steps is None
-    from trainwright.data.stream.dataset import TokenDataset
+    from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.data.tokens.lengths import remember
 
     examples = TokenDataset.from_examples([([1] * 8, [True] * 8)] * 10, "x")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
 from trainwright.machine.processor import Processor

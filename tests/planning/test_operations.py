@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
 from trainwright.planning.architectures.architecture import Architecture, from_config
 from trainwright.planning.operations import (

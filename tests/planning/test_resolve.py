@@ -8,7 +8,7 @@ import pytest
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.request import Request, for_nodes
-from trainwright.machine.detect import Gpu, Machine
+from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.resolve import Resolved, resolve
 from trainwright.recipe.schema import Recipe
 

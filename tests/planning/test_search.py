@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalogue import find_model

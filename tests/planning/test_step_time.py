@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Setting
 from trainwright.planning.architectures.architecture import Architecture, from_config
 from trainwright.planning.step_time.batch import typical_batch

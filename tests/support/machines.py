@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from trainwright.machine.detect import Gpu, Machine
 from trainwright.machine.links import Link, fabric, pcie
+from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import Processor
 
 GIB = 2**30

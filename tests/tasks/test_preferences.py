@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.support.preferences import pairs, write
 from tests.support.training import ALONE, built
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.tasks.dpo.mismatched import Mismatched
 from trainwright.tasks.dpo.task import PreferenceTuning
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.tasks.unlearn.losses import Counts, Found, Losses
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.objectives.activations import direction

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.preferences import write
 from tests.support.unlearning import question, write_rows
-from trainwright.data.rows.refusals import read_refusals
-from trainwright.data.sources.preflight import check_data
+from trainwright.data.preflight import check_data
+from trainwright.data.rows.kinds import read_refusals
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe

@@ -12,7 +12,7 @@ from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
-    from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked
+    from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, AgentReport
 
 
 def may_be_agent(model: str) -> bool:
@@ -27,9 +27,8 @@ def measure_agent(
     trial: Mapping[str, Any],
     of_texts: Mapping[str, Any],
     num_processes: int | None,
-    directory: Path,
-) -> list[str] | None:
-    """Evaluate the agent, write the results and return the table, or None if the model is not an agent.
+) -> AgentReport | None:
+    """Evaluate the agent and return the report, or None if the model is not an agent.
 
     Args:
         trial: episodes, copies and temperature, None if not given.
@@ -44,7 +43,6 @@ def measure_agent(
         return None
     if unread := [name for name, value in of_texts.items() if value]:
         raise RequestError(f"{unread[0]}: has no effect, as {model} acts in an environment and reads no texts")
-    from trainwright.api.measuring import written
     from trainwright.api.workers import in_processes, process_count, work_directory
     from trainwright.machine.detect import detect
 
@@ -60,8 +58,7 @@ def measure_agent(
             processes=processes,
             work=work,
         )
-        report = AgentReport.of(asked, work)
-        return written(report, directory)
+        return AgentReport.of(asked, work)
 
 
 def _prepare(asked: AgentAsked) -> None:

@@ -19,7 +19,7 @@ from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.inference.sampling import Sampling
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
 FIELD = "generated"  # the field of a row for its answer

@@ -29,12 +29,11 @@ def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
     """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
     `train`.
     """
-    from trainwright.api.training import with_number
     from trainwright.launch.group.joined import JoinAsked
 
     if given := [key for key in _OF_OUR_LAUNCHER if getattr(asked, key) is not None]:
         raise RequestError(f"{given[0]}: {name} has started the processes and says how they meet; leave it out")
-    overrides = tuple(with_number(asked))
+    overrides = tuple(asked.with_number())
     seconds = asked.rendezvous_timeout or JoinAsked.seconds
     joined = JoinAsked(asked.recipe, overrides, asked.resume, seconds, asked.force, next(_started), os.getppid())
     return apart(_join, joined, progress=progress)

@@ -16,7 +16,7 @@ from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.evaluation.asked import Asked
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
 
@@ -87,9 +87,9 @@ def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
     model, trial = options.model, options.trial()
     directory = _new_directory(options.out, model)
     if may_be_agent(model):
-        lines = measure_agent(model, options.checkpoint, trial, options.of_texts(), options.num_processes, directory)
-        if lines is not None:
-            return directory, lines
+        agent = measure_agent(model, options.checkpoint, trial, options.of_texts(), options.num_processes)
+        if agent is not None:
+            return directory, written(agent, directory)
     if given := [name for name, value in trial.items() if value is not None]:
         raise RequestError(f"--{given[0]}: has no effect, as {model} is no agent that acts in an environment")
     machine = detect()

@@ -18,7 +18,7 @@ from trainwright.errors import Interrupted, RequestError, Stopped
 if TYPE_CHECKING:
     from trainwright.launch.request import Request
     from trainwright.launch.start import Meeting
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
     from trainwright.recipe.yaml_text import Tree
 
@@ -144,6 +144,16 @@ class TrainingAsked:
         recipe = [] if self.recipe is None else [str(self.recipe)]
         return [*recipe, *self.overrides]
 
+    def with_number(self) -> list[str]:
+        """Return the overrides, including the number of processes."""
+        count, overrides = self.num_processes, list(self.overrides)
+        if count is None:
+            return overrides
+        written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
+        if written is not None and written.partition("=")[2].strip() != str(count):
+            raise RequestError(f"--num-processes {count} contradicts {written}; give one of the two")
+        return [*overrides, f"parallel.num_processes={count}"]
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -193,7 +203,7 @@ def prepare(asked: TrainingAsked) -> Prepared:
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
 
-    overrides, meaning = with_number(asked), None
+    overrides, meaning = asked.with_number(), None
     words = [*asked.words(), *overrides[len(asked.overrides) :]]
     nodes, node_rank, rendezvous = asked.nodes, asked.node_rank, asked.rendezvous
     if asked.accelerate_config is not None:
@@ -269,14 +279,3 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
 
     host, port = parse_place(rendezvous)
     return Meeting(nodes, node_rank, host, port, seconds or 600.0)
-
-
-def with_number(asked: TrainingAsked) -> list[str]:
-    """Return the overrides, including the number of processes."""
-    count, overrides = asked.num_processes, list(asked.overrides)
-    if count is None:
-        return overrides
-    written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
-    if written is not None and written.partition("=")[2].strip() != str(count):
-        raise RequestError(f"--num-processes {count} contradicts {written}; give one of the two")
-    return [*overrides, f"parallel.num_processes={count}"]

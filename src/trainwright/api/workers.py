@@ -30,7 +30,7 @@ from trainwright.machine.accelerators import refuse_unusable
 
 if TYPE_CHECKING:
     from trainwright.inference.batching import Done
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
 # Ranks meet only at the end, and one may have much more to do than another.

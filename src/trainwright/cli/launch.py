@@ -17,7 +17,7 @@ from trainwright.text import say
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
     from trainwright.launch.accelerate.reading import Source
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
 
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
 CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}

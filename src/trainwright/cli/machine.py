@@ -12,7 +12,7 @@ from trainwright.text import plural, say
 if TYPE_CHECKING:
     from trainwright.machine.catalogue import Card
     from trainwright.machine.describe import Cluster
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
     from trainwright.machine.measured.calibration import Calibration
 
 app = typer.Typer(invoke_without_command=True, help="Show a machine as plans see it.")

@@ -33,7 +33,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Ends with 2 and the reasons if something is wrong.
     """
-    from trainwright.data.sources.preflight import check_data
+    from trainwright.data.preflight import check_data
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.planning.facts import check_model
     from trainwright.recipe.loading import load_recipe

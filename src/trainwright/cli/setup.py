@@ -15,7 +15,7 @@ from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.writing import Answers
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
 
 T = TypeVar("T")
 

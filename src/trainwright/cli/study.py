@@ -118,7 +118,7 @@ class _StudySteps:
         """Return the recipes of all runs. Each is checked before the first starts, and the rows to forget for
         overlaps.
         """
-        from trainwright.data.rows.unlearning import refuse_overlap
+        from trainwright.data.stream.unlearning import refuse_overlap
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.recipe.loading import load_recipe
 

@@ -19,7 +19,7 @@ from typing import Any
 from trainwright.errors import MachineError, Stopped, TrainwrightError
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import preload_libraries
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Setting, versions
 
 SECONDS = 50.0  # in total, including imports and starting processes

@@ -286,8 +286,8 @@ def _data(documents: int, tokens: int, device: torch.device) -> Run:
 def pack(documents: Sequence[list[int]]) -> Callable[[], Batch]:
     """Return a function that makes a flat micro-batch of these documents, in which every token is a target."""
     from trainwright.data.stream.batch import collate
-    from trainwright.data.stream.dataset import TokenDataset
     from trainwright.data.stream.stream import MicroBatch
+    from trainwright.data.tokens.dataset import TokenDataset
 
     tokens = sum(map(len, documents))
     rows = [(document, [True] * len(document)) for document in documents]

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainwright.doctor.calibrate_fits import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, Setting
 from trainwright.planning.architectures.architecture import Architecture, from_config
 from trainwright.planning.operations import Device, MicroBatch, Passes, passes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainwright.errors import MachineError
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.text import count, size
 

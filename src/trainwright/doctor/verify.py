@@ -25,7 +25,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child, stop_requested
 from trainwright.machine.cache import cache_root
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.observe.progress import progress_on
 from trainwright.observe.remaining import Remaining
 from trainwright.recipe.loading import dump_recipe

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainwright.data.stream.dataset import TokenDataset
-from trainwright.data.tokens.bounded import tokenized
+from trainwright.data.rows.bounded import tokenized
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import answer_all
 from trainwright.inference.batching import Done

@@ -18,7 +18,7 @@ from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
 from trainwright.data.rows.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.rows.turns import Message
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
 from trainwright.inference.asking import last_answer

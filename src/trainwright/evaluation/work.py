@@ -27,7 +27,7 @@ from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.sampling import Sampling
 from trainwright.machine.cache import cache_root
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.data import SourceSection

@@ -11,12 +11,12 @@ import torch
 
 from trainwright.activity import doing
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import MachineError, RequestError
 from trainwright.inference.finding import Found
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import parameter_count

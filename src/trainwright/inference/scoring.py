@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.inference.batching import Done, by_length, over_ranks
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World

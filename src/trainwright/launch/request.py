@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.resuming import continued
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
 from trainwright.planning.processes import choose_processes, with_processes
 from trainwright.recipe.loading import load_recipe
@@ -163,7 +163,7 @@ def check_request(request: Request, recipe: Recipe, creates: bool = True) -> Non
     """
     from importlib.util import find_spec
 
-    from trainwright.data.sources.preflight import check_data
+    from trainwright.data.preflight import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.recipe.strategy_spec import check_library

@@ -29,7 +29,7 @@ from trainwright.text import say
 if TYPE_CHECKING:
     from trainwright.launch.group.nodes import Nodes
     from trainwright.launch.request import Request
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
 
 

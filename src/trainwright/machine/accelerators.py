@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import MachineError
 
 if TYPE_CHECKING:
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
 
 ON_PURPOSE = "set parallel.device=cpu to train on the CPU"
 HIDE = "hide it with CUDA_VISIBLE_DEVICES= to use the CPU"  # for commands without a recipe

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from trainwright.errors import RequestError
 from trainwright.machine.accelerators import TRAINED_ON, TRAINING_RUNS_ON
 from trainwright.machine.catalogue import Card, card_of_gpu, cards, find_card
-from trainwright.machine.detect import Gpu, Machine
 from trainwright.machine.links import STRICT, Link, network, pcie
+from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import cpu_card
 
 FORM = "[NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100, 2xRTX4090 or 4x8xA100-40GB@8x200Gb"

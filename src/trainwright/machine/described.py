@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainwright.errors import RequestError
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.recipe.files import read_json
 
 VARIABLE = "TRAINWRIGHT_MACHINE"

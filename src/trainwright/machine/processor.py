@@ -11,7 +11,7 @@ from trainwright.machine.catalogue import Card
 from trainwright.machine.links import memory
 
 if TYPE_CHECKING:
-    from trainwright.machine.detect import Machine
+    from trainwright.machine.machine import Machine
 
 # fp32 multiply-adds of a core per cycle, times two; two vector units.
 _AVX512, _AVX2, _NEON = 64, 32, 16

@@ -135,7 +135,7 @@ def _causal_kind(fields: Mapping[str, Any]) -> str:
         raise RequestError("model.config.model_type: missing; name an architecture, such as llama")
     check_supported(fields, "model.config")
     if kind == GPT:
-        from trainwright.models.gpt.config import register
+        from trainwright.models.gpt.model import register
 
         register()
     return kind

@@ -188,8 +188,8 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
 
 
 def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
-    from trainwright.models.gpt.config import register
     from trainwright.models.gpt.conversion import gpt_config
+    from trainwright.models.gpt.model import register
 
     register()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.recipe.checks import contradictions
 from trainwright.recipe.schema import Recipe
 

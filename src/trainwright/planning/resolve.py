@@ -14,7 +14,7 @@ from trainwright.engine.checkpoints.saving import auto_reason
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import run_forward_only
 from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Independent, Strategy

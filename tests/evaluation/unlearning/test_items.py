@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER
-from trainwright.data.tokens.bounded import TokenizerError
+from trainwright.data.rows.bounded import TokenizerError
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.encoding import ANSWER, WRONG, ItemEncoder
 from trainwright.evaluation.unlearning.items import Item, read_sets

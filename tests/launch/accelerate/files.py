@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trainwright.launch.accelerate.meaning import Meaning, read_meaning
-from trainwright.machine.detect import Gpu, Machine
+from trainwright.machine.machine import Gpu, Machine
 
 CPU = Machine("here", "Some CPU", 4, 16 * 2**30, ())
 LOOSE_DDP = """{

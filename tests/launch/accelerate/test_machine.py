@@ -14,7 +14,7 @@ from trainwright.launch.accelerate.machine import lacking, require
 from trainwright.launch.accelerate.meaning import interpret
 from trainwright.launch.accelerate.reading import read
 from trainwright.launch.accelerate.showing import show
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 
 FOUR = "distributed_type: MULTI_GPU\nnum_processes: 4\n"
 

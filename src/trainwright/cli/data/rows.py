@@ -17,9 +17,9 @@ from trainwright.paths import user_path
 from trainwright.text import plural, printable, say, they
 
 if TYPE_CHECKING:
-    from trainwright.data.rows.check import Checked
+    from trainwright.data.check import Checked
     from trainwright.data.rows.preparing import Source, Statistics
-    from trainwright.data.stream.dataset import TokenDataset
+    from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Prepare, look at and check training data.")
@@ -95,7 +95,7 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
         return
     if overrides or max_length is not None:
         raise RequestError("a file alone is checked for its layout; give --model to count tokens")
-    from trainwright.data.rows.check import check_rows
+    from trainwright.data.check import check_rows
 
     _report([check_rows(asked, ANY, "auto", key="data check")], None)
 
@@ -222,7 +222,7 @@ def _is_tokenizer(directory: Path) -> bool:
 def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenDataset, count: int) -> None:
     from rich.text import Text
 
-    from trainwright.data.rows.show import first_examples, pieces
+    from trainwright.data.show import first_examples, pieces
 
     coloured = console.is_terminal and not console.no_color
     for number, example in enumerate(first_examples(dataset, count, recipe.train.seed), start=1):
@@ -242,7 +242,7 @@ def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenD
 
 
 def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
-    from trainwright.data.rows.show import fill, histogram
+    from trainwright.data.show import fill, histogram
 
     bins = histogram(dataset)
     most = max(bin.examples for bin in bins)
@@ -267,7 +267,7 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
 
 
 def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]:
-    from trainwright.data.rows.check import check_corpus, check_rows
+    from trainwright.data.check import check_corpus, check_rows
 
     data = recipe.data
     sources = list(zip(data.source_keys, data.sources, strict=True))

@@ -43,7 +43,7 @@ def tokenize(
     Runs on all cores in constant memory. If stopped or killed, the same command continues, without losing or repeating
     a document.
     """
-    from trainwright.data.tokens.pretraining import identity_of
+    from trainwright.data.stream.pretraining import identity_of
     from trainwright.data.tokens.tokenize import tokenize as write
     from trainwright.errors import Stopped
     from trainwright.machine.detect import detect

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainwright.data.sources.row_files import Row
+from trainwright.data.sources.row_files import MESSAGES_NAMES, Row
 from trainwright.errors import RequestError
 
 # In order of detection: more specific layouts first.
@@ -50,7 +50,7 @@ _ASKED = ("question", "prompt", "instruction", "query", "problem", "user", "huma
 _ANSWERED = ("answer", "response", "completion", "output", "reply", "assistant", "gpt", "bot", "solution", "target")
 _SUMMARIES = ("summary", "highlights")  # summaries of a text, which is then not a target
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "messages": ("conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
+    "messages": MESSAGES_NAMES,
     "question": _ASKED,
     "instruction": _ASKED,
     "prompt": (*_ASKED, "messages", "conversations"),
@@ -64,8 +64,6 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "system": ("system_prompt", "system_message"),
     "tools": ("functions",),
 }
-# Columns with lists of turns.
-TURN_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", *_OTHER_NAMES["messages"])
 
 
 class Layout(str):

@@ -22,10 +22,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.plain_templates import fixed_date, install_template
 from trainwright.data.rows.tool_calls import names_in
 from trainwright.data.rows.turns import Message
-from trainwright.data.tokens.bounded import tokenized
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:

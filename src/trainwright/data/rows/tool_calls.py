@@ -16,11 +16,6 @@ from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 
 
-def as_text(value: Any) -> Any:
-    """Return a list as JSON text, and any other value unchanged."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-
-
 def tools_of(row: Row, field: str = "tools") -> list[Any]:
     """Return the tools of a row, or an empty list; raise RequestError if they are not a list of objects."""
     return _objects(row.get(field), f"the field {field}")

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from trainwright.data.rows.layouts import TURN_COLUMNS
-from trainwright.data.rows.tool_calls import as_text, calls_of
-from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.data.rows.tool_calls import calls_of
+from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, text_of
 from trainwright.errors import RequestError
 
 # {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as in tool_calls.py, and
@@ -24,10 +23,9 @@ _ROLES = {
 }
 # Assistant turns that hold only a tool call; the value is the call as JSON.
 _CALLS = ("function_call", "function-call", "tool_call")
-_CONTENTS = ("content", "value")
 _A_TURN = 'a turn is {"role": "user", "content": "…"}'
 # Keys of a turn that are read; _TRAINED lists keys of OpenAI and axolotl for whether a turn is a target.
-_READ = {"role", "from", *_CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
+_READ = {"role", "from", *CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
 _TRAINED = ("target", "weight", "train", "training")
 # The conversation format of Anthropic's HH-RLHF and its derivatives.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -55,14 +53,6 @@ def transcript(text: str) -> list[Message] | None:
     if not turns[-1][1].strip():  # a prompt that ends with the name of the next speaker
         turns = turns[:-1]
     return [_turn({"role": role, "content": said.strip()}, role) for role, said in turns]
-
-
-def with_text_content(row: Row) -> Row:
-    """Join lists of text parts and serialize tools in a row, so that columns have one type."""
-    turns = [field for field in TURN_COLUMNS if isinstance(row.get(field), list)]
-    if isinstance(row.get("tools"), list):
-        row = {**row, "tools": as_text(row["tools"])}
-    return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
 
 
 def names_of(row: Row) -> str:
@@ -153,27 +143,11 @@ def _calls(content: Any, place: str) -> list[Any]:
     return calls_of({"tool_calls": given if isinstance(given, list) else [given]}, place)
 
 
-def _joined(turn: Any) -> Any:
-    if not isinstance(turn, dict):
-        return turn
-    if isinstance(turn.get("tool_calls"), list):
-        turn = {**turn, "tool_calls": as_text(turn["tool_calls"])}
-    lists = {key: _text_of(turn[key]) for key in _CONTENTS if isinstance(turn.get(key), list)}
-    return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
-
-
-def _text_of(parts: list[Any]) -> str | None:
-    """Join a list of text parts; return None if any part is not text."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return "".join(known) if len(known) == len(texts) else None
-
-
 def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        if (text := _text_of(content)) is not None:
+        if (text := text_of(content)) is not None:
             return text
         raise RequestError(f"{place} has content that is no text (an image?); only text can be trained on")
     raise RequestError(f"{place} has content that should be text and is {kind_of(content)}")

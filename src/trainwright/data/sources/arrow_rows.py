@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.sources.row_files import Row, kind_of, leaves
+from trainwright.data.sources.row_files import CONTENTS, MESSAGES_NAMES, Row, kind_of, leaves, text_of
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 PlacedRow: TypeAlias = tuple[Path, int, Row]  # (file, line, row)
 
+_TURN_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", *MESSAGES_NAMES)  # with lists of turns
 _CHUNK_ROWS = 2000
 _CHUNK_CHARACTERS = 8 * 2**20
 _SPILL_BYTES = 64 * 2**20  # kept in memory before it is written to a memory-mapped file
@@ -98,3 +100,25 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
                     f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; give it one type in all rows"
                 )
     return RequestError(f"{last}: the rows do not fit one table: {error}")
+
+
+def with_text_content(row: Row) -> Row:
+    """Join lists of text parts and serialize tools in a row, so that columns have one type."""
+    turns = [field for field in _TURN_COLUMNS if isinstance(row.get(field), list)]
+    if isinstance(row.get("tools"), list):
+        row = {**row, "tools": _as_text(row["tools"])}
+    return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
+
+
+def _joined(turn: Any) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    if isinstance(turn.get("tool_calls"), list):
+        turn = {**turn, "tool_calls": _as_text(turn["tool_calls"])}
+    lists = {key: text_of(turn[key]) for key in CONTENTS if isinstance(turn.get(key), list)}
+    return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
+
+
+def _as_text(value: Any) -> Any:
+    """Return a list as JSON text, and any other value unchanged."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.sources.file_kinds import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source
-from trainwright.data.tokens.shards import is_shards
+from trainwright.data.sources.shards import is_shards
 from trainwright.paths import user_path
 
 if TYPE_CHECKING:

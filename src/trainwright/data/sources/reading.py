@@ -26,8 +26,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.turns import with_text_content
 from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources.arrow_rows import with_text_content
 from trainwright.data.sources.file_kinds import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import Found, find, missing
@@ -163,7 +163,7 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> F
 
 def _refuse_shards(source: str, key: str) -> None:
     if user_path(source).is_dir():
-        from trainwright.data.tokens.shards import is_shards
+        from trainwright.data.sources.shards import is_shards
 
         if is_shards(source):
             raise RequestError(

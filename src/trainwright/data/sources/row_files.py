@@ -25,6 +25,10 @@ from trainwright.errors import RequestError
 Row: TypeAlias = dict[str, Any]
 LocatedRow: TypeAlias = tuple[int, Row]  # (line, row)
 
+# Other names of the column ``messages``, and the names of the content of a turn.
+MESSAGES_NAMES = ("conversation", "conversations", "dialogue", "dialog", "chat", "turns")
+CONTENTS = ("content", "value")
+
 _DEEPEST = 32  # levels of objects and lists; Arrow files support at most 64
 _TOO_DEEP = f"nested more than {_DEEPEST} deep"
 _DELIMITERS = ",;\t|"
@@ -318,6 +322,13 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def text_of(parts: list[Any]) -> str | None:
+    """Join a list of text parts; return None if any part is not text."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if len(known) == len(texts) else None
 
 
 def as_json(row: Row) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.tokens.dataset import TokenDataset
 
 
 @dataclass(frozen=True)

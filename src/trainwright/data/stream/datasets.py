@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.kinds import Kind
-from trainwright.data.stream.held_out import split
-from trainwright.data.stream.mixture import Part, parts_of, shares
-from trainwright.data.stream.prepare import HELD_BACK
+from trainwright.data.stream.held_out import HELD_BACK, split
+from trainwright.data.tokens.mixture import Part, parts_of, shares
 from trainwright.data.tokens.token_files import write_dataset
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError

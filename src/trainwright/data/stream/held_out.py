@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from trainwright.errors import RequestError
 
+HELD_BACK = "held_back.npy"  # the file with the source and the row number of every held-out example
+
 Indices = npt.NDArray[np.int64]
 
 

@@ -27,7 +27,8 @@ import numpy.typing as npt
 from trainwright.activity import doing
 from trainwright.data.rows.kinds import EXAMPLES, Kind
 from trainwright.data.sources.key import content_of, settings_of, source_key
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.stream.held_out import HELD_BACK
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length
 from trainwright.errors import MachineError, RequestError
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.recipe.sections.data import DataSection
-
-HELD_BACK = "held_back.npy"
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.stream.batch_sizes import BatchSizes
-from trainwright.data.stream.dataset import Companions
-from trainwright.data.stream.mixture import Part, drawn, permuted
-from trainwright.data.stream.packing import best_fit_decreasing
+from trainwright.data.tokens.dataset import Companions
+from trainwright.data.tokens.mixture import Part, drawn, permuted
+from trainwright.data.tokens.packing import best_fit_decreasing
 
 
 class Examples(Protocol):

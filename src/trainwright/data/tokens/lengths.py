@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.stream.packing import best_fit_decreasing
+from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.errors import RequestError
 from trainwright.machine.cache import keep
 from trainwright.text import plural, times
 
 if TYPE_CHECKING:
-    from trainwright.data.stream.dataset import TokenDataset
+    from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import DataSection
     from trainwright.recipe.sections.model import ModelSection
 
@@ -96,7 +96,7 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     """Count the lengths of a tokenized source."""
     import numpy as np
 
-    from trainwright.data.stream.mixture import drawn
+    from trainwright.data.tokens.mixture import drawn
 
     lengths = dataset.example_lengths()
     if dataset.mixture is not None:

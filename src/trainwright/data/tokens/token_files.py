@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.stream.dataset import write_about
-from trainwright.data.stream.mixture import Part
+from trainwright.data.tokens.dataset import write_about
+from trainwright.data.tokens.mixture import Part
 
 Indices = npt.NDArray[np.int64]
 

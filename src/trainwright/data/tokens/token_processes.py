@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from trainwright.data.sources.texts import Piece
+from trainwright.data.rows.texts import Piece
 from trainwright.data.tokens import token_worker
 from trainwright.data.tokens.token_worker import Encoded, Encoder, Settings
 from trainwright.errors import MachineError

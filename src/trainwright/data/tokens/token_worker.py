@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.tokens.bounded import bounded
+from trainwright.data.rows.bounded import bounded
 from trainwright.data.tokens.word_tokens import WordTokens
 from trainwright.errors import RequestError
 

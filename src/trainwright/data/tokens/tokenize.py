@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainwright.data.sources.texts import Piece, pieces
-from trainwright.data.tokens.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
+from trainwright.data.rows.texts import Piece, pieces
+from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
 from trainwright.data.tokens.token_processes import encoding
 from trainwright.data.tokens.token_worker import Encoded, Settings
 from trainwright.errors import RequestError

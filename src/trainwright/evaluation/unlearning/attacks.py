@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.findings import mean_loss
 from trainwright.inference.loading import Loaded

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.templates import ChatEncoder, Encoded, TurnsError
-from trainwright.data.stream.dataset import TokenDataset
-from trainwright.data.tokens.bounded import tokenized
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import fingerprint
 from trainwright.evaluation.unlearning.items import Item, ItemSet

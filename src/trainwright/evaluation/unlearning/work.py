@@ -27,7 +27,7 @@ from trainwright.evaluation.unlearning.registry import METRICS, OPTIONS, missing
 from trainwright.evaluation.unlearning.report import BenchmarkReport
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.parallel.world import World
 from trainwright.paths import user_path

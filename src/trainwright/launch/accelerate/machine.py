@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainwright.errors import MachineError
 from trainwright.launch.accelerate.meaning import Meaning
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.recipe.strategy_spec import check_library
 
 SHARDING = ("FSDP", "DEEPSPEED")

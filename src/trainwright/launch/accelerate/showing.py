@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from trainwright.launch.accelerate.machine import SHARDING, becomes_ddp, lacking
 from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous
 from trainwright.launch.accelerate.reading import Source
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.text import plural
 

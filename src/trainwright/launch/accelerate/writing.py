@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate.machine import default_processes
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.parallel.zero.spec import stage_of
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.yaml_text import to_yaml

@@ -24,7 +24,7 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import Task
 from trainwright.errors import MachineError
 from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, with_device
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.parallel.layout import Layout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import RankInfo, World

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.machine.cache import cache_root
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 
 # Version of the file format.
 _FORM = 2

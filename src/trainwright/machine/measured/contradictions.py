@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import (
     Calibration,
     Setting,

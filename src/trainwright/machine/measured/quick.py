@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.machine.cache import cache_root, keep
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import (
     Calibration,
     Setting,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from trainwright.models.gpt.variants import MODEL_TYPE, VARIANTS, expanded
 
@@ -92,13 +92,3 @@ class GPTConfig(PreTrainedConfig):
                 f"no architecture of transformers has {', '.join(map(str, kinds))}; set position_embedding, norm and "
                 "mlp to learned, layer and gelu_tanh or gelu, or to rotary, rms and swiglu"
             )
-
-
-def register() -> None:
-    """Register the GPT with the Auto classes of transformers. Can be called more than once."""
-    from transformers import AutoModelForCausalLM
-
-    from trainwright.models.gpt.model import GPT
-
-    AutoConfig.register(MODEL_TYPE, GPTConfig, exist_ok=True)
-    AutoModelForCausalLM.register(GPTConfig, GPT, exist_ok=True)

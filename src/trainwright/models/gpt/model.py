@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainwright.models.gpt.config import GPTConfig
+from trainwright.models.gpt.variants import MODEL_TYPE
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [B, 1, L, d]
 
@@ -300,3 +301,9 @@ def _rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     cosines, sines = rotation
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+def register() -> None:
+    """Register the GPT with the Auto classes of transformers. Can be called more than once."""
+    AutoConfig.register(MODEL_TYPE, GPTConfig, exist_ok=True)
+    AutoModelForCausalLM.register(GPTConfig, GPT, exist_ok=True)

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from trainwright.data.sources.texts import SEPARATOR, pieces
-from trainwright.data.tokens.shards import is_shards
+from trainwright.data.rows.texts import SEPARATOR, pieces
+from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.files.save import replacing

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainwright.machine.detect import Machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, current_calibration
 from trainwright.machine.measured.own_runs import OwnRuns, own_runs
 from trainwright.machine.measured.quick import Shapes, measured

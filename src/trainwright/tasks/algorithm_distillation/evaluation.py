@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainwright.drawing import new_figure
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
 from trainwright.inference.finding import Found, find_model
@@ -46,6 +47,13 @@ from trainwright.tasks.algorithm_distillation.task import environment_of, open_h
 RESULT, METRICS, FIGURE = "eval_result.npz", "metrics.json", "returns.png"
 _NORMAL_95 = 1.959964  # the normal distribution's 97.5 % quantile
 _SHOWN_EPISODES = 10
+_LABELS = {
+    "sampled": "agent in its context",
+    "greedy": "the same, greedy",
+    "source": "source algorithm",
+    "random": "random actions",
+}
+_COLOURS = {"sampled": "tab:blue", "greedy": "tab:cyan", "source": "tab:orange", "random": "tab:grey"}
 
 
 @dataclass(frozen=True)
@@ -215,12 +223,10 @@ class AgentReport:
 
     def write(self, directory: Path) -> None:
         """Write arrays, metrics and figure to a new directory."""
-        from trainwright.tasks.algorithm_distillation.figure import draw
-
         directory.mkdir(parents=True)
         np.savez(directory / RESULT, **self.arrays)
         (directory / METRICS).write_text(json.dumps(self.metrics(), indent=2) + "\n", encoding="utf-8")
-        draw(self.arrays, directory / FIGURE)
+        _draw(self.arrays, directory / FIGURE)
 
     def _agents(self) -> list[str]:
         return [name for name in ("sampled", "greedy", "random", "source") if name in self.arrays]
@@ -230,6 +236,31 @@ def last_episodes(returns: Returns, count: int) -> Returns:
     """Return the last ``count`` episodes of each copy, from returns [..., episodes] padded with NaN."""
     there = np.isfinite(returns)
     return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
+
+
+def _draw(arrays: Mapping[str, Any], path: Path) -> None:
+    """Draw a PNG of mean returns with 95 % intervals, from the arrays of an evaluation.
+
+    Raises:
+        MachineError: matplotlib is not installed.
+    """
+    figure = new_figure(7, 4.5, "a figure")
+    axes = figure.subplots()
+    for name, label in _LABELS.items():
+        if name not in arrays:
+            continue
+        returns = arrays[name]
+        bounds = np.array([interval(returns[..., episode, None]) for episode in range(returns.shape[-1])])
+        episodes = np.arange(1, len(bounds) + 1)
+        axes.plot(episodes, bounds[:, 0], label=label, color=_COLOURS[name])
+        axes.fill_between(episodes, bounds[:, 1], bounds[:, 2], color=_COLOURS[name], alpha=0.2, linewidth=0)
+    if np.isfinite(arrays["optimum"].mean()):
+        axes.axhline(arrays["optimum"].mean(), color="black", linestyle=":", label="optimum")
+    axes.set_xlabel("episode")
+    axes.set_ylabel("return")
+    axes.set_title(f"{len(arrays['tasks'])} tasks that were not trained on")
+    axes.legend()
+    figure.savefig(path, dpi=150)
 
 
 def interval(returns: Returns) -> tuple[float, float, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 
 

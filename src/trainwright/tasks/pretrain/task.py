@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.prepare import Prepared
+from trainwright.data.stream.pretraining import prepare_windows
 from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.windows import WindowDataset, collate_windows
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
-from trainwright.data.tokens.pretraining import prepare_windows
 from trainwright.data.tokens.token_bytes import token_bytes
-from trainwright.data.tokens.windows import WindowDataset, collate_windows
 from trainwright.engine.task import LossSum
 from trainwright.inference.sampling import Sampling
 from trainwright.models.load import load_tokenizer

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.kinds import EXAMPLES, kind_of_rows
-from trainwright.data.rows.refusals import FORGET, REFUSAL
-from trainwright.data.rows.unlearning import joined, some_of, with_roles
-from trainwright.data.stream.dataset import TokenDataset
+from trainwright.data.rows.kinds import EXAMPLES, FORGET, REFUSAL, kind_of_rows
 from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.unlearning import joined, some_of, with_roles
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import check_prepared, positions_of
 from trainwright.tasks.unlearn.section import UnlearnSection

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
+from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.batch_parts import only, places
 from trainwright.errors import RequestError

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.rows.refusals import FORGET, REFUSAL, RETAIN
-from trainwright.data.rows.unlearning import refuse_overlap
+from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
+from trainwright.data.stream.unlearning import refuse_overlap
+from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import LossSum
 from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import switched_off

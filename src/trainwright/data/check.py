@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from trainwright.data.rows.bounded import TokenizerError
 from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.kinds import Kind
 from trainwright.data.rows.layouts import Layout, columns_not_used
 from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
-from trainwright.data.tokens.bounded import TokenizerError
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 from trainwright.text import plural, they
@@ -124,8 +124,8 @@ def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, k
     Raises:
         RequestError: the source is missing, or shards are incomplete or of another tokenizer.
     """
-    from trainwright.data.sources.texts import pieces
-    from trainwright.data.tokens.shards import Shards, is_shards
+    from trainwright.data.rows.texts import pieces
+    from trainwright.data.sources.shards import Shards, is_shards
     from trainwright.data.tokens.token_worker import Encoder
     from trainwright.data.tokens.tokenize import settings_of
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import doing
-from trainwright.data.sources.texts import VERSION
-from trainwright.data.stream.mixture import Part, parts_of, shares
-from trainwright.data.tokens.shards import Shards, is_shards, tokenizer_fingerprint
-from trainwright.data.tokens.windows import Spans, WindowDataset, divided, everything
+from trainwright.data.rows.texts import VERSION
+from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
+from trainwright.data.stream.windows import Spans, WindowDataset, divided, everything
+from trainwright.data.tokens.mixture import Part, parts_of, shares
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
 from trainwright.paths import user_path

@@ -21,7 +21,7 @@ from trainwright.data.sources.corpora import whole_documents
 from trainwright.data.sources.file_kinds import opened as opened_file
 from trainwright.data.sources.file_kinds import suffix_of
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
-from trainwright.data.tokens.shards import is_shards
+from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:

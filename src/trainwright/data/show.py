@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.stream.dataset import TokenDataset
 from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.dataset import TokenDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

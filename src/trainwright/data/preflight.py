@@ -69,8 +69,8 @@ def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
 
 def _check_corpus(recipe: Recipe) -> None:
     """Check that shards are complete and files are text. Hub datasets are checked when they are read."""
-    from trainwright.data.sources.texts import pieces
-    from trainwright.data.tokens.shards import Shards, is_shards
+    from trainwright.data.rows.texts import pieces
+    from trainwright.data.sources.shards import Shards, is_shards
 
     data = recipe.data
     named = list(zip(data.sources, data.source_keys, strict=True))

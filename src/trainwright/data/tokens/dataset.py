@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.stream.mixture import Part, drawn
+from trainwright.data.tokens.mixture import Part, drawn
 
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 

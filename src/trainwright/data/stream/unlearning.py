@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.rows.kinds import EXAMPLES
-from trainwright.data.rows.refusals import FORGET, RETAIN
-from trainwright.data.stream.dataset import Companions, TokenDataset
-from trainwright.data.stream.mixture import permuted
+from trainwright.data.rows.kinds import EXAMPLES, FORGET, RETAIN
 from trainwright.data.stream.prepare import writable
+from trainwright.data.tokens.dataset import Companions, TokenDataset
+from trainwright.data.tokens.mixture import permuted
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainwright.data.sources.shards import Shards
 from trainwright.data.stream.batch import Batch, flat_layout, padded_layout
-from trainwright.data.stream.dataset import TokenDataset
-from trainwright.data.stream.mixture import Part
 from trainwright.data.stream.stream import MicroBatch
-from trainwright.data.tokens.shards import Shards
+from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.data.tokens.mixture import Part
 from trainwright.errors import RequestError
 
 Indices = npt.NDArray[np.int64]
