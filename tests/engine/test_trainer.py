@@ -61,13 +61,13 @@ def test_shares_of_ranks_add_up_to_the_batch_with_zero_weight_passes(make: Make)
     trainer, _ = make("train.micro_batch_size=1", "data.pack_length=null", "train.global_batch_size=4")
     batch = trainer.task.stream.global_batch(0)
     assert len(batch.micro_batches) == 4
-    whole, norm, _ = trainer._passes.share(1, batch)
+    whole, norm, _ = trainer._passes.forward_backward(1, batch)
     expected = gradients(trainer)
     losses: list[float] = []
     trainer.strategy.discard_gradients()
     for rank in range(3):  # four micro-batches: two of the three ranks have one that counts nothing
         trainer.strategy.world = World(rank, 3, rank, 3, torch.device("cpu"))
-        found, _, _ = trainer._passes.share(1, batch)
+        found, _, _ = trainer._passes.forward_backward(1, batch)
         losses += found
     assert sum(losses) == pytest.approx(sum(whole), rel=1e-5)
     assert_close(gradients(trainer), expected)
@@ -83,7 +83,7 @@ def test_the_gradient_of_a_batch_is_that_of_the_mean_over_its_targets_however_it
         batch = trainer.task.stream.global_batch(0)
         assert len(batch.micro_batches) == 4 // rows
         assert len({micro.weight for micro in batch.micro_batches}) == len(batch.micro_batches)
-        trainer._passes.share(1, batch)
+        trainer._passes.forward_backward(1, batch)
         found.append(gradients(trainer))
     for other in found[1:]:
         assert_close(other, found[0])
@@ -108,11 +108,11 @@ def test_statistics_of_a_step_count_every_micro_batch_once(make: Make, tmp_path:
         NO_DROPOUT,
     )
     batch = trainer.task.stream.global_batch(0)
-    _, _, whole = trainer._passes.share(1, batch)
+    _, _, whole = trainer._passes.forward_backward(1, batch)
     sums = [0.0, 0.0]
     for rank in range(3):
         trainer.strategy.world = World(rank, 3, rank, 3, torch.device("cpu"))
-        sums = [a + b for a, b in zip(sums, trainer._passes.share(1, batch)[2], strict=True)]
+        sums = [a + b for a, b in zip(sums, trainer._passes.forward_backward(1, batch)[2], strict=True)]
     assert sums == pytest.approx(whole)
 
 
@@ -161,7 +161,7 @@ def test_dropout_is_drawn_anew_for_every_step_and_micro_batch(make: Make) -> Non
 
     def loss(step: int, index: int) -> float:
         only = replace(batch, micro_batches=(replace(first, index=index),))
-        found, _, _ = trainer._passes.share(step, only)
+        found, _, _ = trainer._passes.forward_backward(step, only)
         trainer.strategy.discard_gradients()
         return found[0]
 
@@ -238,7 +238,7 @@ def test_gradients_are_clipped_by_their_norm_whatever_the_loss_scale(make: Make,
     trainer, seen = make(*settings, "optimizer.eps=1.0")
     before = weights(trainer)
     plain, _ = make(*settings)
-    _, norm, _ = plain._passes.share(1, plain.task.stream.global_batch(0))
+    _, norm, _ = plain._passes.forward_backward(1, plain.task.stream.global_batch(0))
     grads = gradients(plain)
     trainer.progress.loss_scale = scale
     trainer._step()
@@ -253,9 +253,9 @@ def test_gradients_are_clipped_by_their_norm_whatever_the_loss_scale(make: Make,
 
 def test_gradients_below_the_limit_stay_as_they_are(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT)
-    assert trainer._clip(0.5) == 1.0
-    assert trainer._clip(4.0) == 0.25
-    assert make(NO_DROPOUT, "optimizer.max_grad_norm=null")[0]._clip(4.0) == 1.0
+    assert trainer._clip_factor(0.5) == 1.0
+    assert trainer._clip_factor(4.0) == 0.25
+    assert make(NO_DROPOUT, "optimizer.max_grad_norm=null")[0]._clip_factor(4.0) == 1.0
 
 
 class _SkipsTheFirst(StepPolicy):
@@ -278,7 +278,7 @@ def test_a_skipped_spike_leaves_no_gradient_behind(make: Make) -> None:
 def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:
     trainer, seen = make(NO_DROPOUT, "data.pack_length=null", "train.micro_batch_size=4", "train.global_batch_size=4")
     batch = trainer.task.stream.global_batch(0)
-    losses, norm, statistics = trainer._passes.share(1, batch)
+    losses, norm, statistics = trainer._passes.forward_backward(1, batch)
     expected = gradients(trainer)
     short = [Report(loss=0.0, stop=0.0, memory=0.0, short=1.0, save=0.0)]
     shortage = MemoryShortage("memory ran out elsewhere")
@@ -286,7 +286,7 @@ def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(ma
     assert divided is not None
     assert last(seen, "fault")["kind"] == "out_of_memory"
     assert divided.rows == 2
-    trainer._passes.share(1, divided)
+    trainer._passes.forward_backward(1, divided)
     assert_close(gradients(trainer), expected)
 
 

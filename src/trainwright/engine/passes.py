@@ -56,7 +56,7 @@ class Passes:
 
     def _attempt(self, step: int, batch: GlobalBatch) -> Gradients:
         world = self._training.strategy.world
-        done = self._halving.passes(step, batch, functools.partial(self.share, step, batch))
+        done = self._halving.guard_passes(step, batch, functools.partial(self.forward_backward, step, batch))
         shortage = done if isinstance(done, MemoryShortage) else None
         losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, MemoryShortage) else done
         memory, (stop, save) = peak_memory(world.device), self._asked(step)
@@ -65,7 +65,7 @@ class Passes:
         loss = sum(rank.loss for rank in reports) / batch.weight
         return Gradients(batch, loss, norm, reports, losses, statistics, shortage)
 
-    def share(self, step: int, batch: GlobalBatch) -> tuple[list[float], float, list[float]]:
+    def forward_backward(self, step: int, batch: GlobalBatch) -> tuple[list[float], float, list[float]]:
         """Add the gradients of this rank's share of a global batch to the model.
 
         Returns:
@@ -81,7 +81,9 @@ class Passes:
             # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
             seed_dropout(world.device, seed, step, micro.index)
             part = task.loss(strategy.module, micro, world.device)
-            assert part.weight == micro.weight or not micro.weight, "the task's weights are not the stream's"
+            assert part.weight == micro.weight or not micro.weight, (
+                f"the loss counts {part.weight} target weight, the stream {micro.weight}"
+            )
             # A zero-weight pass contributes no gradient; it runs so that collectives match.
             total = part.total if micro.weight else part.total * 0.0
             strategy.backward(total * (progress.loss_scale / batch.weight), last=position == len(micro_batches))

@@ -176,8 +176,8 @@ class Trainer:
         if any(skipped):
             self.strategy.discard_gradients()
         else:
-            scale = self._clip(found.norm) / self.progress.loss_scale
-            self._halving.update(step, found.batch, lambda: self.strategy.step(learning_rate, scale))
+            scale = self._clip_factor(found.norm) / self.progress.loss_scale
+            self._halving.guard_update(step, found.batch, lambda: self.strategy.step(learning_rate, scale))
             self.task.after_step(metrics)
         self._record(step, found, learning_rate, metrics, time.perf_counter() - begun)
         for policy in self._policies:
@@ -194,7 +194,7 @@ class Trainer:
             metrics.update(policy.metrics(step, found))
         return metrics
 
-    def _clip(self, norm: float) -> float:
+    def _clip_factor(self, norm: float) -> float:
         """Return the factor that clips the gradients to the recipe's maximum norm."""
         limit = self.recipe.optimizer.max_grad_norm
         return 1.0 if limit is None or norm <= limit else limit / norm

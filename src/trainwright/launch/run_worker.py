@@ -68,15 +68,15 @@ def run_worker(
         fault: why the run was relaunched, recorded as an event.
         rehearse: take only this many steps, and keep only their events.
         fullest: rehearse the step with the largest micro-batch.
-        seat: rank information of this process; None: read it from the environment.
+        rank_info: rank information of this process; None: read it from the environment.
         may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
     """
     set_fresh(True)
-    recipe_text = (run / "recipe.yaml").read_text(encoding="utf-8")
-    recipe = load_recipe(run / "recipe.yaml")
+    recipe_text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+    recipe = load_recipe(run / run_directory.RECIPE)
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
     torch.set_num_threads(threads_allowed())

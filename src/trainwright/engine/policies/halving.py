@@ -33,8 +33,8 @@ class Halving(StepPolicy):
         self._task = training.task
         self._strategy = training.strategy
 
-    def passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | MemoryShortage:
-        """Return the result of ``work``, this rank's passes of a step, or the out-of-memory error in it.
+    def guard_passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | MemoryShortage:
+        """Return the result of ``work``, this rank's passes of a step, or the out-of-memory error if memory ran out.
 
         Raises:
             OutOfMemory: memory ran out, and the other ranks wait for this one in their passes.
@@ -48,7 +48,7 @@ class Halving(StepPolicy):
             raise self._error(step, batch, self._world.rank, again)
         return done
 
-    def update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
+    def guard_update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
         """Run ``work``, the optimizer's part of a step. Raises OutOfMemory: a partial update must not be used."""
         if isinstance(done := attempt(work), MemoryShortage):
             raise self._error(step, batch, self._world.rank, done)
