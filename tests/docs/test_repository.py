@@ -60,3 +60,15 @@ def test_the_changelog_is_one_of_this_version() -> None:
 
 def _targets() -> list[str]:
     return re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+
+
+def test_places_that_the_architecture_names_are_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = re.findall(r"^\| \d+ \| `([\w/]+\.py)` `(\w+)` \|", text, re.M)
+    # A row of data and a key of the recipe are each followed through at most 15 files, this page included.
+    assert len(named) == text.count("\n| 1 |") * 14 == 28
+    for file, name in named:
+        source = (ROOT / "src" / "trainwright" / file).read_text()
+        assert re.search(rf"^(def|class) {name}\b", source, re.M), (file, name)
+    for file in re.findall(r"`([\w/]+\.py)`", text):
+        assert "/" not in file or any((at / file).is_file() for at in (ROOT, ROOT / "src" / "trainwright")), file
