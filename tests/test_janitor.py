@@ -44,7 +44,8 @@ def test_a_pytest_that_is_killed_in_mid_launch_leaves_nothing_behind(
         assert victim is not None and mark != os.environ[MARK]
         children = launcher.children()  # before the others are looked for: it may start more
         begun = [one for one in marked(mark) if one.pid != process.pid]
-        assert {launcher, *children} <= set(begun)
+        assert launcher in begun
+        assert {child for child in children if child.is_running()} <= set(begun)  # some have ended: they prepare
         os.kill(victim.pid, signal.SIGKILL)
         assert all_gone(begun)
         wait_for(lambda: not [one for one in marked(mark) if one.status() != psutil.STATUS_ZOMBIE])
